@@ -154,7 +154,7 @@ class Byzantine(FederatedCallback):
                 floor = torch.finfo(vector.dtype).tiny if positive else -torch.inf
                 sent.write(bad, vector.clamp(min=floor))
 
-    def on_validation_batch_end(  # type: ignore[override]  # of (inputs, targets)
+    def on_validation_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Count triggered inputs of other classes that the model assigns to a backdoor's target."""
@@ -165,13 +165,13 @@ class Byzantine(FederatedCallback):
                 taken = pl_module(self.attack.triggered(inputs[others])).argmax(1) == self.attack.target
                 self._success += torch.tensor([int(taken.sum()), len(taken)])
 
-    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # the same
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # narrows pl_module
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Reset the counts."""
         self._success = torch.zeros(2)
 
-    on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # the same
+    on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # narrows pl_module
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Log the success rate of a backdoor."""
@@ -179,7 +179,7 @@ class Byzantine(FederatedCallback):
             split = "test" if trainer.testing else pl_module.data.fit_split
             pl_module.log(f"{split}/attack_success", float(self._success[0] / self._success[1]))
 
-    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # the same
+    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
 
 def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[int]:

@@ -52,7 +52,7 @@ _CLASSES = {
 
 
 def _labels() -> Tensor:
-    """Return the class of each label id; other ids up to 33, and 255 (-1 as a byte), are ignored."""
+    """Return the class of each label id; ignore other ids up to 33, and 255 (-1 as a byte)."""
     labels = torch.full((256,), UNKNOWN, dtype=torch.uint8)
     labels[:34] = labels[255] = IGNORED
     labels[list(_CLASSES)] = torch.arange(len(_CLASSES), dtype=torch.uint8)
@@ -69,12 +69,13 @@ class Cityscapes(FederatedDataModule):
 
     Args:
         data_dir: The folder that holds ``leftImg8bit`` and ``gtFine``.
-        split_file: The clients in FedDrive's layout, as a JSON file ``{"users": [...], "user_data":
-            {user: {"x": [...], "y": [...]}}}`` or a folder of such files; ``x`` are paths below
-            ``leftImg8bit``, ``y`` below ``gtFine``. None makes each city of ``train`` a client.
-        evaluation_cities: Cities of ``train`` that replace ``val`` and are not clients.
+        split_file: JSON file of the clients in FedDrive's layout, ``{"users": [...], "user_data":
+            {user: {"x": [...], "y": [...]}}}``, or a folder of such files; ``x`` are paths below
+            ``leftImg8bit``, ``y`` below ``gtFine``. Default: each city of ``train`` is a client.
+        evaluation_cities: Cities of ``train`` that are evaluated instead of ``val`` and are not
+            clients.
         batch_size: Images in a client's batch, 8 in the FixBN paper.
-        image_size: Height and width to which images and masks are resized first; None for no resizing.
+        image_size: Height and width to which images and masks are first resized; None: no resizing.
         crop_size: Height and width of random crops, (768, 768) in the FixBN paper; None for no crops.
         scale: Smallest and largest random factor on the size of training images, before the crop.
         horizontal_flip: Whether each training image is mirrored with probability 1/2.

@@ -1,4 +1,4 @@
-"""The distribution of labelled samples over clients and server, and data modules that have one."""
+"""Distribution of labelled samples over clients and server, and data modules that distribute."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from fl_lightning.randomness import generator
 
 @dataclass(frozen=True)
 class Distribution:
-    """Sample indices, int64, ascending: training samples are 0 to N - 1, test samples follow.
+    """Sample indices, int64, ascending; training samples are 0 to N - 1, test samples follow.
 
     Attributes:
         labels: Class of each sample, shape ``[N + M]``.
@@ -29,7 +29,7 @@ class Distribution:
         test: The server's test samples.
         own: Own evaluation samples of each client, by split (``"val"``, ``"test"``); no key for a
             split without such samples.
-        groups: Group of each client with ``Natural``, else empty.
+        groups: Group of each client if the partition is ``Natural``, otherwise empty.
     """
 
     labels: Tensor
@@ -187,9 +187,10 @@ class PartitionedDataModule(FederatedDataModule):
     def partition_record(self) -> PartitionRecord:
         """Return sizes, seed, class histogram and digests of the partition, and known client names.
 
-        ``class_histogram[i][c]`` counts the samples of class c at client i. ``sha256["clients"][i]``
-        is the digest of client i's sample indices (ascending, int64, little-endian),
-        ``sha256["total"]`` that of the joined hexadecimal digests.
+        ``class_histogram[i][c]`` counts the samples of class c at client i.
+        ``sha256["clients"][i]`` is the digest of client i's sample indices (ascending, int64,
+        little-endian), and ``sha256["total"]`` is the digest of all clients' joined hexadecimal
+        digests.
         """
         total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
         record = super().partition_record()
@@ -218,7 +219,7 @@ class PartitionedDataModule(FederatedDataModule):
             train_labels: Class of each training sample, int64, shape ``[N]``.
             test_labels: Class of each test sample, int64, shape ``[M]``.
             train_groups: Group of each training sample, int64, shape ``[N]``; None without groups.
-            test_groups: Group of each test sample, int64, shape ``[M]``; None if the groups share them.
+            test_groups: Group of each test sample, int64, shape ``[M]``; None if groups share them.
             group_names: Names of the groups 0, 1, ...
 
         Raises:
@@ -229,7 +230,8 @@ class PartitionedDataModule(FederatedDataModule):
         self._check_labels("test_labels", test_labels)
         dealt = self.distribution = self._dealt(train_labels, test_labels, train_groups, test_groups)
         if len(dealt.test) != len(test_labels) or bool((dealt.test < len(train_labels)).any()):
-            self.drawn_splits = ("val", "test")  # a file assigns test samples to clients, too
+            # the partition file changed the test data
+            self.drawn_splits = ("val", "test")
         self._val_size = len(dealt.val)
         labels = dealt.labels
         classes = self.num_classes or int(labels.max()) + 1

@@ -21,11 +21,11 @@ class ClassFolders:
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
-        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set if
-            ``data_dir`` holds the class folders; None if it holds ``train`` and ``test``.
+        test_fraction: Share of each class's images, in (0, 1), that becomes the test set. Set it
+            only if ``data_dir`` holds the class folders, not if it holds ``train`` and ``test``.
 
     Attributes:
-        classes: Names of the class folders in alphabetical order, which is the order of the labels.
+        classes: Names of the class folders in alphabetical order; a label is an index in this list.
 
     Raises:
         ConfigurationError: The folder is missing or has another layout.
@@ -46,7 +46,7 @@ class ClassFolders:
         """Return the training images and the test images, with their labels.
 
         Args:
-            classes: All classes in the order of the labels, the classes of the folder among them.
+            classes: All classes in the order of the labels; they include the folder's classes.
             split: Random number generator of the test split; used if ``test_fraction`` is set.
 
         Raises:
@@ -96,7 +96,7 @@ class ClassFolders:
             raise ConfigurationError(
                 f"data_dir={self.data_dir} holds neither test/ nor val/; expected the layout {LAYOUT}"
             )
-        # ImageNet's test/ holds images without labels, hence no class folder
+        # ImageNet's test/ has no class folders, because its images have no labels: take val/
         folder = next((folder for folder in folders if subfolders(folder)), folders[0])
         unknown = sorted(set(subfolders(folder)) - set(self.classes))
         if unknown:
@@ -115,8 +115,9 @@ class ImageFolder(ImageFiles):
     Args:
         data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
         image_size: Height and width of the images in pixels.
-        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, drawn
-            by the seed, if ``data_dir`` holds the class folders; None if it holds ``train`` and ``test``.
+        test_fraction: Share of each class's images, in (0, 1), that becomes the test set, drawn by
+            the seed. Set it only if ``data_dir`` holds the class folders, not ``train`` and
+            ``test``.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
@@ -145,15 +146,15 @@ class ImageDomains(ImageFiles):
     """One client per domain: ``<domain>/train/<class>/*.jpg`` and ``test/``, or ``<domain>/<class>/``.
 
     As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), the domains share the classes
-    and differ in style. A domain's test images are the client's own evaluation data, and
-    part of the server's. The order of domains (clients) and of classes is alphabetical.
+    and differ in style. A domain's test images are evaluation data of its client and of the server.
+    Domains (clients) and classes are in alphabetical order.
 
     Args:
         data_dir: The folder that holds the domains.
         image_size: Height and width of the images in pixels.
-        test_fraction: Share of the images of each class and domain, in (0, 1), that becomes the test
-            set, drawn by the seed, if the domains hold class folders; None if they hold ``train``
-            and ``test``.
+        test_fraction: Share of the images of each class and domain, in (0, 1), that becomes the
+            test set, drawn by the seed. Set it only if the domains hold class folders, not
+            ``train`` and ``test``.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:

@@ -27,8 +27,8 @@ class Gaussians(FederatedDataModule):
         radius: Distance of the centres from the origin.
         std: Standard deviation of each component along each axis.
         samples_per_client: Points in a client's batch.
-        gamma: Share of each batch, rounded to whole points, that is drawn from the mixture of all
-            components, in [0, 1]: 0 gives each client one class, 1 makes the clients IID.
+        gamma: Share of each batch, in [0, 1], that is drawn from the mixture of all components,
+            rounded to whole points. 0 gives each client one class, 1 makes the clients IID.
         eval_samples_per_class: Points of each class in the server's validation and test data.
         seed: Seed of all points.
 
@@ -104,11 +104,11 @@ class GaussianClient(ClientDataModule):
     """A client that draws a new batch at every local step.
 
     Args:
-        client_id: Position of the client in the federation, and of its component.
+        client_id: Id of the client, from 0, and index of its component.
         centres: Centre of each component, shape ``[n, 2]``.
         std: Standard deviation of each component along each axis.
         num_examples: Points in a batch.
-        num_mixed: Number of first points in a batch that come from the mixture of all components.
+        num_mixed: Number of points, first in a batch, from the mixture of all components.
         seed: The run's seed.
     """
 
@@ -133,7 +133,7 @@ class GaussianClient(ClientDataModule):
         return sample_points(labels, self.centres, self.std, draws)
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Return the batch of an epoch, 0 unless ``loader.sampler.set_epoch`` sets another."""
+        """Return the batch of epoch 0, or of the epoch that ``loader.sampler.set_epoch`` sets."""
         sampler = EpochSampler(lambda epoch: [epoch], self.steps_per_epoch)
         return DataLoader(ClientBatches(self), sampler=sampler, batch_size=None)
 

@@ -29,9 +29,9 @@ class HuggingFaceImages(ImageFiles):
     Args:
         data_dir: The folder of the data set.
         image_size: Height and width of the images in pixels.
-        image_column: The column of images; None is the only column of the feature ``Image``.
-        label_column: The column of labels; None is the only column of the feature ``ClassLabel``.
-            In a column of another feature the classes are the sorted values.
+        image_column: The column of images. Default: the only column of type ``Image``.
+        label_column: The column of labels. Default: the only column of type ``ClassLabel``. In a
+            column of another type the classes are the sorted values.
         group_column: The column of each sample's group; None for data without groups.
         train_split: Name of the training split.
         test_split: Name of the test split.
@@ -103,7 +103,7 @@ class HuggingFaceImages(ImageFiles):
         return files
 
     def _open(self, split: str, columns: list[str] | None = None) -> Any:
-        """Open a split with ``datasets``; read only ``columns`` of parquet files, by default none."""
+        """Open a split; from parquet files read only ``columns``, by default no column."""
         import datasets
         from pyarrow import parquet
 
@@ -135,7 +135,7 @@ class HuggingFaceImages(ImageFiles):
         return [list(self._open(split, [column])[column]) for split in self._splits.values()]
 
     def _numbered(self, column: str) -> tuple[list[str], list[Tensor]]:
-        """Return the sorted values of a column, and each sample's value number, by split."""
+        """Return a column's sorted values, and each sample's position in these values, by split."""
         parts = self._values(column)
         for value in (value for part in parts for value in part):
             missing = value is None or (isinstance(value, float) and isnan(value))

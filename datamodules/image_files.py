@@ -62,12 +62,12 @@ def wrong_layout(data_dir: Path, missing: str, expected: str) -> ConfigurationEr
 
 
 def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
-    """Return an 8-bit image, ``"RGB"`` or ``"L"``; 16 bits are scaled, transparency is dropped."""
+    """Return an 8-bit ``"RGB"`` or ``"L"`` image; scale 16-bit values, and drop transparency."""
     if image.mode.startswith("I"):
         values = np.asarray(image).clip(0, 65535) / 257
         image = Image.fromarray(np.rint(values).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # what Pillow advises
+        image = image.convert("RGBA")  # Pillow advises RGBA for palettes with transparency
     return image.convert(mode)
 
 
@@ -119,7 +119,7 @@ def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int)
 
 
 DECODER = 3
-"""Version of the cache: 1 clipped 16-bit pixels at 255, 2 listed file names, 3 has a digest."""
+"""Version of the cache: 1 clipped 16-bit pixels at 255, 2 stored file names, 3 a digest."""
 
 
 def cached_tensors(
@@ -127,9 +127,9 @@ def cached_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors that ``read`` makes of files, from the cache if it is valid.
 
-    A cache is valid if the paths below ``root``, sizes and modification times of the files are
-    unchanged and its tensors have the stored CRC-32. One process rebuilds an invalid cache;
-    processes that need the cache at the same time wait.
+    A cache is valid if the files' paths below ``root``, sizes and modification times are unchanged
+    and the cached tensors have the stored CRC-32. One process rebuilds an invalid cache; processes
+    that need the cache at the same time wait.
 
     Args:
         paths: The files, all below ``root``.
@@ -145,7 +145,7 @@ def cached_tensors(
     if tensors is not None:
         return tensors
     with building(cache):
-        tensors = _read(cache, files)  # another process may have built it
+        tensors = _read(cache, files)  # another process may have built the cache
         if tensors is None:
             rank_zero_info(f"Decoding {len(paths)} files of {root} into {cache}")
             tensors = read()
@@ -156,7 +156,7 @@ def cached_tensors(
 
 
 def _digest(paths: Sequence[Path], root: Path) -> str:
-    """Return the digest of the files' paths below the root, sizes and modification times."""
+    """Return a digest of the files: paths below the root, sizes and modification times."""
     digest = sha256()
     start = len(os.fspath(root)) + 1
     for path in map(os.fspath, paths):

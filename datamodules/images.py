@@ -27,7 +27,8 @@ class ImageData:
         test_images: uint8, shape ``[M, C, H, W]``.
         test_labels: int64, shape ``[M]``.
         train_groups: Group of each training image, int64, shape ``[N]``; None without groups.
-        test_groups: Group of each test image, int64, shape ``[M]``; None if the groups share them.
+        test_groups: Group of each test image, int64, shape ``[M]``; None if groups share test
+            images.
         group_names: Names of the groups 0, 1, ...
 
     Raises:
@@ -90,7 +91,7 @@ class Normalization:
         Colour images are in channels_last memory format, which makes convolutions on a CPU faster.
         """
         *lead, height, width, channels = pixels.shape
-        # whole rows of pixels: an inner loop over three channels would be slow
+        # normalise whole rows of pixels: an inner loop over three channels would be slow
         mean, std = self.mean.flatten().repeat(width), self.std.flatten().repeat(width)
         lines = pixels.reshape(*lead, height, width * channels).to(torch.float32)
         lines.div_(self.scale).sub_(mean).div_(std)
@@ -100,16 +101,16 @@ class Normalization:
 
 
 class TrainSamples(Protocol):
-    """The training samples of all clients: batches by their draws, and the border of random crops."""
+    """Training samples of all clients; ``padding`` is the border of random crops in pixels."""
 
     padding: int
 
     def batch(self, draws: Tensor) -> Batch:
-        """Return a batch of samples."""
+        """Return the batch of samples that ``draws`` selects."""
 
 
 class Images(Dataset[Batch]):
-    """Images held as bytes and normalised on access, by a sample or a slice of samples.
+    """Images stored as bytes; indexed by a sample or a slice, and normalised on access.
 
     Args:
         images: uint8, shape ``[N, C, H, W]``; copied.
@@ -182,7 +183,7 @@ class TrainImages(Images):
         inner = padded[:, :, border : border + height, border : border + width]
         inner[0] = images
         inner[1] = images.flip(2)
-        # a view of all their crops, [2, n, 2 * border + 1, 2 * border + 1, H, W, C]
+        # a view of all crops of these images, [2, n, 2 * border + 1, 2 * border + 1, H, W, C]
         crops = padded.unfold(2, height, 1).unfold(3, width, 1).movedim(4, -1)
         left = torch.where(flip == 1, 2 * border - left, left)
         return crops[flip, torch.arange(count, device=images.device), top, left]

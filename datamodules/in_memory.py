@@ -32,7 +32,7 @@ class InMemoryClient(ClientDataModule):
     ``s // steps_per_epoch``.
 
     Args:
-        client_id: Position of the client in the federation.
+        client_id: Id of the client, from 0.
         images: The training samples of all clients.
         indices: The client's samples in ``images``, int64, shape ``[n]``.
         batch_size: Samples in a batch.
@@ -64,9 +64,8 @@ class InMemoryClient(ClientDataModule):
     def epoch_draws(self, epoch: int) -> Tensor:
         """Return the draws of an epoch, int64, shape ``[steps_per_epoch, batch_size, 4]``.
 
-        The last axis is that of ``draws`` in
-        :meth:`~fl_lightning.datamodules.images.TrainImages.batch`. The data order does not depend
-        on the augmentation.
+        :meth:`~fl_lightning.datamodules.images.TrainImages.batch` explains the last axis. The data
+        order does not depend on the augmentation.
         """
         if epoch != self._epoch:
             order = permutation(self.num_examples, self.seed, "data order", self.client_id, epoch)
@@ -91,7 +90,7 @@ class InMemoryClient(ClientDataModule):
         return self.images.batch(self.step_draws(step))
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Return the batches of an epoch, 0 unless ``loader.sampler.set_epoch`` sets another."""
+        """Return the batches of epoch 0, or of the epoch that ``loader.sampler.set_epoch`` sets."""
         return DataLoader(
             ClientImages(self), sampler=EpochSampler(self.epoch_draws, self.steps_per_epoch), batch_size=None
         )
@@ -121,7 +120,7 @@ class EpochSampler:
 
 
 class ClientImages(Dataset[Batch]):
-    """A client's samples: one by its position, not augmented, or a batch by the sampler's draws."""
+    """A client's samples, indexed by an integer (not augmented) or by draws (a batch)."""
 
     def __init__(self, client: InMemoryClient) -> None:
         self.client = client
@@ -179,7 +178,7 @@ class InMemorySamples(PartitionedDataModule):
             part.to(device)
 
     def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
-        """Return a client's own evaluation data; None without such data in its group or file."""
+        """Return a client's own evaluation data; None if its group or file has none."""
         if split not in self._own or not len(self._own[split][1][client_id]):
             return None
         images, samples = self._own[split]
@@ -201,19 +200,19 @@ class InMemorySamples(PartitionedDataModule):
     def _give(
         self, dealt: Distribution, trained: Callable[[Tensor], Any], evaluated: Callable[[Tensor], Any]
     ) -> None:
-        """Make the clients, and the samples of clients and server.
+        """Create the clients, and the data sets of clients and server.
 
         Args:
-            dealt: The samples of clients and server.
-            trained: Function that makes the training data of samples.
-            evaluated: Function that makes the evaluation data of samples.
+            dealt: Indices of the clients' and the server's samples.
+            trained: Function from sample indices to training data.
+            evaluated: Function from sample indices to evaluation data.
         """
         train = torch.unique(torch.cat(dealt.clients))
         self.train_images = trained(train)
         self.val_images, self.test_images = evaluated(dealt.val), evaluated(dealt.test)
         for split, parts in dealt.own.items():
             samples, images_of_split = dealt.test, self.test_images
-            # clients may evaluate on samples that are not the server's
+            # clients may have evaluation samples that the server does not have
             if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
                 samples, images_of_split = everyone, evaluated(everyone)
             self._own[split] = images_of_split, [torch.searchsorted(samples, part) for part in parts]

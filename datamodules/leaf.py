@@ -21,18 +21,18 @@ class FEMNIST(ImageFiles):
     """Handwritten digits and letters, greyscale 28x28, in 62 classes; each writer is a client.
 
     The files are the output of LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample``, with
-    about 3,500 writers; no download. LEAF enters the first image of most writers twice, so exact
-    duplicates within a writer's training or test images are dropped. A white pixel is 1 in LEAF.
-    The test images of a writer are the client's own evaluation data, and part of the server's.
+    about 3,500 writers; no download. LEAF's files contain the first image of most writers twice, so
+    exact duplicates within a writer's training or test images are dropped. A white pixel is 1 in
+    LEAF. A writer's test images are evaluation data of its client and of the server.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
-        min_examples: Fewest training images of a writer; other writers are dropped.
+        min_examples: Minimum of training images per writer; writers with fewer are dropped.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: The folder is missing or has another layout, or (in ``setup``) a file
-            cannot be read or has another content, or no writer is left.
+            cannot be read or is not in LEAF's layout, or no writer is left.
     """
 
     num_classes = 62

@@ -1,8 +1,9 @@
 """Partitions as pure functions from labels and a random number generator to indices per client.
 
-Each function assigns every sample to exactly one client (:func:`shards` with a tail to at least one),
-and every client gets a sample. Indices are int64 and ascending within a client. A ConfigurationError is raised if an argument is out of its
-range. Common arguments, with n clients, C classes and N samples:
+Each function assigns every sample to exactly one client; only :func:`shards` with a ``tail`` may
+assign a sample to several clients. Every client gets a sample. Indices are int64 and ascending
+within a client. An argument out of its range raises a ConfigurationError. Common arguments, with n
+clients, C classes and N samples:
 
 - ``labels``: Class of each sample, shape ``[N]``.
 - ``num_clients``: Number of clients, in [1, N].
@@ -45,7 +46,7 @@ def index_lists(owner: Tensor, num_clients: int) -> list[Tensor]:
 
 
 def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
-    """Assign ``counts[i, c]`` random samples of class c to client i; the counts sum to the sizes."""
+    """Assign ``counts[i, c]`` random samples of class c to client i; the counts cover all samples."""
     num_clients, num_classes = counts.shape
     order = torch.randperm(len(labels), generator=generator)
     order = order[labels[order].argsort(stable=True)]
@@ -57,7 +58,7 @@ def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
 
 
 def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Return class counts ``[n, C]`` of equally large clients with ``q ~ Dir(alpha * prior)`` each.
+    """Return class counts ``[n, C]`` of equally large clients, with ``q ~ Dir(alpha * prior)``.
 
     Drawing from the renormalised ``q`` without an exhausted class equals drawing from ``q`` and
     rejecting that class. So a client draws all its classes at once and redraws rejected samples.
@@ -78,7 +79,7 @@ def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np
 
 
 def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Return class counts ``[n, C]``, each class cut in proportions from ``Dir(alpha, ...)``."""
+    """Return class counts ``[n, C]``; ``Dir(alpha, ...)`` gives the clients' shares of a class."""
     proportions = _softmax(_log_dirichlet(np.full((len(available), num_clients), alpha), rng))
     cuts = np.rint(proportions.cumsum(1) * available[:, None]).astype(np.int64)
     cuts[:, -1] = available
@@ -86,10 +87,12 @@ def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.
 
 
 def assign_classes(num_clients: int, num_classes: int, held: int, generator: Generator) -> Incidence:
-    """Return ``[n, C]``: ``held`` classes per client, the same number of holders (+-1) per class.
+    """Return which client holds which class, ``[n, C]``.
 
-    The clients take classes in turn from a sequence of random permutations of the classes. If a
-    permutation ends within a client, the client's classes move to the end of the next permutation.
+    Each client holds ``held`` classes; the numbers of clients per class differ by at most one. The
+    clients take classes in turn from a sequence of random permutations of the classes. If a
+    permutation ends before a client has all its classes, the classes that the client already has
+    move to the end of the next permutation.
     """
     slots: list[int] = []
     while len(slots) < num_clients * held:
@@ -102,11 +105,11 @@ def assign_classes(num_clients: int, num_classes: int, held: int, generator: Gen
 
 
 def split_among_holders(available: Counts, holds: Incidence) -> Counts:
-    """Return class counts ``[n, C]``, each class split equally among its holders.
+    """Return class counts ``[n, C]``; each class is split equally among its holders.
 
     The remainder of a class goes, one sample each, to its holders with the fewest samples. Then
-    these samples are passed along paths of clients from a larger to a smaller client, until no
-    sizes of a reachable pair differ by two.
+    these samples are moved along paths of clients from a larger to a smaller client, until no path
+    is left between two clients whose sizes differ by two or more.
     """
     counts = np.where(holds, available // holds.sum(0), 0)
     extra = np.zeros_like(holds)
@@ -122,7 +125,7 @@ def split_among_holders(available: Counts, holds: Incidence) -> Counts:
 
 
 def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[int]:
-    # Breadth-first from the largest client: a client that cannot help a larger one cannot help a smaller one
+    # breadth-first from the largest source; a client too large for one is too large for the next
     parent: dict[int, int] = {}
     for source in np.argsort(-sizes, kind="stable").tolist():
         queue = [] if source in parent else [source]
@@ -174,11 +177,11 @@ def dirichlet(
     replacement with classes from ``q_m``. An exhausted class is dropped and ``q_m`` renormalised.
     Client sizes differ by at most one, the larger first.
 
-    ``balance="class"`` cuts each class among the clients in proportions from ``Dir(alpha, ...,
-    alpha)``, as the FBN paper's experiments (appendix C.2). Client sizes are unequal.
+    ``balance="class"`` divides each class among the clients in proportions from ``Dir(alpha, ...,
+    alpha)``, as in the FBN paper's experiments (appendix C.2). Client sizes are unequal.
 
-    With C equal classes the concentration of ``"client"`` is ``alpha / C`` per class, that of
-    ``"class"`` ``alpha`` per client. A large ``alpha`` makes the clients IID (``"class"``: in equal
+    With C equal classes ``"client"`` has the concentration ``alpha / C`` per class, and ``"class"``
+    has ``alpha`` per client. A large ``alpha`` makes the clients IID (``"class"``: in equal
     shares). A small ``alpha`` gives each client one class (``"class"``: each class to one client).
 
     Raises:
@@ -212,17 +215,17 @@ def shards(
 ) -> list[Tensor]:
     """Assign ``ceil(class_fraction * C)`` classes per client (FixBN, section 4; Hsieh et al. 2020).
 
-    The numbers of holders of two classes differ by at most one. The samples of a class are split
-    equally among its holders. With five clients and ``class_fraction=0.2``, in (0, 1], each client
-    alone holds a fifth of the classes.
+    The holders of a class share its samples equally. The numbers of holders of two classes differ
+    by at most one. With five clients and ``class_fraction=0.2``, in (0, 1], each client alone holds
+    a fifth of the classes.
 
     ``assignment`` decides which classes a client holds, in ascending order of label:
 
     - ``"random"``: a random draw, see :func:`assign_classes`.
     - ``"consecutive"``: adjacent classes. Client 0 holds the first classes, client 1 the next, and
       after the last class come the first classes again.
-    - ``"modulo"``: class c belongs to client c % n alone, as in the code of Hsieh et al. The classes
-      must be as many as all clients hold together.
+    - ``"modulo"``: only client c % n holds class c, as in the code of Hsieh et al. ``num_clients``
+      times the classes per client must be C.
 
     With a ``tail`` every client also gets that many random samples of every class that it does not
     hold. These samples stay with their holders too, so clients overlap. The tail is 10 in the code
@@ -274,7 +277,7 @@ def shards(
 def _with_tail(
     parts: list[Tensor], labels: Tensor, holds: Incidence, tail: int, generator: Generator
 ) -> list[Tensor]:
-    """Return the clients' samples with ``tail`` random samples of every class that a client does not hold."""
+    """Return each client's samples plus ``tail`` random samples of every class it does not hold."""
     samples = [(labels == label).nonzero().flatten() for label in torch.unique(labels)]
     rarest = min(samples, key=len)
     if len(rarest) < tail:

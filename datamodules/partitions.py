@@ -31,7 +31,7 @@ class Partition(Recorded):
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """Assign every sample to one client, or with a tail of :class:`Shards` to several.
+        """Assign every sample to one client, or to several if :class:`Shards` has a ``tail``.
 
         Args:
             labels: Class of each sample, shape ``[N]``.
@@ -146,10 +146,10 @@ class Natural(Partition):
 
 
 class HonestOnly(Partition):
-    """All data at the honest clients, as in the ByzFL library; the last clients are attackers.
+    """Partition of all data over the honest clients, as in ByzFL; the last clients are attackers.
 
     Attackers get copies of honest clients' data, for attacks that use data.
-    ``Byzantine(clients=attackers)`` names the same clients.
+    ``Byzantine(clients=attackers)`` selects the same clients.
 
     Args:
         partition: Partition of the data over the honest clients.

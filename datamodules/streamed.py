@@ -39,7 +39,7 @@ class StreamedSamples(Dataset[Batch], ABC):
 
     @abstractmethod
     def finish(self, sample: Any) -> Batch:
-        """Augment a sample, with draws of torch's global generator; return image and label."""
+        """Augment a sample with torch's global generator; return image and label."""
 
     def __getitem__(self, index: int) -> Batch:
         return self.finish(self.read(index))

@@ -76,10 +76,10 @@ class ImageStream(StreamedSamples):
 class StreamedImages(PartitionedDataModule):
     """Images in ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, read from disk per batch.
 
-    For data larger than memory; for smaller data
-    :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster. Training images are
-    ``RandomResizedCrop`` and a random flip, functions of (seed, client, step). For evaluation the
-    shorter side is resized to ``image_size * 8 / 7`` (256 for 224) and the centre is cropped.
+    Use this class for data larger than memory; for smaller data
+    :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster. Training images are augmented
+    by ``RandomResizedCrop`` and a random flip, which depend on (seed, client, step). For evaluation
+    the shorter side is resized to ``image_size * 8 / 7`` (256 for 224) and the centre is cropped.
     Without class folders in ``test/``, ``val/`` is the test set.
 
     Args:

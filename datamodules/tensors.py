@@ -1,4 +1,4 @@
-"""Data sets of any tensors: from tensors, arrays, or a table."""
+"""Data sets from tensors, arrays or tables."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ class Samples(Dataset[Batch]):
         return self.features[index], self.targets[index]
 
     def batch(self, draws: Tensor) -> Batch:
-        """Return the samples of ``draws[..., 0]``; other draws are for images."""
+        """Return the samples with indices ``draws[..., 0]``; the other draws augment images."""
         return self[draws[..., 0].to(self.features.device)]
 
 
@@ -68,15 +68,15 @@ class TensorData(InMemorySamples):
         features: Tensor or array ``[N, ...]``, or a file: ``.npz`` or ``.pt`` with ``features``,
             ``targets`` and perhaps ``groups``, ``test_features``, ``test_targets`` and
             ``test_groups``, or a ``.csv`` with a header. Float64 becomes float32.
-        targets: Tensor or array ``[N, ...]``; of a CSV the name of the column, or several names.
-        groups: Group of each sample ``[N]``, integers or names; of a CSV the name of the column. The
-            default partition is then ``Natural``: a group is a client.
+        targets: Tensor or array ``[N, ...]``; for a CSV the name or names of its columns.
+        groups: Group of each sample ``[N]``, integers or names; for a CSV the name of its column.
+            With groups the default partition is ``Natural``, which makes each group a client.
         columns: Columns of a CSV that are features. Default: all others.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
         test_targets: Test targets.
         test_groups: Group of each test sample, for test data of each client.
-        test_fraction: Share of the samples, in (0, 1), that become test data if there are none; a
-            stratified draw, the same for every seed.
+        test_fraction: Share of the samples, in (0, 1), that becomes the test data if none are
+            given; a stratified draw, the same for every seed.
         standardize: Whether features are scaled to mean 0 and standard deviation 1 over the training
             samples. Constant features become 0.
         num_clients: Number of clients; ignored if the partition decides it.
@@ -134,7 +134,7 @@ class TensorData(InMemorySamples):
         self.in_features = self._data["features"][0].numel()
 
     def class_histograms(self) -> list[list[int]]:
-        """Return ``[i][c]``: client i's training samples of class c; empty for other targets."""
+        """Return ``[i][c]``, client i's number of samples of class c; empty without classes."""
         return super().class_histograms() if self.num_classes is not None else []
 
     def _given_test(self) -> list[Tensor]:
@@ -162,7 +162,7 @@ class TensorData(InMemorySamples):
         self._give(dealt, samples, samples)
 
     def _split(self) -> dict[str, Tensor]:
-        """Return training and test data, the latter drawn from the samples if none are given."""
+        """Return training and test data; draw test data from the samples if none are given."""
         data = {**self._data, **{f"{split}groups": x for split, x in self._groups.items()}}
         if "test_targets" in data:
             return data
@@ -183,7 +183,7 @@ class ScikitLearn(TensorData):
 
     Args:
         table: ``"breast_cancer"`` (569 samples, 30 features, 2 classes), ``"wine"`` (178, 13, 3),
-            ``"iris"`` (150, 4, 3), ``"diabetes"`` (442 samples, 10 features, a number).
+            ``"iris"`` (150, 4, 3), ``"diabetes"`` (442 samples, 10 features, a numeric target).
         standardize: See :class:`TensorData`.
         **settings: Settings of :class:`TensorData`.
 
@@ -261,7 +261,7 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
 
 
 def _classes(values: Sequence[str]) -> NDArray[Any]:
-    """Return integers, else floats, else the position of each name in the sorted list of names."""
+    """Return integers or floats if possible, otherwise positions in the sorted names."""
     for kind in (np.int64, np.float64):
         try:
             return np.asarray(values, dtype=kind)
@@ -313,7 +313,7 @@ def _has_classes(targets: Tensor) -> bool:
 
 
 def _strata(targets: Tensor) -> Tensor:
-    """Return what partitions take for the class of each sample, int64 ``[N]``."""
+    """Return the class of each sample for partitions, int64 ``[N]``."""
     if _has_classes(targets):
         return targets
     if targets.dim() > 1:

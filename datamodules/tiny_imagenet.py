@@ -16,7 +16,7 @@ from fl_lightning.errors import ConfigurationError
 def fetch_archive(url: str, md5: str, target: Path) -> None:
     """Download an archive with one top-level folder, check its MD5 and unpack it as ``target``.
 
-    The target, whose parent exists, appears once it is complete. An interrupted download leaves no
+    ``target`` appears only when complete; its parent must exist. An interrupted download leaves no
     files. A failure raises a ConfigurationError.
     """
     from torchvision.datasets.utils import check_md5, extract_archive  # takes seconds to import
