@@ -27,7 +27,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Args:
-        args: Arguments without the program's name; those of the process when None.
+        args: Arguments without the program's name. Default: the process's arguments.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     if arguments and arguments[0] in (own := {"clients": clients, "faults": faults, "starts": starts}):

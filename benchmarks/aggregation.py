@@ -1,4 +1,4 @@
-"""Aggregation rules: ours against ByzFL's, where that is installed, and the memory that ours take."""
+"""Aggregation rules: speed against ByzFL's rules if installed, and memory of ours."""
 
 import importlib
 import importlib.metadata
@@ -32,7 +32,8 @@ RULES: dict[str, Rule] = {
 }
 CLIENTS = (10, 100)
 
-# ByzFL's geometric median stops after three iterations and its clipping starts at 0: other numbers, and so not compared.
+# Results differ, so no comparison: ByzFL's geometric median takes three iterations, its clipping
+# starts at 0.
 _BYZFL = {
     "median": "Median",
     "trimmed_mean": "TrMean",
@@ -46,18 +47,19 @@ _BYZFL = {
 def compare(
     rules: Sequence[str], columns: int, memory_columns: int, repeats: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Time each rule at 10 and 100 clients, sides in turn, on 1 and 2 threads; then the memory of ours at 100.
+    """Time our and ByzFL's rules in turn for 10 and 100 clients; measure the memory of ours.
 
     Args:
         rules: Names of ``RULES``.
-        columns: Columns of the rows that are timed.
-        memory_columns: Columns of the rows whose memory is measured.
+        columns: Numbers in each client's vector when time is measured.
+        memory_columns: Numbers in each client's vector when memory is measured.
         repeats: Number of repetitions.
-        say: Told about the progress.
+        say: Function that prints a line of progress.
 
     Returns:
-        ``byzfl`` (its version or None), ``times`` (a row for each rule and number of clients: milliseconds and threads
-        of each side, and how many times as fast ours is) and ``memory`` (peak of a process with one rule, MB).
+        ``byzfl`` (ByzFL's version or None), ``times`` (an entry for each rule and number of
+        clients: milliseconds and threads of both libraries, and our speed-up) and ``memory`` (peak
+        of a process with one rule, MB).
     """
     say(f"memory, 100 x {memory_columns:,}, a process each")
     memory = {rule: _peak_of_process(rule, memory_columns) for rule in ["nothing", *rules]}
@@ -78,7 +80,7 @@ def compare(
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """Return the results as the lines of two Markdown tables."""
+    """Yield the lines of two Markdown tables of the results."""
     byzfl = f"byzfl {result['byzfl']}" if result["byzfl"] else "byzfl (not installed)"
     yield f"| rule | clients x columns | ours, ms | threads | {byzfl}, ms | threads | byzfl / ours |"
     yield "|---" * 7 + "|"
@@ -96,7 +98,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _time(name: str, rows: Tensor, repeats: int) -> dict[str, Any]:
-    """Both sides of a rule, in turn; each with the number of threads that suits it better."""
+    """Time our rule and ByzFL's in turn, each with its faster number of threads, 1 or 2."""
     f = 3 * len(rows) // 10
     sides = {"ours": RULES[name]}
     if name in _BYZFL and _byzfl_version():
@@ -129,9 +131,10 @@ def _time(name: str, rows: Tensor, repeats: int) -> dict[str, Any]:
 
 
 def part_of_byzfl(name: str) -> ModuleType | None:
-    """Return a part of ByzFL; None if ByzFL is missing.
+    """Return a submodule of ByzFL; None if ByzFL is missing.
 
-    Without what the package itself imports: names of its models are those of ours, and would be ambiguous from then on.
+    The package's own imports are bypassed: they bring models with the names of our models, which
+    would become ambiguous.
     """
     if _byzfl_version() is None:
         return None
@@ -157,7 +160,7 @@ def _byzfl_version() -> str | None:
 
 
 def _peak_of_process(rule: str, columns: int) -> float:
-    """Peak memory in MB of a process that makes the rows of 100 clients and applies a rule to them, on one thread."""
+    """Return the peak memory in MB of a process that applies a rule for 100 clients."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.aggregation", rule, str(columns)],
         cwd=Path(__file__).resolve().parents[1],

@@ -1,4 +1,4 @@
-"""The figures: how many times as fast as the naive loop, and cost against scale."""
+"""Figures of the speed-up over the naive loop, and of cost against scale."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +23,17 @@ from fl_lightning.pictures.style import (
 
 _SHADES = {"sequential": SKY, "vectorized": VERMILLION, "ranks": BLUE, "compiled": GREEN}
 _MARKS = "osD^vP"
-_PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a number on it hides the line behind
+# background of a number: hides the line behind it
+_PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
 def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -> None:
-    """Bars of the naive loop's wall time divided by each contender's, a panel for each workload and model.
+    """Draw the naive loop's wall time divided by each contender's, by workload and model.
 
     Args:
         path: The PNG file.
-        results: Those of ``compare.compare``.
-        machine: What it was measured on, for the title.
+        results: Results of ``compare.compare``.
+        machine: Description of the machine, for the title.
     """
     names = list(dict.fromkeys(name for result in results for name in result["speedup"]))
     labels = {name: label(name, result) for result in results for name in result["speedup"]}
@@ -76,7 +77,7 @@ def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -
 
 
 def _remarks(names: Sequence[str]) -> list[str]:
-    """Return the title's words about bars that are neither an executor in float32 nor a framework."""
+    """Return the title's lines about bounds and bars in bfloat16."""
     remarks = []
     if set(BOUNDS) & set(names):
         remarks.append("In outline forward and backward passes, or their convolutions, alone on all cores")
@@ -86,12 +87,12 @@ def _remarks(names: Sequence[str]) -> list[str]:
 
 
 def draw_scale(path: Path, results: Sequence[dict[str, Any]], machine: str) -> None:
-    """Milliseconds of wall time per client step against each factor of scale, a panel for each.
+    """Draw milliseconds of wall time per client step against each factor of scale.
 
     Args:
         path: The PNG file.
-        results: Those of ``scale.scale``.
-        machine: What it was measured on, for the title.
+        results: Results of ``scale.scale``.
+        machine: Description of the machine, for the title.
     """
     from matplotlib.ticker import LogLocator
 

@@ -1,7 +1,8 @@
-"""``python -m benchmarks clients``: start-up, time of a round and memory while a federation has more and more clients.
+"""``python -m benchmarks clients``: start-up, time of a round and memory by number of clients.
 
-Writers in LEAF's layout (20 random images each), 10 of them in a round with 5 local steps of a batch of 20, LeNet with BN. Each run is a
-``python -m fl_lightning fit`` of its own with everything that belongs to it: metrics, checkpoints, test.
+Clients are writers in LEAF's layout with 20 random images each. A round has 10 clients with 5 local
+steps on batches of 20; the model is LeNet with BN. Each run is a complete ``python -m fl_lightning
+fit``: metrics, checkpoints, test.
 """
 
 import argparse
@@ -27,7 +28,7 @@ METHODS: dict[str, list[Any]] = {
     "MaintainedMomentum": ["MaintainedMomentum"],
     "SCAFFOLD": ["SCAFFOLD"],
 }
-"""What is kept of each client: nothing, BN layers, momentum and control variates of all parameters."""
+"""Methods that keep, for each client, nothing, BN layers, momentum or control variates."""
 
 _IMAGES = 20  # a writer's training images
 
@@ -36,10 +37,10 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        args: Arguments after ``clients``; those of the process when None.
+        args: Arguments after ``clients``. Default: the process's arguments.
 
     Returns:
-        0.
+        The exit status 0.
     """
     parser = argparse.ArgumentParser("python -m benchmarks clients", description=__doc__)
     parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000, 3500])
@@ -56,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> int:
             data = Path(folder) / f"writers-{clients}"
             write_writers(data, clients)
             for method in options.methods:
-                # the first one reads the files, and leaves a cache to the others
+                # the first run reads the files and builds the cache for later runs
                 name = f"{method}, first start" if method == options.methods[0] else method
                 found.append(measure(Path(folder), data, method, count) | {"clients": clients, "run": name})
                 print(next(lines(found[-1:])), file=sys.stderr, flush=True)
@@ -70,7 +71,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Return the results as the lines of a Markdown table."""
+    """Yield the lines of a Markdown table of the results."""
     for one in found:
         halves = " | ".join(f"{1000 * seconds:.0f}" for seconds in one["round_s"])
         yield (
@@ -97,11 +98,12 @@ def write_writers(folder: Path, count: int) -> None:
 
 
 def measure(folder: Path, data: Path, method: str, rounds: int) -> dict[str, Any]:
-    """Start-up, rounds and peak memory of a run.
+    """Measure start-up, rounds and peak memory of a run.
 
     Returns:
-        ``start_s`` until the first round begins; ``round_s``, the medians of the first and of the second half of the
-        rounds, without the first; ``peak_mb`` of resident memory; ``files_mb`` of what is kept of clients.
+        ``start_s``, seconds until the first round begins; ``round_s``, median seconds of a round in
+        the first and in the second half of the run, without round 1; ``peak_mb``, resident memory;
+        ``files_mb``, size of the clients' state.
     """
     settings = {
         "trainer": {

@@ -1,4 +1,4 @@
-"""Whole rounds: the naive loop, the framework with each executor, and other frameworks, in turn."""
+"""Comparison of whole rounds of the naive loop, the framework's executors and other frameworks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,30 +36,33 @@ def compare(
 ) -> dict[str, Any]:
     """Time contenders on a workload with a model, alternating.
 
-    Each repetition runs all of them in turn; a ratio is taken within a repetition, so what slows the machine for a while
-    slows both of its sides. One round of each beforehand is not counted, unless a round is long, as it is on a CPU, and nothing
-    is compiled in it. Those
-    with one process run with each number of threads, and the number with the smaller median of wall time counts; one that takes more than
-    four times that of another in the first repetition does not run again.
+    Each repetition runs all contenders in turn. Ratios are taken within a repetition, so both times
+    suffer if the machine is slow for a while. Before the repetitions each contender runs one round
+    that is not timed, unless rounds are long (as on a CPU) and do not compile. Contenders with one
+    process run with each number of threads; the number with the smallest median wall time is
+    reported. A number that takes more than four times as long as another in the first repetition
+    does not run again.
 
     Args:
         workload_name: A name of ``WORKLOADS``.
         model_name: A name of ``recipe.MODELS``.
-        names: Names of ``roster.NAMES``; the naive loop runs in any case, and first.
+        names: Names of ``roster.NAMES``; the naive loop always runs, and first.
         threads: Numbers of threads to try.
         num_images: Training images of all clients together.
         repeats: Number of repetitions.
-        rounds: Rounds of each contender in a repetition; None for the workload's own.
-        say: Told about the progress.
-        device: ``"cpu"``, or ``"cuda"``, where only ``roster.ON_CUDA`` can run: the others are left out.
+        rounds: Rounds of each contender in a repetition. Default: the workload's ``rounds``.
+        say: Function that prints a line of progress.
+        device: ``"cpu"`` or ``"cuda"``; on ``"cuda"`` contenders outside ``roster.ON_CUDA`` are
+            left out.
 
     Returns:
-        Spreads: ``ms_per_client_step[contender][clock]``, ``speedup[contender][clock]``, which is the naive loop's time
-        divided by the contender's, and ``ahead[executor][other]``, the other's wall time divided by that of the framework
-        with this executor. ``compute_share[executor]`` is the wall time of the forward and backward passes alone on all
-        cores, divided by the framework's, where they (``roster.bound_of``) are among the contenders. ``ms`` has the measurements
-        themselves, ``threads`` what each contender ran with, ``versions`` those of the other frameworks, and ``missing``
-        which of them are not installed.
+        Spreads of ``ms_per_client_step[contender][clock]``; of ``speedup[contender][clock]``, the
+        naive loop's time divided by the contender's; and of ``ahead[executor][other]``, the other's
+        wall time divided by the executor's. If forward and backward passes alone on all cores
+        (``roster.bound_of``) are among the contenders, ``compute_share[executor]`` is their wall
+        time divided by the executor's. ``ms`` has all measurements, ``threads`` the reported number
+        of threads, ``versions`` the other frameworks' versions, and ``missing`` the frameworks that
+        are not installed.
     """
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
@@ -123,7 +126,7 @@ def compare(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Return the results as the lines of two Markdown tables; the second one only with other frameworks."""
+    """Yield the lines of a Markdown table, and of a second one if other frameworks were timed."""
     columns = [
         "wall ms per client step",
         "naive / this",
@@ -184,13 +187,13 @@ def _alternate(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """For each contender and number of threads the milliseconds per client step of all repetitions, by either clock."""
+    """Return all repetitions' ms per client step, by contender with threads, and by clock."""
     taken: dict[tuple[str, int], dict[str, list[float]]]
     taken = {variant: {clock: [] for clock in CLOCKS} for variant in variants}
     for repetition in range(1, repeats + 1):
         for (name, count), clocks in taken.items():
             if repetition > 1 and clocks["wall"][0] > 4 * min(_first(taken, name)):
-                continue  # threads that wait for each other, on a busy machine, would take most of the time
+                continue  # on a busy machine, waiting threads would take most of the time
             watch = _run(contenders[name], rounds, count)
             for clock in CLOCKS:
                 clocks[clock].append(1000 * getattr(watch, clock) / steps)
@@ -200,7 +203,7 @@ def _alternate(
 
 
 def _first(taken: dict[tuple[str, int], dict[str, list[float]]], name: str) -> list[float]:
-    """Return a contender's wall times of the first repetition, with each number of threads."""
+    """Return a contender's wall times in the first repetition, one for each number of threads."""
     return [clocks["wall"][0] for (each, _), clocks in taken.items() if each == name]
 
 
@@ -210,7 +213,7 @@ def _run(contender: Contender, rounds: int, threads: int) -> Any:
 
 
 def _rate(milliseconds: Sequence[float]) -> Spread:
-    """Return samples in a second."""
+    """Return samples per second."""
     return Spread.of([1000 * BATCH_SIZE / each for each in milliseconds])
 
 

@@ -1,4 +1,4 @@
-"""What no framework can undercut on this machine: forward and backward passes, or their convolutions, alone on all cores."""
+"""Lower bound of a round's time: passes, or their convolutions, alone on all cores."""
 
 import os
 import subprocess
@@ -16,16 +16,17 @@ Process = subprocess.Popen[str]
 class Compute:
     """The forward and backward passes of a workload's client steps, or only their convolutions, and nothing else.
 
-    There is no data, augmentation, optimizer or aggregation: each pass is of the same model on the same batch of 20
-    normalised images in channels_last, which lies ready. One process per core, on one thread, runs its part of the passes
-    once it is told to, and nobody waits for anybody between rounds. Where the client steps do not divide by the cores,
-    every process runs the next larger number of passes and the time is scaled down to the perfect split, client steps /
-    cores. The start of the processes is not counted; they end with this object.
+    There is no data loading, augmentation, optimizer or aggregation: all passes use the same model
+    and the same batch of 20 normalised images in channels_last. One process per core, on one
+    thread, runs its share of the passes; processes do not wait for each other between rounds. If
+    the client steps are no multiple of the cores, every process rounds its passes up, and the time
+    is scaled down to client steps / cores. The start of the processes is not timed; they end with
+    this object.
 
     Args:
-        workload: The federation and its local work; only the number of its client steps matters.
+        workload: The federation and its local work; only the number of client steps is used.
         model_name: A name of ``recipe.MODELS``.
-        num_processes: How many processes; None for as many as there are cores that this process may use.
+        num_processes: Number of processes. Default: the number of cores that this process may use.
         kind: ``"compute"``, ``"convolutions"`` for these alone, or ``"compute_compiled"`` for compiled passes.
     """
 
@@ -68,7 +69,7 @@ def _start(kind: str, model_name: str) -> Process:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C is for this process, which ends them
+        start_new_session=True,  # Ctrl-C must reach only this process, which ends the others
     )
 
 

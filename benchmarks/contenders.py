@@ -1,4 +1,4 @@
-"""The naive loop and the framework on one workload: each runs some rounds and says how long they took."""
+"""The naive loop and the framework on one workload: each runs rounds and returns their time."""
 
 import logging
 import warnings
@@ -29,13 +29,13 @@ EXECUTORS: dict[str, Callable[[], Executor]] = {
     "ranks": partial(SequentialExecutor, compile=False),
 }
 COMPILED: dict[str, Callable[[], Executor]] = {"compiled": partial(SequentialExecutor, compile=True)}
-"""Executors with ``torch.compile``; a first round compiles and does not count."""
+"""Executors with ``torch.compile``; the first round compiles and is not timed."""
 
 RANKED = ("ranks", "compiled", "ranks_bf16")
-"""Those who have a rank on each core."""
+"""Contenders with a rank on each core."""
 
 OURS = {**EXECUTORS, **COMPILED}
-"""Everybody of this framework in float32."""
+"""All contenders of this framework in float32."""
 
 
 @dataclass
@@ -43,9 +43,10 @@ class Timing:
     """Time of some rounds.
 
     Attributes:
-        total: All of it, from the start of the first round to the end of the last, that of other processes included.
-        in_rounds: The part inside ``training_step``, that of this process alone; the rest is the Trainer's. Empty
-            for everybody but the framework.
+        total: Time from the start of the first round to the end of the last, including other
+            processes.
+        in_rounds: Time inside ``training_step``, of this process alone; the rest is the Trainer's.
+            Zero for all contenders but the framework.
     """
 
     total: Stopwatch = field(default_factory=lambda: Stopwatch(cpu_clock=cpu_seconds))
@@ -53,13 +54,13 @@ class Timing:
 
     @classmethod
     def on(cls, device: str) -> "Timing":
-        """Clocks for rounds on a device, ``"cpu"`` or ``"cuda"``: ``total`` waits for it before it is read."""
+        """Return clocks for ``"cpu"`` or ``"cuda"``; ``total`` waits for the device."""
         settle = torch.cuda.synchronize if device == "cuda" else nothing
         return cls(Stopwatch(cpu_clock=cpu_seconds, settle=settle))
 
 
 class Contender(Protocol):
-    """Somebody who runs communication rounds of a workload."""
+    """Loop or framework that runs communication rounds of a workload."""
 
     def run(self, rounds: int) -> Timing:
         """Run further rounds."""
@@ -72,8 +73,8 @@ class NaiveLoop:
     Args:
         workload: The federation and its local work.
         model: The server's model; it is trained.
-        data: Where the images and the partition come from, set up for ``fit``.
-        device: Where the model and each batch are moved to, ``"cpu"`` or ``"cuda"``.
+        data: Data module with the images and the partition, set up for ``fit``.
+        device: Device of the model and of each batch, ``"cpu"`` or ``"cuda"``.
     """
 
     def __init__(
@@ -103,14 +104,14 @@ class NaiveLoop:
 
 
 class Framework:
-    """The same workload as a user runs it: ``Trainer.fit`` on a ``FederatedModule``, without evaluation or logger.
+    """``Trainer.fit`` on a ``FederatedModule``, as a user runs it, without evaluation or logger.
 
     Args:
         workload: The federation and its local work.
         model: The server's model; it is trained.
         data: The federated data.
-        executor: Who computes the clients' gradients.
-        device: Where everything runs, ``"cpu"`` or ``"cuda"``.
+        executor: Executor of the clients' gradients.
+        device: Device of the whole run, ``"cpu"`` or ``"cuda"``.
         precision: Lightning's ``precision``, such as ``"bf16-mixed"``.
         ranks: Processes that share the clients.
     """
@@ -135,17 +136,17 @@ class Framework:
             local_steps=workload.local_steps,
             participation=workload.cohort_size,
             executor=executor,
-            check_first_steps=False,  # before the first round, which is where the clock starts
+            check_first_steps=False,  # the clock starts only with the first round
         )
 
     def run(self, rounds: int) -> Timing:
-        """Run rounds in a ``fit`` of their own; preparing the fit is not counted."""
+        """Run rounds in a new ``fit``, whose preparation is not timed."""
         clock = _RoundClock(Timing.on(self.device))
         fit(self.module, self.data, rounds, [clock], self.device, **self.settings)
         return clock.timing
 
     def first_steps(self) -> Stopwatch:
-        """Run a round with the check of a run's first steps, and return the time of the check."""
+        """Run a round that checks the run's first steps, and return the time of the check."""
         watch = Timing.on(self.device).total
 
         def timed(module: FederatedModule) -> None:
@@ -165,7 +166,7 @@ def client_images(
     """Return a client's images for contenders that read one image at a time.
 
     Args:
-        data: Where they come from, set up for ``fit``.
+        data: Data module with the images, set up for ``fit``.
         client: The client's number.
         transform: Augmentation and normalisation of one PIL image.
     """
@@ -174,7 +175,7 @@ def client_images(
 
 
 def round_loader(images: ClientImages, local_steps: int) -> DataLoader[Batch]:
-    """Return a loader that ends after ``local_steps`` batches: an epoch of it is a round, for peers that count in epochs."""
+    """Return a loader whose epoch has ``local_steps`` batches, for peers that count epochs."""
     sampler = RandomSampler(images, num_samples=local_steps * BATCH_SIZE)
     return DataLoader(images, BATCH_SIZE, sampler=sampler)
 
@@ -187,7 +188,7 @@ def fit(
     device: str = "cpu",
     **settings: Any,
 ) -> None:
-    """Train some rounds with the Trainer and nothing else: no logger, checkpoint, evaluation or progress bar."""
+    """Train some rounds without logger, checkpoints, evaluation and progress bar."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not have many workers")

@@ -1,6 +1,7 @@
-"""What a round cannot do without: forward and backward passes, augmentation, optimizer arithmetic, in plain PyTorch.
+"""Unavoidable parts of a round in plain PyTorch: passes, augmentation, optimizer arithmetic.
 
-They run on the shapes of a workload: as many clients, each with weights of its own, as the cohort has.
+The parts have the shapes of a workload: as many clients as the cohort, each with weights of its
+own.
 """
 
 import copy
@@ -39,18 +40,18 @@ class Floors:
             parameter.grad = torch.randn_like(parameter)
 
     def forward_backward(self, executor: str, rounds: int) -> Stopwatch:
-        """Loss and gradients of every client, as ``executor`` arranges them: one after the other, or under ``vmap``."""
+        """Time all clients' losses and gradients, in turn or under ``vmap`` as ``executor``."""
         step = {"sequential": self._each_model, "vectorized": self._stacked_models}[executor]
         return self._timed(step, rounds * self.workload.local_steps)
 
     def augmentation(self, rounds: int) -> Stopwatch:
-        """Crop, flip and normalise the batches of all clients at once."""
+        """Time the augmentation of all clients' batches at once."""
         return self._timed(
             lambda: self.data.train_images.batch(self.draws), rounds * self.workload.local_steps
         )
 
     def optimizer(self, rounds: int) -> Stopwatch:
-        """Each round the steps on all clients' parameters as one block, without state at first, and the server's step."""
+        """Time a round's client steps on one block of all clients, and the server's step."""
         optimizer, server = CLIENT_OPTIMIZER([self.block]), torch.optim.SGD(self.server.parameters(), lr=1.0)
         optimizer.step()
 

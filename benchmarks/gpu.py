@@ -1,4 +1,4 @@
-"""What the framework gains on a CUDA device: W1 against the eager naive loop, a full run, and the price of single local steps."""
+"""Timings on a CUDA device: W1 against the naive loop, a full run, and single local steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from benchmarks.workloads import SyntheticImages, Workload
 EPOCHS, TRAINING_IMAGES = 128, 50_000
 
 FULL = Workload(num_clients=5, cohort_size=5, local_steps=100, rounds=10)
-"""Five clients, as the BN papers' runs on CIFAR-10 have them."""
+"""Five clients, as in the BN papers' runs on CIFAR-10."""
 
 ROUNDS_OF_A_RUN = EPOCHS * TRAINING_IMAGES // (FULL.client_steps * BATCH_SIZE)
 
@@ -29,8 +29,9 @@ def gpu(
 ) -> dict[str, Any]:
     """Time the framework's executors and the naive loop on a device.
 
-    A full run is not run: the time of some of its rounds is scaled to all of them, so what each ``fit`` does once, after
-    its clock has started, counts as often as rounds are scaled. It has no evaluation, logger or checkpoints.
+    The time of a full run is extrapolated from some of its rounds. Work that each ``fit`` does once
+    after its clock has started is thus multiplied, too. Runs have no evaluation, logger or
+    checkpoints.
 
     Args:
         model_name: A name of ``recipe.MODELS``.
@@ -38,8 +39,8 @@ def gpu(
         num_images: Training images of all clients together.
         repeats: Number of repetitions.
         rounds: Rounds of each measurement, 100 times as many with one local step; None for 10.
-        say: Told about the progress.
-        device: ``"cuda"``, or ``"cpu"`` to try it.
+        say: Function that prints a line of progress.
+        device: ``"cuda"``; ``"cpu"`` for a trial.
 
     Returns:
         ``w1``, the result of ``compare.compare``, and spreads by executor: ``full_run``, seconds of 128 epochs over 50,000
@@ -61,7 +62,7 @@ def gpu(
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in contenders}
     for repetition in range(1, repeats + 1):
         for (name, side), contender in contenders.items():
-            # as many client steps on both sides
+            # the same number of client steps for both numbers of local steps
             taken = contender.run(rounds * FULL.local_steps // sides[side].local_steps).total.wall
             seconds[name, side].append(taken)
             say(
@@ -86,7 +87,7 @@ def gpu(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Return the results as the lines of a Markdown table."""
+    """Yield the lines of a Markdown table of the results."""
     measured = results[0]["rounds"]
     columns = (
         "W1: naive / this",

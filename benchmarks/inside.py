@@ -1,4 +1,4 @@
-"""Clocks around the compute inside running rounds: what is left of a round's time is the framework's own."""
+"""Clocks around the compute inside rounds; the rest of the time is the framework's own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,9 +21,10 @@ class Inside:
     """Time of the compute inside rounds.
 
     Attributes:
-        steps: Forward and backward passes, augmentation and the steps of the client optimizers.
-        once_a_round: The rest of the optimizer arithmetic: the reset of the client optimizers' state and the server
-            optimizer's step, which a strict reader counts as the framework's own.
+        steps: Time of forward and backward passes, augmentation and the steps of the client
+            optimizers.
+        once_a_round: Time of the reset of the client optimizers' state and of the server
+            optimizer's step; in a strict reading both belong to the framework's own time.
     """
 
     steps: Stopwatch = field(default_factory=Stopwatch)
@@ -34,9 +35,10 @@ class Inside:
 def compute_watched() -> Iterator[Inside]:
     """Time forward and backward passes, augmentation and optimizer arithmetic of all rounds until the block ends.
 
-    They are timed where they happen, with the caches as the round leaves them; the clocks themselves count as the
-    framework's. Of calls within each other only the outermost counts: under ``vmap`` a client's loss is part of it, and
-    what a client optimizer has ``torch.optim.SGD`` do is a step of its own, so that the server's is what is left.
+    The calls are timed inside the rounds, so caches are in their real state; the time of the clocks
+    themselves belongs to the framework. Of nested calls only the outermost is timed: a client's
+    loss is part of ``vmap``, and a client optimizer's call of ``torch.optim.SGD.step`` is part of
+    its own step, so only the server's ``SGD.step`` remains.
     """
     inside = Inside()
     running = False

@@ -1,4 +1,4 @@
-"""Peak memory of each contender in a process of its own, beyond what its imports take."""
+"""Peak memory of each contender in a new process, without the memory of its imports."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from benchmarks.process_tree import pss_mb
 from benchmarks.roster import enter, import_packages, present
 from benchmarks.workloads import WORKLOADS, SyntheticImages
 
-_EVERY = 0.05  # seconds between two looks
+_EVERY = 0.05  # seconds between two measurements
 
 
 def memory(
@@ -26,19 +26,20 @@ def memory(
 ) -> dict[str, Any]:
     """Measure the memory of contenders on a workload with a model, one after the other, on one thread.
 
-    What counts is the proportional set size: a page that n processes share counts an nth in each.
+    Memory is the proportional set size, which divides a shared page among its processes.
 
     Args:
         workload_name: A name of ``WORKLOADS``.
         model_name: A name of ``recipe.MODELS``.
-        names: Names of ``roster.NAMES``; the naive loop is measured in any case, and first.
+        names: Names of ``roster.NAMES``; the naive loop is always measured, and first.
         num_images: Training images of all clients together.
-        rounds: Rounds of each of them.
-        say: Told about the progress.
+        rounds: Rounds of each contender.
+        say: Function that prints a line of progress.
 
     Returns:
-        ``mb[contender]``: ``imports`` of the process once it has imported everything, ``peak`` of all its processes
-        together while rounds run, ``more``, the difference; ``data``, that of the images as bytes, which everybody holds.
+        ``mb[contender]`` with ``imports``, memory after all imports, ``peak``, memory of all
+        processes together while rounds run, and ``more``, the difference; ``data``, memory of the
+        images as bytes, which all contenders hold.
     """
     found: dict[str, dict[str, float]] = {}
     for name in ["naive", *(name for name in names if name != "naive" and present(name))]:
@@ -55,7 +56,7 @@ def memory(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Return the results as the lines of a Markdown table."""
+    """Yield the lines of a Markdown table of the results."""
     yield "| workload | model | | imports, MB | peak, MB | peak - imports, MB | this / naive |"
     yield "|---" * 7 + "|"
     for result in results:
@@ -68,7 +69,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _measure(arguments: Sequence[str]) -> dict[str, float]:
-    """Let a process say when it has imported, and when it is about to run; look at its memory then, and until it ends."""
+    """Measure a process's memory after its imports, and its peak from then to its end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.memory", *arguments],
         cwd=Path(__file__).resolve().parents[1],
@@ -105,7 +106,7 @@ def _serve(name: str, workload_name: str, model_name: str, num_images: str, roun
     data = SyntheticImages(int(num_images), workload.num_clients)
     data.setup("fit")
     contender = enter(name, workload, model_name, data)
-    # the source of the images is the benchmark's, not the contender's
+    # the images belong to the benchmark: keep only the contender's memory
     del data.pixels, data
     _wait("entered")
     contender.run(int(rounds))

@@ -1,7 +1,8 @@
-"""FedAvg as a careful author writes it for one paper, with PyTorch and torchvision alone: what the framework is timed against.
+"""Reference of all timings: FedAvg as a careful author writes it for one paper, in PyTorch.
 
-Each round every client trains a deep copy of the model with an optimizer of its own, reads its images one at a time from
-a ``DataLoader`` with torchvision transforms, and the server averages the state dicts key by key.
+In each round every client trains a deep copy of the model with a new optimizer, and reads its
+images one at a time from a ``DataLoader`` with torchvision transforms. The server averages the
+state dicts key by key.
 """
 
 import copy
@@ -24,9 +25,9 @@ class ClientImages(Dataset[Any]):
     """One client's images, transformed one at a time.
 
     Args:
-        images: Everybody's, uint8, shape ``[N, H, W, 3]``; not copied.
-        labels: Everybody's, int64, shape ``[N]``.
-        samples: Which of them are the client's, int64, shape ``[n]``.
+        images: All clients' images, uint8, shape ``[N, H, W, 3]``; not copied.
+        labels: All clients' labels, int64, shape ``[N]``.
+        samples: Indices of the client's images, int64, shape ``[n]``.
         transform: Augmentation and normalisation, from a PIL image to a tensor ``[3, H, W]``.
     """
 
@@ -53,7 +54,7 @@ def train(
     local_steps: int,
     make_optimizer: Callable[[Iterable[Tensor]], Optimizer],
 ) -> int:
-    """Take local steps with a new optimizer, on the model's device; the number of samples seen."""
+    """Take local steps with a new optimizer on the model's device; return the number of samples."""
     model.train()
     device = next(model.parameters()).device
     optimizer, seen = make_optimizer(model.parameters()), 0
@@ -72,14 +73,14 @@ def train_client(
     local_steps: int,
     make_optimizer: Callable[[Iterable[Tensor]], Optimizer],
 ) -> dict[str, Tensor]:
-    """Train a copy of the server's model on one client; the client's state dict."""
+    """Train a copy of the server's model on one client; return the client's state dict."""
     model = copy.deepcopy(server)
     train(model, loader, local_steps, make_optimizer)
     return model.state_dict()
 
 
 def average(states: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
-    """Return the weighted average of the clients' state dicts, key by key; BN's batch counters are averaged as floats too."""
+    """Return the weighted average of state dicts, key by key; BN's batch counters become floats."""
     return {
         key: torch.stack([weight * state[key] for weight, state in zip(weights, states, strict=True)]).sum(0)
         for key in states[0]
@@ -93,12 +94,12 @@ def fedavg_round(
     local_steps: int,
     make_optimizer: Callable[[Iterable[Tensor]], Optimizer],
 ) -> None:
-    """One communication round: changes ``server`` in place.
+    """Run one communication round, and update ``server`` in place.
 
     Args:
         server: The server's model.
         loaders: The loader of each client in the cohort.
-        sizes: Number of training samples of each of them: its weight in the average.
+        sizes: Number of training samples of each client, its weight in the average.
         local_steps: Local steps E of each client.
         make_optimizer: Makes a client's optimizer from its parameters.
     """

@@ -52,7 +52,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 _ABLE = {"memory": FRAMEWORKS, "scale": FRAMEWORKS, "gpu": ON_CUDA[1:]}
-"""The contenders of commands that do not take all of them."""
+"""Possible contenders of commands that do not accept all contenders."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""The framework's own time: what a round takes beyond compute, augmentation and optimizer arithmetic."""
+"""The framework's own time: rounds without compute, augmentation and optimizer arithmetic."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +14,10 @@ from benchmarks.workloads import WORKLOADS, SyntheticImages
 PARTS = ("forward + backward", "augmentation", "optimizer")
 
 RUN = 100
-"""Rounds of the run of which the check of the first steps is a share."""
+"""Rounds of the run to which the time of the first steps' check is compared."""
 
 SINGLE_PROCESS = ("sequential", "vectorized")
-"""The executors whose parts can be timed alone."""
+"""Executors whose compute, augmentation and optimizer can be timed alone."""
 
 
 def overhead(
@@ -28,23 +28,24 @@ def overhead(
     rounds: int | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time whole rounds of the naive loop and of the framework, and the parts alone, all in each repetition.
+    """Time whole rounds of the naive loop and of the framework, and each of :data:`PARTS` alone.
 
     Args:
         workload_name: A name of ``WORKLOADS``.
         model_name: A name of ``MODELS``.
         num_images: Training images of all clients together.
         repeats: Number of repetitions.
-        rounds: Rounds of each measurement; None for the workload's own.
-        say: Told about the progress.
+        rounds: Rounds of each measurement. Default: the workload's ``rounds``.
+        say: Function that prints a line of progress.
 
     Returns:
-        Spreads of ms per client step: ``naive[clock]`` and for each executor ``executors[name][clock][what]``, ``what``
-        being total, one of the parts, own (total minus parts timed alone), own, inside (total minus the same parts
-        timed where they happen, in a run of their own), both as shares of the naive loop's total, the latter also
-        ``strict`` (the reset of the client optimizers' state and the server optimizer's step count as own as well),
-        ``Trainer per round`` (ms), and the check of a run's first steps: ``first steps`` (ms) and its share of a run of
-        100 rounds.
+        Spreads of ms per client step: ``naive[clock]`` of the naive loop, and
+        ``executors[name][clock][key]`` with the keys total, each of :data:`PARTS`, "own" (total
+        minus the parts timed alone) and "own, inside" (total minus the parts timed inside the
+        rounds of another run). Both own times are also shares of the naive loop's total; in the
+        ``strict`` share the reset of the client optimizers' state and the server optimizer's step
+        belong to the own time. ``Trainer per round`` and ``first steps`` (check of a run's first
+        steps) are in ms, ``first steps / run`` is the check's share of a run of 100 rounds.
     """
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
@@ -116,7 +117,7 @@ def overhead(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Return the results, by processor time, as the lines of a Markdown table."""
+    """Yield the lines of a Markdown table of processor times."""
     own = ("own", "own / naive", "own, inside", "inside / naive", "inside / naive, strict")
     columns = ("total", *PARTS, *own, "Trainer per round", "first steps", "first steps / run")
     yield f"| workload | model | executor | naive | {' | '.join(columns)} |"

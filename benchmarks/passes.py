@@ -1,4 +1,4 @@
-"""A process of :class:`benchmarks.compute.Compute`: forward and backward passes on one thread, as many as it is told."""
+"""Process of :class:`benchmarks.compute.Compute`: forward and backward passes on a thread."""
 
 import sys
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from benchmarks.recipe import BATCH_SIZE, make_model
 
 
 class Passes:
-    """Forward and backward passes of a model on one batch that lies ready.
+    """Forward and backward passes of a model on one prepared batch.
 
     Args:
         model_name: A name of ``recipe.MODELS``.
 
     Attributes:
-        gradients: Those of the last pass.
+        gradients: Gradients of the last pass.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -35,13 +35,13 @@ class Passes:
         return F.cross_entropy(self.model(self.images), self.labels)
 
     def run(self, times: int) -> None:
-        """Compute the loss and the gradients of all parameters again and again."""
+        """Compute the loss and the gradients of all parameters ``times`` times."""
         for _ in range(times):
             self.gradients = torch.autograd.grad(self.loss(), self.parameters)
 
 
 class CompiledPasses(Passes):
-    """The same passes with ``torch.compile``, the loss included; the first one compiles."""
+    """Passes with ``torch.compile``, including the loss; the first pass compiles."""
 
     def __init__(self, model_name: str) -> None:
         super().__init__(model_name)
@@ -50,13 +50,13 @@ class CompiledPasses(Passes):
 
 @dataclass
 class Convolution:
-    """A convolution of a pass, with what it has met there.
+    """A convolution of a pass, with its input and the gradient of its output.
 
     Attributes:
         layer: The layer.
-        inputs: Its input.
-        gradients: The loss's gradient with respect to its output.
-        reaches_images: Whether its input are the images, whose gradient nobody needs.
+        inputs: The layer's input.
+        gradients: The loss's gradient with respect to the layer's output.
+        reaches_images: Whether the input is the images, whose gradient is not needed.
     """
 
     layer: nn.Conv2d
@@ -94,14 +94,14 @@ class Convolution:
 class Convolutions:
     """The convolutions of :class:`Passes`, forward and backward, without anything between them.
 
-    Inputs and gradients are those of one pass of the model; they lie ready.
+    Inputs and gradients are taken from one pass of the model in advance.
 
     Args:
         model_name: A name of ``recipe.MODELS``.
 
     Attributes:
         parts: The convolutions in the order of the forward pass.
-        gradients: With respect to the weights, in that order; those of the last pass.
+        gradients: Gradients of the weights in the same order, from the last pass.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -124,7 +124,7 @@ class Convolutions:
 
     @torch.no_grad()
     def run(self, times: int) -> None:
-        """Compute all convolutions and, in the reverse order, their gradients, again and again."""
+        """Compute all convolutions and, in reverse order, their gradients, ``times`` times."""
         for _ in range(times):
             for part in self.parts:
                 part.forward()
@@ -136,14 +136,14 @@ KINDS: dict[str, type[Passes] | type[Convolutions]] = {
     "convolutions": Convolutions,
     "compute_compiled": CompiledPasses,
 }
-"""What a process can be asked for."""
+"""Kinds of passes that a process can run."""
 
 
 def _serve(kind: str, model_name: str) -> None:
-    """Run as many passes as each line of the input says, until it ends."""
+    """Run as many passes as each line of the standard input says, until the input ends."""
     torch.set_num_threads(1)
     passes = KINDS[kind](model_name)
-    passes.run(2)  # the first ones prepare what later ones find ready
+    passes.run(2)  # warm up: the first passes allocate and prepare
     print("ready", flush=True)
     for line in sys.stdin:
         passes.run(int(line))

@@ -1,4 +1,4 @@
-"""Processor time and memory of a process together with all that it has started, as Linux tells them under ``/proc``."""
+"""Processor time and memory of a process and all its descendants, from Linux's ``/proc``."""
 
 import os
 import re
@@ -9,19 +9,19 @@ _PROC = Path("/proc")
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of all below it, living or ended."""
+    """Return the processor time of this process and all its descendants, running or ended."""
     ended = os.times()
     living = sum(_cpu_seconds(pid) for pid in tree(os.getpid())[1:])
     return time.process_time() + ended.children_user + ended.children_system + living
 
 
 def pss_mb(root: int) -> float:
-    """Memory of a process and of all below it in MB; a page that n processes share counts an nth in each."""
+    """Return the proportional set size of a process and its descendants in MB."""
     return sum(_pss_mb(pid) for pid in tree(root))
 
 
 def running() -> set[int]:
-    """Return the processes below this one that have not ended."""
+    """Return the descendants of this process that have not ended."""
     return {pid for pid in tree(os.getpid())[1:] if is_running(pid)}
 
 
@@ -31,20 +31,20 @@ def is_running(pid: int) -> bool:
 
 
 def tree(root: int) -> list[int]:
-    """Return a process and all below it, the process first."""
+    """Return a process and all its descendants, the process first."""
     children: dict[int, list[int]] = {}
     for folder in _PROC.glob("[0-9]*"):
         fields = _fields(int(folder.name))
         if fields:
             children.setdefault(int(fields[1]), []).append(int(folder.name))
     found = [root]
-    for pid in found:  # grows while it is read
+    for pid in found:  # the list grows in the loop: descendants of descendants
         found += children.get(pid, [])
     return found
 
 
 def _fields(pid: int) -> list[str]:
-    """Return a process's line of numbers from its state on, after its name in parentheses; empty once it is gone."""
+    """Return the fields after the name in a process's ``stat`` file; empty if it is gone."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

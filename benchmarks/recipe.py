@@ -1,4 +1,4 @@
-"""What every contender does the same: models, batch size, client optimizer, augmentation. Imports no more than a client needs."""
+"""Common settings of all contenders: models, batch size, client optimizer, augmentation."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,11 +23,11 @@ AUGMENTATION = transforms.Compose(
         transforms.Normalize(CIFAR10_MEAN, CIFAR10_STD),
     ]
 )
-"""Of one PIL image, for whoever reads images one at a time."""
+"""Augmentation of one PIL image, for contenders that read images one at a time."""
 
 
 class Tiny(nn.Module):
-    """268,474 parameters and two BN layers with almost no compute: what is left of a step is the framework's own time."""
+    """Model of 268,474 parameters and two BN layers with almost no compute of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def make_model(name: str) -> nn.Module:
-    """Return a model of :data:`MODELS`, the same weights each time."""
+    """Return a model of :data:`MODELS`, always with the same initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MODELS[name]()

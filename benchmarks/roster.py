@@ -1,4 +1,4 @@
-"""Who is timed: the naive loop, this framework with each executor, the compute alone, and other frameworks if installed."""
+"""Contenders: the naive loop, this framework's executors, and other frameworks; bounds."""
 
 import importlib
 import importlib.metadata
@@ -12,26 +12,26 @@ from fl_lightning import SequentialExecutor
 from fl_lightning.execution.choice import cores_of_a_run
 
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
-"""Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""
+"""Other frameworks and their package names; ``benchmarks/peers`` has a file for each."""
 
 BOUNDS = ("compute", "convolutions", "compute_compiled")
-"""No contenders: what none of them can undercut in float32 on a CPU, the last one with ``torch.compile``."""
+"""Lower bounds of the time in float32 on a CPU, the last with ``torch.compile``."""
 
 NAMES = ("naive", *OURS, "ranks_bf16", *BOUNDS, *PEERS)
-"""Everybody who can be measured."""
+"""All contenders and bounds."""
 
 ON_CUDA = ("naive", "sequential", "vectorized")
-"""Those who can run on a GPU."""
+"""Contenders that can run on a GPU."""
 
 FRAMEWORKS = ("naive", *EXECUTORS, *PEERS)
-"""Those who run whole rounds on a CPU in float32, not compiled."""
+"""Contenders that run whole rounds on a CPU in float32 without ``torch.compile``."""
 
 MULTI_PROCESS = (*RANKED, *BOUNDS, "flower")
-"""Those who use the machine by processes, each of them on one thread."""
+"""Names that run in several processes with one thread each."""
 
 
 def bound_of(name: str) -> str:
-    """Return the forward and backward passes alone of one of :data:`~benchmarks.contenders.OURS`."""
+    """Return the bound of a name of :data:`~benchmarks.contenders.OURS`: its passes alone."""
     return "compute_compiled" if name in COMPILED else "compute"
 
 
@@ -44,14 +44,14 @@ def version(peer: str) -> str | None:
 
 
 def present(name: str) -> bool:
-    """Whether somebody of :data:`NAMES` can run here."""
+    """Return whether a name of :data:`NAMES` can run here."""
     return name not in PEERS or version(name) is not None
 
 
 def import_packages(name: str) -> None:
-    """Import what somebody of :data:`NAMES` needs."""
+    """Import the packages that a name of :data:`NAMES` needs."""
     if name in PEERS:
-        # Flower reports its use over the network, and so does Ray
+        # Flower and Ray report their use over the network
         os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         importlib.import_module(f"benchmarks.peers.{name}")
 
@@ -59,14 +59,14 @@ def import_packages(name: str) -> None:
 def enter(
     name: str, workload: Workload, model_name: str, data: SyntheticImages, device: str = "cpu"
 ) -> Contender:
-    """Prepare somebody of :data:`NAMES` for a workload.
+    """Prepare a contender or bound for a workload.
 
     Args:
-        name: Whom.
+        name: A name of :data:`NAMES`.
         workload: The federation and its local work.
         model_name: A name of ``recipe.MODELS``.
         data: The federated data, set up for ``fit``.
-        device: ``"cpu"``, or ``"cuda"`` for those of :data:`ON_CUDA`.
+        device: ``"cpu"``, or ``"cuda"`` for names of :data:`ON_CUDA`.
     """
     import_packages(name)
     if name in PEERS:

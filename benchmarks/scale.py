@@ -1,4 +1,4 @@
-"""Cost against scale: one thing changed at a time, around workload W1."""
+"""Cost against scale: one factor of workload W1 is changed at a time."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ FACTORS = {
     "local_steps": "local steps E",
     "model": "model",
 }
-"""What is changed, and how a reader calls it."""
+"""Factors that are changed, and their names in tables and figures."""
 
 _BASE = WORKLOADS["W1"]
 _FEDERATIONS: dict[str, dict[int, Workload]] = {
@@ -40,21 +40,22 @@ def scale(
 ) -> dict[str, Any]:
     """Time contenders on one thread while the federation or the model grows; short rounds are repeated.
 
-    A point whose measurement would take more than the budget, judged by the point before it (the first one of a model by
-    one local step of each client), is left out, and so is every further one of its factor.
+    A contender skips a point, and all further points of the factor, if the measurement would exceed
+    the budget. The estimate uses the previous point with the same model; for a model's first point,
+    one local step of each client.
 
     Args:
         factors: Names of ``FACTORS``.
-        model_name: The model where it is not what changes, a name of ``recipe.MODELS``.
+        model_name: The model of all factors but ``"model"``, a name of ``recipe.MODELS``.
         names: Names of ``roster.NAMES``.
         num_images: Training images of all clients together.
-        repeats: Number of repetitions, sides in turn.
+        repeats: Number of repetitions; contenders alternate.
         budget: Seconds for one contender's measurements at one point.
-        say: Told about the progress.
+        say: Function that prints a line of progress.
 
     Returns:
-        ``points``: for each its ``factor`` and ``value``, the ``model``, and ``ms_per_client_step[contender]``, spreads of
-        wall time, without those that the budget leaves out.
+        ``points``, each with ``factor``, ``value``, ``model`` and
+        ``ms_per_client_step[contender]``, spreads of wall time of the contenders within the budget.
     """
     points = []
     known: dict[tuple[str, str], float] = {}  # seconds per client step of a contender with a model
@@ -98,7 +99,7 @@ def scale(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Return the results as the lines of a Markdown table: milliseconds of wall time per client step."""
+    """Yield the lines of a Markdown table: milliseconds of wall time per client step."""
     names = results[0]["contenders"]
     yield f"| what changes | | model | {' | '.join(f'{name}, ms' for name in names)} |"
     yield "|---" * (len(names) + 3) + "|"
@@ -116,7 +117,7 @@ def _points(factor: str, model_name: str) -> Iterator[tuple[int | str, Workload,
 
 
 def _rounds(workload: Workload) -> int:
-    """As many as have the client steps of a round of W1."""
+    """Return the number of rounds with as many client steps as a round of W1."""
     return max(1, _BASE.client_steps // workload.client_steps)
 
 

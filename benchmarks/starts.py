@@ -1,7 +1,7 @@
-"""``python -m benchmarks starts``: a study of quick cells that start as forks of one process, and each by itself.
+"""``python -m benchmarks starts``: time a study's cells as forks of one process, or started anew.
 
-The whole command is timed, with its own imports and checks. The two ways alternate. A cell trains BN or GN on
-scikit-learn's digits with ten local steps a round.
+The whole command is timed, including imports and checks. The two ways alternate. A cell trains BN
+or GN on scikit-learn's digits with ten local steps a round.
 """
 
 import argparse
@@ -34,10 +34,10 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        args: Arguments after ``starts``; those of the process when None.
+        args: Arguments after ``starts``. Default: the process's arguments.
 
     Returns:
-        0.
+        The exit status 0.
     """
     parser = argparse.ArgumentParser("python -m benchmarks starts", description=__doc__)
     parser.add_argument("--cells", type=int, default=12, help="an even number, 12")
@@ -67,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Return the results as the lines of a Markdown table, and the ratios, each within a repetition."""
+    """Yield the lines of a Markdown table of the results, and of ratios within each repetition."""
 
     def spread(numbers: Sequence[float]) -> str:
         return f"{statistics.median(numbers):.3g} [{min(numbers):.3g}, {max(numbers):.3g}]"
@@ -94,8 +94,9 @@ def measure(way: str, cells: int, rounds: int, jobs: int) -> dict[str, Any]:
         jobs: Cells at a time.
 
     Returns:
-        ``study_s`` and ``study_cpu_s`` of the command and all of its processes; ``rounds_s``, the mean time that a cell spends in rounds; and ``beyond_s``, the
-        mean time from the start of a cell's process to its result, without the rounds.
+        ``study_s`` and ``study_cpu_s``, wall and CPU time of the command with all of its processes;
+        ``rounds_s``, a cell's mean time in rounds; ``beyond_s``, the mean time from a cell's start
+        to its result, without the rounds.
     """
     settings = {
         "trainer.max_epochs": rounds,

@@ -1,4 +1,4 @@
-"""Clocks, what is reported of repeated measurements, and the machine they were made on."""
+"""Clocks, the spread of repeated measurements, and a description of the machine."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ import torch
 
 
 def nothing() -> None:
-    """Wait for a CPU: do nothing, since its work is done when a call returns."""
+    """Do nothing: on a CPU all work is done when a call returns."""
 
 
 @dataclass
@@ -25,10 +25,11 @@ class Stopwatch:
     """Wall and processor time of a ``with`` block; further blocks with the same watch add to it.
 
     Attributes:
-        wall: Seconds on the clock: what a person waits, disturbed by other work on the machine.
-        cpu: Seconds of computing, by ``cpu_clock``.
-        cpu_clock: The processor time so far; by default that of this process alone, without those that it starts.
-        settle: Called before the clocks are read: waits until everything has run that was started.
+        wall: Seconds of wall time; other work on the machine lengthens it.
+        cpu: Seconds of processor time, by ``cpu_clock``.
+        cpu_clock: Function that returns the processor time so far; by default of this process
+            without its children.
+        settle: Function that waits for all started work; called before the clocks are read.
     """
 
     wall: float = 0.0
@@ -82,7 +83,7 @@ def _digits(value: float) -> str:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Processor, number of cores, threads and versions; the name of the GPU where ``device`` is ``"cuda"``."""
+    """Return processor, cores, threads and versions, and the GPU if ``device`` is ``"cuda"``."""
     gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
     return {
         **gpu,
@@ -95,13 +96,13 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def peak_memory_mb() -> float:
-    """Largest resident memory of this process so far, in MB."""
+    """Return the largest resident memory of this process so far, in MB."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         status = ""
     own = re.search(r"VmHWM:\s*(\d+) kB", status)
-    if own:  # where a process is started by a larger one, getrusage gives it the other's peak
+    if own:  # getrusage may give a process the peak of the larger process that started it
         return int(own[1]) * 1.024e-3
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e6 if sys.platform == "darwin" else 1e3 / 1.024)

@@ -1,4 +1,4 @@
-"""What is timed: three federations of CIFAR-10's size."""
+"""Workloads: three federations of CIFAR-10's size."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +19,8 @@ class Workload:
     Attributes:
         num_clients: Clients of the federation; the images are spread over them evenly.
         cohort_size: Clients that take part in a round.
-        local_steps: Local steps E of each of them, with batches of 20 images.
-        rounds: Rounds in one measurement unless the command line says otherwise.
+        local_steps: Local steps E of each client in a round, with batches of 20 images.
+        rounds: Default number of rounds in one measurement.
     """
 
     num_clients: int
@@ -30,7 +30,7 @@ class Workload:
 
     @property
     def client_steps(self) -> int:
-        """Local steps of all clients together in a round."""
+        """Return the local steps of all clients together in a round."""
         return self.cohort_size * self.local_steps
 
 
@@ -42,7 +42,7 @@ WORKLOADS = {
 
 
 class SyntheticImages(InMemoryDataModule):
-    """Random 32x32 colour images in ten classes: pixels do not change how long a step takes.
+    """Random 32x32 colour images in ten classes; a step's time does not depend on the pixels.
 
     Args:
         num_images: Training images of all clients together; CIFAR-10 has 50,000.
@@ -67,7 +67,7 @@ class SyntheticImages(InMemoryDataModule):
         self.num_images = num_images
 
     def client_samples(self, client_id: int) -> Tensor:
-        """Return a client's samples: positions among the training images, int64, shape ``[n]``."""
+        """Return the indices of a client's training images, int64, shape ``[n]``."""
         return self._shares[client_id].indices
 
     def step_draws(self, client_id: int, step: int) -> Tensor:
@@ -76,7 +76,7 @@ class SyntheticImages(InMemoryDataModule):
 
     @cached_property
     def pictures(self) -> np.ndarray:
-        """All training images as PIL reads them, for those who read one at a time: uint8, shape ``[n, 32, 32, 3]``."""
+        """Return all training images in PIL's layout, uint8, shape ``[n, 32, 32, 3]``."""
         return self.pixels.permute(0, 2, 3, 1).contiguous().numpy()
 
     def load(self) -> ImageData:

@@ -133,7 +133,7 @@ class StaticBN(FederatedCallback):
             buffers[f"{layer}.running_var"].copy_(variance)
 
     def extra_traffic(self, cohort: "Cohort") -> Mapping[int, tuple[int, int]]:
-        """Return a pass's traffic: statistics from all, weights to clients outside the next cohort."""
+        """Return a pass's traffic: statistics up, and weights down outside the next cohort."""
         return self._pass
 
     def extra_exchanges(self, cohort: "Cohort") -> int:

@@ -46,7 +46,7 @@ def index_lists(owner: Tensor, num_clients: int) -> list[Tensor]:
 
 
 def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
-    """Assign ``counts[i, c]`` random samples of class c to client i; the counts cover all samples."""
+    """Assign ``counts[i, c]`` random samples of class c to client i, and all samples in total."""
     num_clients, num_classes = counts.shape
     order = torch.randperm(len(labels), generator=generator)
     order = order[labels[order].argsort(stable=True)]

@@ -1,10 +1,10 @@
-"""``python -m benchmarks faults``: kill runs, ranks and studies, damage checkpoints, misspell studies, and count the losses.
+"""``python -m benchmarks faults``: kill runs, ranks and studies, damage checkpoints and files.
 
-A killed run is started again with the same command (``--ckpt_path auto``) until it ends. It must then hold what the
-uninterrupted run holds, bit for bit: every row of its metrics but for times, weights, optimizers, what methods remember.
-If one rank is killed, the others must end. A killed study must not train a finished cell again.
-A damaged checkpoint must be refused in one line, or load as what it was. A mistake in a study's file must be refused in
-one line that names it.
+A killed run is started again with the same command (``--ckpt_path auto``) until it ends. The run
+must then equal the uninterrupted run bit for bit, except for times: metrics, weights, optimizers
+and the methods' state. If one rank is killed, the others must end. A killed study must not train a
+finished cell again. A damaged checkpoint must be refused in one line, or load with its original
+content. A mistake in a study's file must be refused in one line that names it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _WRONG = (
     "other bits", "loaded as other numbers", "left a process behind", "ended well unfinished", "a finished cell trained again", "accepted",
     "several lines", "refused without its name", "a traceback",
 )  # fmt: skip
-"""Outcomes that must not be."""
+"""Outcomes that are failures."""
 
 
 def main(args: Sequence[str]) -> int:

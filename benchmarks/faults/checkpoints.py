@@ -1,4 +1,4 @@
-"""Damaged checkpoints: refused in one line, or loaded as they were."""
+"""Damaged checkpoints: refused in one line, or loaded with their original content."""
 
 import random
 from collections import Counter
@@ -15,7 +15,7 @@ def damaged(path: Path, damages: int, draw: random.Random) -> Counter[str]:
     counts: Counter[str] = Counter()
     for _ in range(damages):
         content = bytearray(whole)
-        # the directory of the archive is its end, and short: half of the damage goes there
+        # half of the damage hits the archive's directory, which is short and lies at the end
         first = len(whole) - 3000 if draw.random() < 0.5 else 0
         place = draw.randrange(max(first, 0), len(whole))
         kind = draw.choice(["a bit", "bytes", "a cut", "a gap"])

@@ -11,12 +11,12 @@ from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 
 
 def contents(attempt: Path) -> dict[str, Any]:
-    """Return what the directory of a finished run holds, without times."""
+    """Return the content of a finished run's directory, without times."""
     checkpoint = load_run(attempt / "checkpoints/last.ckpt")
     record = checkpoint["fl_lightning"]["record"]
     del record["seconds"]
     record["row"] = _without_times(record["row"])
-    for origin in record["continued_from"]:  # without the folder of the study
+    for origin in record["continued_from"]:  # the study's folder may differ
         origin["checkpoint"] = origin["checkpoint"].rpartition("/runs/")[2]
     result = json.loads((attempt / "result.json").read_text())
     names = ("state_dict", "callbacks", "optimizer_states", "fl_lightning", "global_step")
@@ -33,7 +33,7 @@ def _without_times(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two trees of tensors and plain values are equal bit for bit."""
+    """Return whether two trees of tensors and plain values are equal bit for bit."""
     if isinstance(first, torch.Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):

@@ -43,7 +43,7 @@ FILE: dict[str, Any] = {
         "full": {"base": ["base.yaml"], "seeds": [0, 1, 2], "axes": {"method": ["BN", "GN"]}},
     },
 }
-"""A study without a mistake that has every key."""
+"""A study with every key, without mistakes."""
 
 _WRONG: dict[str, list[Any]] = {
     "text": [7, 1.5, True, None, ["a"], {"a": 1}],
@@ -51,7 +51,7 @@ _WRONG: dict[str, list[Any]] = {
     "mapping": [3, "x", True, [1], 1.5],
     "seeds": [["a"], [1.5], [-1], [True], [[0]], {"a": 1}, 0, "0", [], [3, 3]],
 }
-"""Values of the wrong type, by the right one."""
+"""Values of a wrong type, by the right type."""
 
 _TYPES: dict[tuple[Any, ...], str] = {
     ("title",): "text", ("claims", 0): "text", ("claims", 1): "text",
@@ -63,7 +63,7 @@ _TYPES: dict[tuple[Any, ...], str] = {
     ("without", 0): "mapping", ("choose", 0): "mapping", ("published", 0): "mapping", ("scales", "full", "axes"): "mapping",
     ("scales", "quick", "seeds"): "seeds", ("scales", "full", "seeds"): "seeds",
 }  # fmt: skip
-"""The types of values, by their place."""
+"""Types of values, by the path of keys to the value."""
 
 _KEYS: list[tuple[Any, ...]] = [
     ("title",), ("settings",), ("axes",), ("metrics",), ("spread",), ("difference",), ("without",), ("choose",), ("published",), ("claims",),
@@ -73,14 +73,14 @@ _KEYS: list[tuple[Any, ...]] = [
     ("axes", "method", "GN", "model.model.norm"), ("axes", "method", "FixBN", "trainer.callbacks"), ("axes", "E", "E4", "model.local_steps"),
     ("axes", "model.client_optimizer.lr"), ("scales", "quick", "settings", "data.batch_size"),
 ]  # fmt: skip
-"""Places of keys that a letter is changed of."""
+"""Paths of keys to misspell."""
 
 _NAMED: list[tuple[Any, ...]] = [
     ("without", 0, "method"), ("without", 0, "E"), ("published", 0, "method"), ("published", 0, "E"), ("choose", 0, "axis"),
     ("choose", 0, "by", 0), ("spread",), ("scales", "full", "axes", "method", 1),
     ("axes", "method", "GN", "model.model.norm"), ("axes", "method", "FixBN", "trainer.callbacks", 0), ("scales", "quick", "base"),
 ]  # fmt: skip
-"""Places of names of labels, axes, metrics, classes and files."""
+"""Paths of names to misspell: labels, axes, metrics, classes and files."""
 
 _SETTINGS = [
     ("model.local_steps", "many"), ("model.local_steps", 1.5), ("model.local_steps", 0), ("trainer.max_epochs", "x"), 
@@ -88,7 +88,7 @@ _SETTINGS = [
     ("trainer.callbacks", ["FixBM"]), ("trainer.callbacks", "x.y"), ("model.executor", 3), ("trainer.precision", "bf15"),
     ("model.model", "ResNet21"), ("model.client_optimizer.lr", "fast"), ("checkpoint.every_n_rounds", "x"), ("seed_everything", 3), ("name", "x"),
 ]  # fmt: skip
-"""Settings with values that do not work, whatever the data are."""
+"""Settings with invalid values, for any data."""
 
 _TEXTS = [
     ("title: When", "title: [When"), ("axes:", "axes:\n\t- x"), ("claims:", "claims: &a [*a]\nclaims2:"), ("paper:", "paper: !!python/name:os.system x\nx:"),
@@ -96,7 +96,7 @@ _TEXTS = [
     ("title:", "title: a\ntitle:"), ("spread: E", "spread: 2026-01-01"), ("test/loss: loss", "? [a, b]\n  : c"), ("difference:", "difference: \"\\u2028\"\nx:"),
     ("GN ~ BN", "GN ~~ BN"), ("FixBN > BN", "FixBN > BN ~ GN"), ("within 0.05", "within inf"), ("> BN at", "> FixBN at"), ("at E=E2", "at E="),
 ]  # fmt: skip
-"""Replacements in the text of the file."""
+"""Replacements in the text of the file: old and new."""
 
 
 def refused(count: int, draw: random.Random, folder: Path) -> Counter[str]:
@@ -104,7 +104,7 @@ def refused(count: int, draw: random.Random, folder: Path) -> Counter[str]:
 
     Args:
         count: Number of mistakes.
-        draw: Draws them.
+        draw: Random number generator of the mistakes.
         folder: A new folder.
     """
     folder.mkdir(parents=True)
@@ -128,7 +128,7 @@ def refused(count: int, draw: random.Random, folder: Path) -> Counter[str]:
 
 
 def _outcome(file: Path, name: str) -> tuple[str, str]:
-    """Return what a dry run of a study says of its file: a kind of outcome, and the text."""
+    """Run a study as a dry run; return the kind of outcome, and the printed text."""
     from fl_lightning.__main__ import main as run
 
     out, err = io.StringIO(), io.StringIO()
@@ -138,7 +138,7 @@ def _outcome(file: Path, name: str) -> tuple[str, str]:
             run(["study", str(file), "--dry-run", "--run_root", str(file.parent / "runs")])
         except SystemExit as end:
             status = end.code
-        except Exception as error:  # noqa: BLE001  # counted
+        except Exception as error:  # noqa: BLE001  # the outcome is counted
             return "a traceback", repr(error)
     said = err.getvalue().strip()
     if not status:
@@ -153,7 +153,7 @@ def _text(content: Any) -> str:
 
 
 def _changed(place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> bytes:
-    """Return the file with a change to the container of a place."""
+    """Return the file's text after ``change(container, key)`` for the last key of a path."""
     content = deepcopy(FILE)
     inside = content
     for key in place[:-1]:
@@ -163,7 +163,7 @@ def _changed(place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> byte
 
 
 def _typed(draw: random.Random) -> tuple[bytes, str]:
-    """Return a value of the wrong type."""
+    """Return a file with a value of a wrong type, and the name that the error must contain."""
     place = draw.choice([*_TYPES])
     value = draw.choice(_WRONG[_TYPES[place]])
     return _changed(place, lambda inside, key: inside.__setitem__(key, value)), str(
@@ -172,7 +172,7 @@ def _typed(draw: random.Random) -> tuple[bytes, str]:
 
 
 def _misspelt(draw: random.Random) -> tuple[bytes, str]:
-    """Return a key with a changed letter."""
+    """Return a file with a misspelt key, and the misspelt name."""
     place = draw.choice(_KEYS)
     name = _letter(place[-1], draw)
 
@@ -186,7 +186,7 @@ def _misspelt(draw: random.Random) -> tuple[bytes, str]:
 
 
 def _unknown(draw: random.Random) -> tuple[bytes, str]:
-    """Return a name that does not exist."""
+    """Return a file with a name that does not exist, and the name."""
     place = draw.choice(_NAMED)
     names: list[str] = []
 
@@ -198,17 +198,17 @@ def _unknown(draw: random.Random) -> tuple[bytes, str]:
 
 
 def _unfit(draw: random.Random) -> tuple[bytes, str]:
-    """Return a setting with a value that does not work."""
+    """Return a file with an invalid value of a setting, and the setting's name."""
     name, value = draw.choice(_SETTINGS)
     places: list[tuple[Any, ...]] = [("settings",), ("scales", "quick", "settings"), ("axes", "method", "GN")]
-    # elsewhere another value of the file decides
+    # at other paths another value of the file overrides the setting
     only = {"model.local_steps": ("axes", "E", "E4"), "data.batch_size": ("scales", "quick", "settings")}
     place = (*only.get(name, draw.choice(places)), name)
     return _changed(place, lambda inside, key: inside.__setitem__(key, value)), name.rpartition(".")[2]
 
 
 def _spoilt(draw: random.Random) -> tuple[bytes, str]:
-    """Return a study that is invalid YAML, repeats a name, or claims something that cannot be compared."""
+    """Return a file of invalid YAML, or with a repeated name or an invalid claim."""
     text = _text(FILE)
     if draw.random() < 0.3:
         content = bytearray(text.encode())

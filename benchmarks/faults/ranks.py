@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.faults.runs import configuration, is_whole, run_to_end, start, uninterrupted, wait_for
 from benchmarks.process_tree import is_running, tree
 
-_PATIENCE = 60.0  # seconds in which the survivors must end
+_PATIENCE = 60.0  # seconds until the survivors must have ended
 
 _METHODS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "FixBN, local momentum": (
@@ -23,16 +23,16 @@ _METHODS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 
 
 def killed(kills: int, rounds: int, draw: random.Random, folder: Path) -> Counter[str]:
-    """Kill single ranks of runs on two and three ranks, resume the runs, and compare them with uninterrupted ones.
+    """Kill single ranks of runs on two and three ranks; compare resumed and uninterrupted runs.
 
     Args:
         kills: Number of kills.
         rounds: Communication rounds of a run.
-        draw: Draws the ranks and moments.
+        draw: Random number generator of ranks and moments.
         folder: A new folder.
 
     Returns:
-        How many of rank 0 and of other ranks were killed, and how many faults were seen.
+        Numbers of kills of rank 0 and of other ranks, and of faults by kind.
     """
     counts: Counter[str] = Counter()
     cells = [(name, ranks) for name in _METHODS for ranks in (2, 3)]
@@ -59,7 +59,7 @@ def _killed(config: dict[str, Any], kills: int, draw: random.Random, folder: Pat
             process.join(draw.uniform(0, 0.1))
             together = tree(process.pid or 0)
             if not process.is_alive() or len(together) < config["trainer"]["devices"]:
-                process.join()  # the ranks have parted
+                process.join()  # the ranks end already
                 break
             rank = draw.randrange(len(together))
             os.kill(together[rank], signal.SIGKILL)
@@ -70,7 +70,7 @@ def _killed(config: dict[str, Any], kills: int, draw: random.Random, folder: Pat
                 process.join(0.05)
             counts["left a process behind"] += any(map(is_running, together))
             process.join(0)
-            if process.exitcode == 0:  # its work was done
+            if process.exitcode == 0:  # the run was complete
                 counts["ended well unfinished"] += not any(place.glob("runs/faults/*/result.json"))
                 break
         run_to_end(place)

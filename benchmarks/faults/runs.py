@@ -59,7 +59,7 @@ def configuration(
     """Return the configuration of a run.
 
     Args:
-        callbacks: Its callbacks.
+        callbacks: The run's callbacks.
         settings: Settings of the module beyond the common ones.
         executor: Class of the executor.
         ranks: Number of ranks.
@@ -90,7 +90,7 @@ def configuration(
 def killed(
     name: str, executor: str, kills: int, rounds: int, draw: random.Random, folder: Path
 ) -> Counter[str]:
-    """Kill runs of a cell at random moments, let them end, and compare them with an uninterrupted one."""
+    """Kill runs at random moments, resume them, and compare with an uninterrupted run."""
     (callbacks, settings), (computed_by, ranks) = CONFIGURATIONS[name], EXECUTORS[executor]
     config = configuration(callbacks, settings, computed_by, ranks, rounds, draw.choice([1, 7]))
     whole, seconds = uninterrupted(config, folder)
@@ -102,7 +102,7 @@ def killed(
         place.mkdir()
         while counts.total() < kills:
             process = start(place)
-            if draw.random() < 0.25:  # at any moment, most of which are imports
+            if draw.random() < 0.25:  # any moment of the process, most often during imports
                 process.join(draw.uniform(0, seconds))
             else:
                 wait_for(place, process, draw.randrange(1, rounds + 2))
@@ -128,19 +128,19 @@ def uninterrupted(config: dict[str, Any], folder: Path) -> tuple[dict[str, Any],
 
 
 def is_whole(place: Path, whole: dict[str, Any]) -> bool:
-    """Return whether a folder holds one run, with the content of the uninterrupted one."""
+    """Return whether a folder has a single run, with the content of the uninterrupted run."""
     saved = _saved(place)
     return len(saved) == 1 and same(contents(saved[0]), whole)
 
 
 def wait_for(place: Path, process: BaseProcess, lines: int) -> None:
-    """Wait until a run has written so many lines of metrics, or has ended."""
+    """Wait until a run has written ``lines`` lines of metrics, or has ended."""
     while process.is_alive() and _written(place) < lines:
         time.sleep(0.002)
 
 
 def moment(place: Path, rounds: int) -> str:
-    """Return when a run was killed, by the metrics that it had written."""
+    """Return in words when a run was killed, given its number of written metrics."""
     written = _written(place)
     if written <= 1:
         return "before the end of round 1"
@@ -153,7 +153,7 @@ def start(place: Path) -> BaseProcess:
 
 
 def in_process(function: Callable[[str], None], argument: str) -> BaseProcess:
-    """Call a function in a process of its own, which has imported the package already."""
+    """Call a function in a new process that has already imported the package."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["fl_lightning.cli.command_line"])
     process = processes.Process(target=function, args=(argument,))
@@ -162,7 +162,7 @@ def in_process(function: Callable[[str], None], argument: str) -> BaseProcess:
 
 
 def called(place: str, arguments: Sequence[str]) -> None:
-    """Call the command line in a folder, in this process; its output is added to ``log.txt``."""
+    """Call the command line in a folder, in this process; append the output to ``log.txt``."""
     from fl_lightning.__main__ import main as run
 
     os.setpgrp()
@@ -173,7 +173,7 @@ def called(place: str, arguments: Sequence[str]) -> None:
 
 
 def run_to_end(place: Path) -> None:
-    """Run what a folder holds to its end, which must be a good one."""
+    """Run or resume the run of a folder to its end; exit if the run fails."""
     process = start(place)
     process.join()
     if process.exitcode != 0:

@@ -1,4 +1,4 @@
-"""Studies that are killed at random moments: alone, with all of their cells, or one cell only."""
+"""Studies killed at random moments: the study's process, all its processes, or one cell."""
 
 import os
 import random
@@ -17,14 +17,14 @@ from benchmarks.faults.runs import called, configuration, in_process
 from benchmarks.process_tree import is_running, tree
 
 VICTIMS = ("the study", "the study and its cells", "a cell")
-"""What a SIGKILL hits."""
+"""Processes that a SIGKILL ends."""
 
 FILE = {
     "title": "Kills",
     "axes": {
         "method": {
             "BN": {},
-            "FixBN": {"trainer.callbacks": ["FixBN"]},  # goes on from half of BN
+            "FixBN": {"trainer.callbacks": ["FixBN"]},  # starts from the first half of BN's rounds
             "FedBN": {"trainer.callbacks": ["FedBN"]},
         }
     },
@@ -34,16 +34,16 @@ FILE = {
 
 
 def killed(kills: int, rounds: int, draw: random.Random, folder: Path) -> Counter[str]:
-    """Kill a study at random moments, start it again until it ends, and compare its cells with the uninterrupted ones.
+    """Kill a study at random moments, resume it, and compare with the uninterrupted study.
 
     Args:
         kills: Number of kills.
         rounds: Communication rounds of a cell.
-        draw: Draws the moments and who is killed.
+        draw: Random number generator of moments and victims.
         folder: A new folder.
 
     Returns:
-        How many kills hit before, after and between the ends of cells, and how many faults were seen.
+        Numbers of kills by victim and by finished cells (none, some, all), and of faults by kind.
     """
     (folder / "whole").mkdir(parents=True)
     base = {
@@ -96,7 +96,7 @@ def _run_to_end(place: Path) -> None:
 
 
 def _kill(process: BaseProcess, draw: random.Random) -> str:
-    """Kill a study, all its processes or one cell; return which, empty if the drawn one does not run."""
+    """Kill a study, all its processes or one cell; return the victim, empty if it does not run."""
     study, *cells = tree(process.pid or 0)
     who = draw.choice(VICTIMS)
     victims = {"the study": [study], "the study and its cells": [study, *cells]}.get(
@@ -107,7 +107,7 @@ def _kill(process: BaseProcess, draw: random.Random) -> str:
     for pid in victims:
         if is_running(pid):
             os.kill(pid, signal.SIGKILL)
-    process.join()  # after the loss of a cell it goes on with the others, and ends
+    process.join()  # if a cell was killed, the study finishes the other cells
     return who
 
 
@@ -118,7 +118,7 @@ def _moment(ended: int, cells: int) -> str:
 
 
 def _ends(place: Path) -> dict[Path, int]:
-    """Return when each result of a cell was written, in nanoseconds, by its path."""
+    """Return the time when each cell's result was written, in nanoseconds, by path."""
     return {path: path.stat().st_mtime_ns for path in place.glob("runs/cells/*/*/result.json")}
 
 

@@ -1,4 +1,4 @@
-"""ByzFL: its clients and its server in FedAvg mode, where whole state dicts go through the aggregator."""
+"""ByzFL's clients and server in FedAvg mode, which aggregates whole state dicts."""
 
 import torch
 from byzfl import Client, Server
@@ -16,9 +16,8 @@ class Peer:
 
     def __init__(self, workload: Workload, model_name: str, data: SyntheticImages) -> None:
         self.workload, self.rounds_done = workload, 0
-        models.benchmarked = lambda: make_model(
-            model_name
-        )  # it knows models by their names in this module only
+        # ByzFL finds models only by their names in this module
+        models.benchmarked = lambda: make_model(model_name)
         common = {
             "model_name": "benchmarked",
             "device": "cpu",
@@ -44,7 +43,7 @@ class Peer:
         self.server = Server({**common, **of_server, "test_loader": unused})
 
     def run(self, rounds: int) -> Timing:
-        """Run further rounds, as its own benchmark does."""
+        """Run further rounds, as ByzFL's own benchmark does."""
         timing, workload = Timing(), self.workload
         with timing.total:
             for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Flower: its simulation engine with Ray, one actor on each core."""
+"""Flower's simulation engine with Ray, one actor on each core."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from benchmarks.process_tree import running
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
 
-_SECONDS_TO_END = 20.0  # for Ray's processes, which would disturb whoever runs next
+_SECONDS_TO_END = 20.0  # Ray's processes would disturb the next contender: wait for their end
 
 
 class Peer:
@@ -40,7 +40,7 @@ class Peer:
         self.state = make_model(model_name).state_dict()
 
     def run(self, rounds: int) -> Timing:
-        """Run further rounds, after one that starts the actors and is not timed."""
+        """Run further rounds, after an untimed round that starts the actors."""
         timing = Timing()
         server = ServerApp()
 

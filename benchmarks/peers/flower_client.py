@@ -1,4 +1,4 @@
-"""What Flower's actors run: it imports no more than a client needs, since every actor does."""
+"""Client of Flower's actors; imports only what a client needs, because every actor imports it."""
 
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ app = ClientApp()
 
 @app.train()  # type: ignore[misc, untyped-decorator, unused-ignore]  # Flower need not be installed
 def train_client(message: Message, context: Context) -> Message:
-    """Train on one client, one step only in round 1, which starts the actors and is not timed."""
+    """Train on one client; the untimed round 1, which starts the actors, has a single step."""
     torch.set_num_threads(1)
     settings: Any = message.content["config"]
     images = _images(settings["folder"], int(context.node_config["partition-id"]))

@@ -1,4 +1,4 @@
-"""pfl-research: its ``FederatedAveraging`` in its ``SimulatedBackend``, in one process."""
+"""pfl-research's ``FederatedAveraging`` in its ``SimulatedBackend``, in one process."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from benchmarks.workloads import SyntheticImages, Workload
 
 
 class Peer:
-    """FedAvg by pfl. It averages parameters only: BN statistics pass from client to client within the one model."""
+    """FedAvg by pfl, which averages only parameters: BN statistics stay in the common model."""
 
     def __init__(self, workload: Workload, model_name: str, data: SyntheticImages) -> None:
         self.workload, self.rounds_done = workload, 0
@@ -57,7 +57,7 @@ class Peer:
 
 
 class _WithLoss(nn.Module):
-    """A model with the methods that pfl asks for."""
+    """Model with the methods that pfl requires."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _WithLoss(nn.Module):
 
 
 class _WithoutEvaluation(FederatedAveraging):  # type: ignore[misc]  # pfl need not be installed
-    """It would evaluate each client before and after its local training in the first round, at least."""
+    """FedAvg without pfl's evaluation of each client before and after local training."""
 
     def get_next_central_contexts(self, *args: Any, **kwargs: Any) -> Any:
         contexts, model, metrics = super().get_next_central_contexts(*args, **kwargs)
