@@ -38,12 +38,12 @@ class Byzantine(FederatedCallback):
     (momentum, control variates), and the state that clients keep, stays as the attackers computed
     it.
 
-    The partition gives data to attackers too, unless it is wrapped in ``HonestOnly``.
+    Attackers get data from the partition too, unless the partition is wrapped in ``HonestOnly``.
     ``byzantine/clients`` is the number of attackers in the round's cohort.
 
     Args:
         attack: The attack, see :mod:`fl_lightning.attacks`.
-        clients: The attackers' ids, or their number or fraction; then the highest ids attack.
+        clients: Ids of the attackers, or their number or fraction (the highest ids attack).
         target: State that an attack on messages rewrites: ``"means"``, ``"variances"``,
             ``"statistics"`` (both), ``"parameters"`` or ``"everything"``.
         start_round: First round with attacks.
@@ -111,7 +111,7 @@ class Byzantine(FederatedCallback):
         return type(self.attack).messages is not Attack.messages
 
     def rows(self, cohort: "Cohort") -> list[int]:
-        """Return the attackers' rows in a cohort; empty before ``start_round``."""
+        """Return the attackers' positions in a cohort; empty before ``start_round``."""
         active = cohort.round >= self.start_round
         return [row for row, client in enumerate(cohort.client_ids) if active and client in self.attackers]
 

@@ -43,9 +43,9 @@ class FBN(FederatedCallback):
     them. Clients send measured statistics, and the server adds the variance between clients. So (m,
     v) are what PyTorch's BN would track on the union batch: unbiased, with N/(N-1) of all N values
     per channel. With E = 1 this is Algorithm 2 of the paper. Several local steps are our extension
-    (footnote 4 hints at them): a client pools its E batches exactly, and one moving average with 1
-    - (1 - beta)^E follows. E is the largest number of local steps in the round, also for a client
-    with fewer steps. Batches weigh by their number of values.
+    (footnote 4 hints at them): a client pools its E batches exactly, and the moving average takes
+    one step with weight 1 - (1 - beta)^E. E is the largest number of local steps in the round, also
+    for a client with fewer steps. The weight of a batch is its number of values.
 
     Training equals that of one client with the union batch and this callback. It differs from
     ordinary BN, which normalises with the present batch. Each gradient must have the weight of its
@@ -56,14 +56,14 @@ class FBN(FederatedCallback):
 
     Args:
         wire: Sent statistics. ``"run"``: moving averages m_i, v_i (the paper); ``"batch"``: mean
-            and variance of a client's values, with the same N/(N-1). Equal up to rounding if
-            clients are honest and the aggregator is a mean.
-        ema: ``"per_step"``: a round of E local steps forgets (1 - beta)^E of the past;
-            ``"per_round"``: 1 - beta.
+            and variance of a client's values, with the same N/(N-1). Both are equal up to rounding
+            if clients are honest and the aggregator is a mean.
+        ema: ``"per_step"``: a round of E local steps keeps (1 - beta)^E of the old statistics;
+            ``"per_round"``: it keeps 1 - beta.
 
     Raises:
-        ConfigurationError: Unknown setting, no BN, BN without momentum, or one value per channel in
-            all batches together.
+        ConfigurationError: Unknown setting, no BN, BN without momentum, or a single value per
+            channel in all batches together.
 
     Example:
         >>> from fl_lightning.testing import blobs, centralised, small_cnn, train

@@ -27,7 +27,7 @@ class FedBABU(PersonalEvaluation):
     Args:
         fine_tune_epochs: Passes over the client's training data. Default: 1; 0 evaluates the
             server's model.
-        head: The head, as of :class:`~fl_lightning.callbacks.fedper.FedPer`.
+        head: The head, see :class:`~fl_lightning.callbacks.fedper.FedPer`.
         evaluate_clients: Number of clients' models to fine-tune and evaluate. Default: all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""FedEx over "freeze now?": Khodak et al., "Federated Hyperparameter Tuning", NeurIPS 2021, arXiv 2106.04502.
+"""FedEx that decides when to freeze: Khodak et al., "Federated Hyperparameter Tuning", NeurIPS 2021, arXiv 2106.04502.
 
 Appendix B.6 of the FixBN paper names FedEx as a way to T*.
 """

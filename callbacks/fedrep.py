@@ -27,7 +27,7 @@ class FedRep(FedPer):
 
     Args:
         head_steps: Local steps that train the head, >= 0. With 0 the heads are never trained.
-        head: The head, as of :class:`~fl_lightning.callbacks.fedper.FedPer`.
+        head: The head, see :class:`~fl_lightning.callbacks.fedper.FedPer`.
         evaluate_clients: Number of clients' models to evaluate. Default: all.
 
     Raises:

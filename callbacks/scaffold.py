@@ -28,8 +28,8 @@ class SCAFFOLD(FederatedCallback):
 
     ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the cohort's
     share of all clients' weight, so c stays the weighted mean of all c_i. With ``weighting:
-    uniform``, or clients of one size, both are the paper's. With ``weighting: samples`` both use
-    clients' weights for all their local steps: with the lower weights of stragglers, c would not be
+    uniform``, or clients of one size, both are the paper's. With ``weighting: samples`` both
+    weights assume that clients take all their local steps; with stragglers' weights c would not be
     the mean of all c_i. A robust aggregator filters a Byzantine client's c_i as it filters the
     client's update, by layer if the aggregator's ``per`` is ``layer``.
 

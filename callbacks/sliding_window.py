@@ -31,8 +31,9 @@ class SlidingWindowFixBN(FoundFreezing):
 
     Args:
         window: W, the number of rounds in the window, at least 2; the paper recommends a large one.
-        threshold: tau >= 0, in squared units of the summed statistics, so it grows with the square
-            of the number of BN channels. The paper recommends a small one; 0 never freezes.
+        threshold: tau >= 0, in squared units of the summed statistics, so suitable values grow with
+            the square of the number of BN channels. The paper recommends a small one; 0 never
+            freezes.
 
     Raises:
         ConfigurationError: A setting is out of range, or the model has no BN layer with running
@@ -61,7 +62,7 @@ class SlidingWindowFixBN(FoundFreezing):
         self.statistics = ClientMemory()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Compare the sent statistics with those that the clients sent last, and freeze once they are steady."""
+        """Compare the sent statistics with those that the clients sent last, and freeze if steady."""
         if self.freeze_round is not None:
             return
         names = [name for name, kind in cohort.buffer_kinds.items() if kind in ("mean", "var")]

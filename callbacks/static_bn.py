@@ -23,14 +23,14 @@ class StaticBN(FederatedCallback):
     No running statistic is tracked or sent in training. After each round that is evaluated, and
     after the last one, all clients pass over their training data once with the server's new
     weights, without gradients (see :func:`~fl_lightning.methods.statistics_pass.collect`). A
-    skipped round has its pass too, unless its weights were measured before. Between two passes the
+    skipped round has a pass too, unless its weights were measured before. Between two passes the
     server, and so a checkpoint, holds the statistics of the earlier pass. Parameters train as in
     FedAvg; only evaluation differs.
 
     Args:
         statistics_pass: ``"pooled"``: averages over batches of all clients' data together, as in
-            HeteroFL's code, which a real federation cannot do (batch k is the union of the clients'
-            k-th batches; HeteroFL shuffles over all data). ``"pooled_total_variance"``: the
+            HeteroFL's code; a real federation cannot pool data. Batch k is the union of the
+            clients' k-th batches; HeteroFL shuffles over all data. ``"pooled_total_variance"``: the
             variance of all values in these batches. ``"per_client"``: averages over each client's
             batches, without the variance between clients. ``"per_client_total_variance"``: the
             variance of all values in the clients' batches, from each client's count, mean and
@@ -137,7 +137,7 @@ class StaticBN(FederatedCallback):
         return self._pass
 
     def extra_exchanges(self, cohort: "Cohort") -> int:
-        """Return 1 for the last pass, for which the server waits; earlier passes overlap with the next round."""
+        """Return 1 for the last pass, which the server awaits; earlier ones overlap with rounds."""
         return int(self._is_last)
 
 
