@@ -123,6 +123,6 @@ class FBN(FederatedCallback):
                 raise ConfigurationError(f"FBN: BN layer {name!r} {ONE_VALUE}")
             if total:
                 clients = SimpleNamespace(**buffers, shares=buffers["count"][:, 0] / total)
-                beta = 1 - (1 - (server.momentum or 0)) ** steps  # never None: see configure_batch_norm
+                beta = 1 - (1 - (server.momentum or 0)) ** steps  # swap_batch_norm refuses momentum None
                 weight, unbias = beta if self.wire == "run" else 1.0, total / (total - 1)
                 yield SimpleNamespace(server=server, clients=clients, unbias=unbias, beta=beta, weight=weight)

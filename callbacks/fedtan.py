@@ -66,7 +66,7 @@ class TANBatchNorm(SwappedBatchNorm):
         if self.joint is None or not self.training:
             output: Tensor = super().forward(inputs)
             return output
-        self._check_input_dim(inputs)  # type: ignore[no-untyped-call]  # torch's
+        self._check_input_dim(inputs)  # type: ignore[no-untyped-call]  # torch gives it no types
         assert self.running_mean is not None
         each = [0, *range(2, inputs.dim())]
         values = inputs.to(self.running_mean.dtype)

@@ -48,7 +48,7 @@ class ClientGradientClipping(FederatedCallback):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
-        """Clip the rows of the clients that take this step."""
+        """Clip the gradients of the clients that take this local step."""
         if math.isinf(self.max_norm):
             return
         rows = cohort.index(cohort.active_rows())

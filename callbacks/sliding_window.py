@@ -62,7 +62,7 @@ class SlidingWindowFixBN(FoundFreezing):
         self.statistics = ClientMemory()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Compare the sent statistics with those that the clients sent last, and freeze if steady."""
+        """Compare sent statistics with the clients' last ones, and freeze if they are steady."""
         if self.freeze_round is not None:
             return
         names = [name for name, kind in cohort.buffer_kinds.items() if kind in ("mean", "var")]

@@ -65,7 +65,7 @@ class Cityscapes(FederatedDataModule):
     Files are read from disk per batch. Download leftImg8bit_trainvaltest.zip and
     gtFine_trainvaltest.zip from Cityscapes' site, which asks for a registration, and unpack both
     into ``data_dir``. The evaluation data are ``val``, because the labels of ``test`` are not
-    public, or the ``evaluation_cities``.
+    public; ``evaluation_cities`` replace ``val``.
 
     Args:
         data_dir: The folder that holds ``leftImg8bit`` and ``gtFine``.

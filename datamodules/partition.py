@@ -46,7 +46,7 @@ def index_lists(owner: Tensor, num_clients: int) -> list[Tensor]:
 
 
 def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
-    """Assign ``counts[i, c]`` random samples of class c to client i, and all samples in total."""
+    """Assign ``counts[i, c]`` random samples of class c to client i; every sample is assigned."""
     num_clients, num_classes = counts.shape
     order = torch.randperm(len(labels), generator=generator)
     order = order[labels[order].argsort(stable=True)]
@@ -58,10 +58,11 @@ def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
 
 
 def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Return class counts ``[n, C]`` of equally large clients, with ``q ~ Dir(alpha * prior)``.
+    """Return class counts ``[n, C]`` of equally large clients.
 
-    Drawing from the renormalised ``q`` without an exhausted class equals drawing from ``q`` and
-    rejecting that class. So a client draws all its classes at once and redraws rejected samples.
+    Each client draws class proportions ``q ~ Dir(alpha * prior)``. Drawing from the renormalised
+    ``q`` without an exhausted class equals drawing from ``q`` and rejecting that class. So a client
+    draws all its classes at once and redraws rejected samples.
     """
     prior = available / available.sum()
     stock = available.copy()
@@ -228,8 +229,8 @@ def shards(
       times the classes per client must be C.
 
     With a ``tail`` every client also gets that many random samples of every class that it does not
-    hold. These samples stay with their holders too, so clients overlap. The tail is 10 in the code
-    of FedBE (Chen, Chao, ICLR 2021).
+    hold. The holders keep these samples, so clients overlap. The tail is 10 in the code of FedBE
+    (Chen, Chao, ICLR 2021).
 
     Raises:
         ConfigurationError: The clients cannot hold every class, ``"modulo"`` does not fit, or a class
@@ -298,9 +299,10 @@ def _with_tail(
 def gamma_similarity(labels: Tensor, num_clients: int, gamma: float, generator: Generator) -> list[Tensor]:
     """Deal a random share ``gamma`` of the samples equally, and the rest in chunks sorted by class.
 
-    FBN paper, section 5; the "s % similarity" of SCAFFOLD. ``gamma * N`` random samples are dealt
-    to the clients. The rest is sorted by label and cut into one chunk per client. Client sizes
-    differ by at most one. ``gamma`` is in [0, 1]: 1 is IID, 0 sorts all samples by class.
+    The FBN paper (section 5) uses this partition; SCAFFOLD calls it "s % similarity". ``gamma * N``
+    random samples are dealt to the clients. The rest is sorted by label and cut into one chunk per
+    client. Client sizes differ by at most one. ``gamma`` is in [0, 1]: 1 is IID, 0 sorts all
+    samples by class.
     """
     check_gamma(gamma)
     total = len(labels)
@@ -352,7 +354,7 @@ def check_shards(assignment: str, tail: int) -> None:
 
 
 def check_gamma(gamma: float) -> None:
-    """Raise a ConfigurationError unless the share of homogeneous data is in [0, 1]."""
+    """Raise a ConfigurationError unless the share of IID data is in [0, 1]."""
     if not 0 <= gamma <= 1:
         raise ConfigurationError(f"gamma must be in [0, 1] (0 sorted by class, 1 IID), found {gamma}")
 

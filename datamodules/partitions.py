@@ -180,7 +180,7 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Assignment:
-    """The samples of each client, int64, ascending; test samples follow the training samples.
+    """Indices of each client's samples, int64, ascending; test samples follow training samples.
 
     Attributes:
         ids: Names of the clients in the file.
@@ -208,7 +208,8 @@ class FromFile(Partition):
     - ``val`` and ``test`` are a client's own evaluation data.
     - In the space ``train+test`` the data set's test samples follow its training samples. The server's
       test data are then the clients' test samples and the test samples without a client.
-    - ``labels_sha256`` is the digest of the labels in this order (int64, little-endian).
+    - ``labels_sha256`` is the digest of the labels in the order of the samples (int64,
+      little-endian).
     - A client has no sample twice. Two clients share samples only if the file has ``"overlap": true``.
       No client evaluates on a sample that any client trains on.
     - ``num_clients`` is ignored. ``val_fraction`` draws from the training samples without a client.

@@ -26,7 +26,7 @@ _BINS = 10
 
 
 class Samples(Dataset[Batch]):
-    """Features and targets in memory, indexed by samples.
+    """Features and targets in memory, indexed by sample.
 
     Args:
         features: Features, shape ``[N, ...]``.

@@ -1,4 +1,4 @@
-"""Measures that separate errors of a classifier's bias from errors of its features.
+"""Functions of logits that separate errors of the classifier's bias from errors of the features.
 
 Common arguments, with N samples and C classes:
 
@@ -20,7 +20,7 @@ _OWN = 0.1
 
 
 def predicted_shares(logits: Tensor) -> Tensor:
-    """Return the share of the samples that each class is predicted for, ``[C]``."""
+    """Return the share of the samples for which each class is predicted, ``[C]``."""
     return logits.argmax(1).bincount(minlength=logits.shape[1]).double() / len(logits)
 
 
@@ -114,7 +114,7 @@ def accuracy_within(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[in
 
 
 def accuracy_between(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[int]]) -> float | None:
-    """Return the accuracy of telling clients with disjoint classes apart.
+    """Return the accuracy of predicting a sample's client, for clients with disjoint classes.
 
     The predicted client is the most probable client under the model: its classes have the largest
     summed probability. Samples whose class belongs to no client are left out.

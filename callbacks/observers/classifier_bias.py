@@ -47,7 +47,7 @@ class ClassifierBias(FederatedCallback):
     - ``accuracy_between_clients``: accuracy of predicting the client, by the summed probability of
       each client's classes. Left out with a message if two clients share a class.
 
-    A class counts as a client's if the client has at least a tenth as many samples of it as of its
+    A class belongs to a client if the client has at least a tenth as many samples of it as of its
     most frequent class. The last two measures need a data module with class histograms.
 
     Names that end in ``_mean_model`` are these measures, with ``accuracy`` and ``loss``, of the mean of

@@ -77,7 +77,7 @@ class CommunicationLedger(Report, FederatedCallback):
             seconds = self._link.seconds(up, down, exchanges, steps.get(client, 0))
             before = self.clients.get(client, (0, 0, 0, 0, 0.0))
             now = (int(takes_part), up, down, exchanges, seconds)
-            self.clients[client] = tuple(map(sum, zip(before, now, strict=True)))  # type: ignore[assignment]  # five
+            self.clients[client] = tuple(map(sum, zip(before, now, strict=True)))  # type: ignore[assignment]  # a tuple of five
             slowest = max(slowest, seconds)
         for kind, pair in traffic.by_kind().items():
             add(self.kinds, kind, pair)

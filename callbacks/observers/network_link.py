@@ -11,8 +11,9 @@ from fl_lightning.recorded import Recorded
 class NetworkLink(Recorded):
     """Link and speed of a client: ``exchanges x latency + bytes / bandwidth + steps x seconds``.
 
-    The defaults are round numbers, not measurements, for a phone on a mobile network: 0.25 MB/s up,
-    three times that down, 50 ms for a round trip. Set other values for clinics or data centres.
+    The defaults are round numbers of a phone's order of magnitude on a mobile network: 0.25 MB/s
+    up, three times that down, 50 ms for a round trip. They are no measurements. Set other values
+    for clinics or data centres.
 
     Args:
         upload_mbps: Upload bandwidth in Mbit/s, 10^6 bits per second.
