@@ -31,12 +31,11 @@ _TARGETS = {
 class Byzantine(FederatedCallback):
     """Byzantine clients: attackers that know what the honest clients of a round send.
 
-    The hooks of an attack follow the hooks of all methods, so the attack replaces messages that
-    methods have already changed. The attack rewrites statistics as they are sent (with FBN its
-    ``wire``, otherwise moving averages). It rewrites parameters as the difference from the
-    server's, which for E = 1 is the (damped) gradient. Everything else that a method sends
-    (momentum, control variates), and the state that clients keep, stays as the attackers computed
-    it.
+    An attack's hooks follow all methods' hooks, so the attack replaces messages that methods have
+    changed. The attack rewrites statistics as they are sent (with FBN its ``wire``, otherwise
+    moving averages). It rewrites parameters as the difference from the server's, which for E = 1 is
+    the (damped) gradient. Everything else that a method sends (momentum, control variates), and the
+    state that clients keep, stays as the attackers computed it.
 
     Attackers get data from the partition too, unless the partition is wrapped in ``HonestOnly``.
     ``byzantine/clients`` is the number of attackers in the round's cohort.

@@ -27,7 +27,7 @@ class FedDyn(FederatedCallback):
     share of all clients' weight. With ``weighting: uniform`` both are the paper's. The server
     optimizer gets ``x - mean(x_i) + h / alpha`` as its pseudo-gradient; ``SGD(lr=1)`` is the
     paper's. The method applies to parameters that clients train and the server averages, not to
-    statistics, frozen parameters or local parameters (FedBN).
+    statistics and frozen or local parameters (FedBN).
 
     Args:
         alpha: Weight of the regularisation, above 0; 0.001 to 0.1 in the paper.

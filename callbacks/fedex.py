@@ -1,6 +1,6 @@
 """FedEx that decides when to freeze: Khodak et al., "Federated Hyperparameter Tuning", arXiv 2106.04502.
 
-The paper is from NeurIPS 2021. Appendix B.6 of the FixBN paper names FedEx as a way to find T*.
+The paper appeared at NeurIPS 2021. Appendix B.6 of the FixBN paper names FedEx as a way to find T*.
 """
 
 import math

@@ -22,9 +22,8 @@ class FedNova(FederatedCallback):
     statistics and local parameters (FedBN).
 
     The formula of a_i is known for SGD with or without momentum that starts each round from zeros.
-    Other client optimizers, dampening and Nesterov momentum are refused. Methods that keep or
-    restart momentum or correct client drift are refused too: FedProx's a_i, for example, depends on
-    mu.
+    Refused are other client optimizers, dampening, Nesterov momentum, and methods that keep or
+    restart momentum or correct client drift: FedProx's a_i, for example, depends on mu.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train

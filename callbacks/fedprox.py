@@ -15,7 +15,7 @@ class FedProx(FederatedCallback):
     """FedProx: each client adds the proximal term ``mu / 2 |theta_i - theta|^2`` to its loss.
 
     Only the gradient ``mu (theta_i - theta)`` is computed; the logged loss excludes the term. The
-    term includes all parameters that the server averages, but no local parameters (FedBN) and no
+    term includes the parameters that the server averages, not local parameters (FedBN) or
     statistics. The first local step starts at the server's parameters and so equals FedAvg's.
 
     Args:

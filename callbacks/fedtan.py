@@ -96,9 +96,9 @@ class FedTAN(FederatedCallback):
     centralised training with BN on the union batches, for any model. Further local steps are
     ordinary and use the client's batch and running statistics.
 
-    Under any executor the first step is one forward pass over all clients. The pass needs memory
-    for all clients' batches, and batches of equal shape. All clients have equal weight in this
-    step, so the equality requires clients of one size or ``weighting: uniform``, the authors' 1/n.
+    Under any executor the first step is one forward pass over all clients, with memory for all
+    batches. Batches must have equal shapes. All clients have equal weight in this step, so the
+    equality requires clients of one size or ``weighting: uniform``, the authors' 1/n.
 
     Args:
         backward: ``"aggregated"``: the method. ``"own"``: only the forward pass exchanges, and a

@@ -9,10 +9,9 @@ class MTFL(LocalState):
     These are the private patches "yb" of section 3. The patches "us" (running means and variances)
     are :class:`~fl_lightning.callbacks.silobn.SiloBN`, both together are
     :class:`~fl_lightning.callbacks.fedbn.FedBN`. A client's gamma and beta start from the server's
-    initial ones. The paper measures a client's model after the download, on test data like the
-    client's own; ``own_accuracy`` is this measure. The paper's FedAvg-Adam also averages Adam's
-    moments: this is :class:`~fl_lightning.callbacks.maintained_momentum.MaintainedMomentum` with
-    global scope.
+    initial ones. ``own_accuracy`` is the paper's measure: a client's model after the download, on
+    test data like the client's own. The paper's FedAvg-Adam, which also averages Adam's moments, is
+    :class:`~fl_lightning.callbacks.maintained_momentum.MaintainedMomentum` with global scope.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

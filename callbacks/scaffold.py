@@ -28,15 +28,15 @@ class SCAFFOLD(FederatedCallback):
 
     ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the cohort's
     share of all clients' weight, so c stays the weighted mean of all c_i. With ``weighting:
-    uniform``, or clients of one size, both are the paper's. With ``weighting: samples`` both
-    weights assume that clients take all their local steps; with stragglers' weights c would not be
-    the mean of all c_i. A robust aggregator filters a Byzantine client's c_i as it filters the
-    client's update, by layer if the aggregator's ``per`` is ``layer``.
+    uniform`` or clients of one size, both are the paper's. With ``weighting: samples`` both weights
+    assume that clients take all their local steps; with stragglers' weights c would not be the mean
+    of all c_i. A robust aggregator filters a Byzantine client's c_i as it filters the client's
+    update, by layer if the aggregator's ``per`` is ``layer``.
 
-    Only parameters that clients train and the server averages have control variates, not
-    statistics, frozen parameters or local parameters (FedBN). Control variates double the traffic
-    of these parameters both ways. Callbacks before this one in the list change the gradient g
-    (ClientGradientClipping), later ones the corrected gradient.
+    Only parameters that clients train and the server averages have control variates, not statistics
+    and frozen or local parameters (FedBN). Control variates double the traffic of these parameters
+    both ways. Callbacks before this one in the list change the gradient g (ClientGradientClipping),
+    later ones the corrected gradient.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class AggregationDiagnostics(Report, FederatedCallback):
     """Observer of the server's aggregation rules under attack; training is unchanged.
 
-    Round 1 and every ``every_n_rounds``-th round are measured, for the sent parameters (as
-    updates), means and variances:
+    Measures of the sent parameters (as updates), means and variances, in round 1 and every
+    ``every_n_rounds``-th round:
 
     - ``byzantine/distance_parameters`` (``_means``, ``_variances``): L2 distance of the aggregate
       from the honest clients' mean, divided by the honest clients' mean distance from it. Both
       means use the clients' weights if the rule does. Without attackers the distance is 0 if the
       rule is the mean; a robust rule is biased. ``statistics_domain`` and the variance between
-      clients are ignored, because they act after the rule.
+      clients act after the rule and are ignored.
     - ``byzantine/share_parameters`` (``_means``, ``_variances``): the attackers' share in the
       aggregate. Under a mean, f attackers of n clients have the share f / n. The share is 0 if the
       rule trims or filters out all attackers.

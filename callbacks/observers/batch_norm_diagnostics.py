@@ -45,17 +45,17 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     not called has deviation 0.
 
     - ``"statistics"``: ``bn/global_change``, the L1 norm of S' - S with S' after the round.
-      ``bn/local_deviation``, ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper). Both are
-      also divided by the number of floats (``_per_float``). ``bn/window_variance``, the unbiased
+      ``bn/local_deviation``, ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper).
+      ``_per_float`` divides both by the number of floats. ``bn/window_variance``, the unbiased
       variance of S_m over the measured rounds of client m, mean over floats and clients (Figure
       3b).
     - ``"gradients"``: ``bn/gradient_deviation``, ``|sum_m w_m g_m - g| / |g|`` in L2 norms. The
       clients' first gradients g_m have weights w_m by batch size; g is the gradient of the same
-      method with one client that has the union of the batches. If the model has gamma and beta, the
-      deviation is also logged for gamma and beta (``_affine``) and for the other parameters
-      (``_weights``). Gradients are of the loss, without FedProx, SCAFFOLD or clipping, and exclude
-      frozen and local parameters. The deviation is zero up to rounding for GN, FBN, FedTAN, and
-      FixBN once frozen; mixed precision rounds to bfloat16.
+      method with one client that has the union of the batches. If the model has gamma and beta,
+      their deviation (``_affine``) and that of the other parameters (``_weights``) are logged too.
+      Gradients are of the loss, without FedProx, SCAFFOLD or clipping, and exclude frozen and local
+      parameters. The deviation is zero up to rounding for GN, FBN, FedTAN, and FixBN once frozen;
+      mixed precision rounds to bfloat16.
 
     Every evaluation inside ``fit`` measures:
 
@@ -71,14 +71,14 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     ``bn_drift.png`` shows these measures over the rounds; ``bn_layers.png`` and ``bn_layers.csv``
     show about 100 rounds of each layer. A layer's weight and bias are measured together, because
-    the gradient of a bias before BN is only rounding. Without running statistics in the model, only
-    gradients are measured. ``result.json`` has the newest numbers of each measure and their round;
-    an evaluation after the last round belongs to that round.
+    the gradient of a bias before BN is only rounding. Without running statistics only gradients are
+    measured. ``result.json`` has the newest numbers of each measure and their round; an evaluation
+    after the last round belongs to that round.
 
     On a CPU with E = 1 a measured round took 3.2 (LeNet) to 3.7 times (ResNet-8) as long as others,
     and 2.5 times with ``"statistics"`` alone. At the default interval a run takes 1.2 to 1.3 times
-    as long. A measured round needs memory for a second cohort and the union batch. ``"bias"`` needs
-    memory for a forward pass on one batch of every client together.
+    as long. A measured round needs memory for a second cohort and the union batch, ``"bias"`` for a
+    forward pass on one batch of all clients.
 
     Args:
         every_n_rounds: Interval of the measured rounds, at least 1.

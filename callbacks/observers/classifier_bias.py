@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 class ClassifierBias(FederatedCallback):
     """Observer that shows whether a low accuracy comes from the classifier's bias or the features.
 
-    Each evaluation of the server's model (in ``fit``, also before training, in ``validate`` and in
-    ``test``) logs, with the prefix ``val/`` or ``test/``:
+    Each evaluation of the server's model in ``fit`` (also before training), ``validate`` and
+    ``test`` logs under ``val/`` or ``test/``:
 
-    - ``train_loss``, ``train_accuracy``: loss and accuracy on a fixed training sample. Its batches
-      are from the clients' first epoch, evenly spaced over all clients, and augmented as in
-      training.
+    - ``train_loss``, ``train_accuracy``: on a fixed sample of batches from the clients' first
+      epoch, evenly spaced over all clients, augmented as in training.
     - ``predicted_share_<class>``: share of the samples for which the class is predicted.
     - ``accuracy_calibrated``: accuracy once a bias is added to the logits that makes the mean
       probability of every class 1 / C, without use of labels

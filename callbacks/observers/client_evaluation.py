@@ -22,11 +22,11 @@ class ClientEvaluation(Report, FederatedCallback):
     evaluation data, with every class weighted as in the client's training data. Other clients are
     left out. Only clients with their own evaluation data have a loss.
 
-    Each evaluation logs, with the prefix ``val/`` or ``test/``:
+    Each evaluation logs under ``val/`` or ``test/``:
 
     - ``client_accuracy``: unweighted mean over the clients.
-    - ``client_accuracy_worst``: mean over the tenth of the clients with the lowest accuracy, at
-      least one client.
+    - ``client_accuracy_worst``: mean over the tenth of clients with the lowest accuracy, at least
+      one.
     - ``client_accuracy_variance``: variance over the clients, of accuracies in [0, 1].
     - ``client_loss``, ``client_loss_worst`` (the highest losses) and ``client_loss_variance``.
 

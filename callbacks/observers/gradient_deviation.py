@@ -44,9 +44,9 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
 
     The step uses the run's precision, the method's BN layers (in one joint forward pass if the
     method has one), the clients' batches, and the weights and buffers from which the clients start.
-    Dropout is off, because clients and union would draw different masks. The union is computed as a
-    cohort of one client. It starts from the server's state, except for state that is equal for all
-    clients, such as state that callbacks set in ``on_round_start``.
+    Dropout is off, because clients and union would draw different masks. The union is a cohort of
+    one client. It starts from state that all clients have in common (callbacks may set it in
+    ``on_round_start``), otherwise from the server's.
 
     Args:
         pl_module: The federated module, inside a round.

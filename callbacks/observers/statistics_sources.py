@@ -53,9 +53,9 @@ class StatisticsSources(VariantEvaluation):
 
     - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: the server's statistics if this
       method had aggregated them in every round. ``moment_matching`` uses the module's
-      ``statistics_aggregator``; the FedDNA sources require the weighted mean. They follow from
-      FedAvg's run, because a client's running statistics are (1 - beta)^E times the server's at the
-      start of the round, plus a term that does not depend on the start.
+      ``statistics_aggregator``; the FedDNA sources require the weighted mean. FedAvg's run
+      determines them: a client's running statistics are (1 - beta)^E times the server's at the
+      round's start, plus a term that does not depend on the start.
     - ``static_pooled``, ``static_per_client``, ``static_total_variance``: measured at each
       evaluation by a pass over the clients' training data.
     - ``silobn``: the mean accuracy over the clients' models, with the statistics that each client
