@@ -1,11 +1,11 @@
-"""The command line, which ``from fl_lightning.cli import main`` makes available to scripts."""
+"""The command line; scripts call it by ``from fl_lightning.cli import main``."""
 
 from typing import TYPE_CHECKING
 
-import lazy_loader  # type: ignore[import-untyped]  # has no types
+import lazy_loader  # type: ignore[import-untyped]  # lazy_loader is untyped
 
 if TYPE_CHECKING:
     from fl_lightning.cli.command_line import main as main
 
-# late: mistakes in files are told without PyTorch
+# imported on first use, so that mistakes in files are reported before PyTorch is imported
 __getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"command_line": ["main"]})

@@ -1,4 +1,4 @@
-"""The command line, which knows shipped callbacks, data sets and models by bare name."""
+"""The command line, in which shipped callbacks, data sets and models need no dotted path."""
 
 import sys
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ def main(
     Args:
         args: Arguments without the program's name; None for ``sys.argv[1:]``.
         model_class: Class of the module, such as a subclass with another loss.
-        cli_class: Class of the command line, which uses the settings.
+        cli_class: Class of the command line.
 
     Returns:
-        The finished command line, with trainer, model and data.
+        The command line after its command has ended, with trainer, model and data.
     """
-    # the agent of a W&B sweep adds an argument when it restarts a run
+    # a W&B sweep's agent adds this argument when it restarts a run; fit does not know it
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
     return _started(given, cli_class, model_class)
 
@@ -70,7 +70,7 @@ def _started(
 
 
 class _Made(Exception):
-    """End of a command line that is not run.
+    """Exception that ends a command line before its command runs.
 
     Attributes:
         cli: The command line.
@@ -82,7 +82,7 @@ class _Made(Exception):
 
 
 class _Raising(FederatedCLI):
-    """Command line that raises its errors."""
+    """Command line that raises errors instead of printing them."""
 
     def end(self, error: Exception) -> NoReturn:
         """Raise the error."""
@@ -90,7 +90,7 @@ class _Raising(FederatedCLI):
 
 
 class _Reader(_Raising):
-    """Command line that ends before it reads settings."""
+    """Command line that makes its parser and ends before it reads settings."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
         """End the command line."""
@@ -115,7 +115,7 @@ def build(args: Sequence[str]) -> FederatedCLI:
         The command line, with its model, data and settings.
 
     Raises:
-        ConfigurationError: Settings do not work.
+        ConfigurationError: A setting is invalid.
     """
     try:
         with refusals():
@@ -126,7 +126,7 @@ def build(args: Sequence[str]) -> FederatedCLI:
 
 @cache
 def _reader() -> FederatedCLI:
-    """Return a command line to reuse: making its parser takes as long as reading settings."""
+    """Return a cached command line, as making its parser takes as long as reading settings."""
     try:
         return _started(["fit"], _Reader)
     except _Made as made:
@@ -140,7 +140,7 @@ def resolve(args: Sequence[str]) -> Config:
         args: Arguments of ``fit``.
 
     Raises:
-        ConfigurationError: Settings are refused.
+        ConfigurationError: A setting is invalid.
     """
     with refusals():
         reader = _reader()
@@ -152,7 +152,7 @@ _load_yaml = get_loader("yaml")
 
 
 def _with_current_names(text: str) -> Any:
-    """Read YAML, with the old dotted paths of shipped classes replaced by the current ones."""
+    """Read YAML; replace old dotted paths of shipped classes by the current ones."""
 
     def renamed(node: Any) -> Any:
         if isinstance(node, dict):

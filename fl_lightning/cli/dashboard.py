@@ -1,4 +1,4 @@
-"""``python -m fl_lightning dashboard``: a workspace at Weights & Biases for the logs of runs."""
+"""``python -m fl_lightning dashboard``: a Weights & Biases workspace with panels for runs."""
 
 import os
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def _metrics(folders: Sequence[str]) -> Metrics:
-    """Return the metrics of the tasks of runs, the first run's quality first."""
+    """Return the metrics of the runs' tasks, beginning with those of the first run."""
     metrics: dict[str, dict[str, str]] = {}
     for folder in folders:
         attempt = Attempt(user_path("dashboard", folder))

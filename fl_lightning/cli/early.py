@@ -1,4 +1,4 @@
-"""Mistakes in files that are told before PyTorch is imported."""
+"""Checks that find mistakes in files before PyTorch is imported."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from fl_lightning.files import shipped
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Read a study and configurations, and check all of the study but the settings of its cells.
+    """Check that configurations can be read, and check a study except its cells' settings.
 
     Args:
         arguments: A command and its arguments.
@@ -21,7 +21,7 @@ def check_files(arguments: Sequence[str]) -> None:
     """
     fit_options = list(arguments[1:])
     if arguments[0] == "study":
-        from fl_lightning.experiments.studies.reading import read_study  # late: pydantic takes time
+        from fl_lightning.experiments.studies.reading import read_study  # late: pydantic is slow
 
         try:
             options, fit_options = study_options(arguments[1:])

@@ -44,7 +44,7 @@ class FederatedCLI(LightningCLI):
         try:
             with ExitStack() as self.held:  # releases the lock of the folder when the run ends
                 super().__init__(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # the user gets one line for any error
+        except Exception as error:  # noqa: BLE001  # users see one line, whatever the error
             self.end(error)
 
     def end(self, error: Exception) -> NoReturn:
@@ -57,13 +57,13 @@ class FederatedCLI(LightningCLI):
         """Run directory; None if no files are written (``fast_dev_run``)."""
         return self.training.start.attempt if self.training is not None else None
 
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # needs the arguments
-        """Return only the requested subcommand, if known: making each parser takes time."""
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in Lightning
+        """Return only the requested subcommand if it is known: each parser takes time to make."""
         known = LightningCLI.subcommands()
         return {self._asked: known[self._asked]} if self._asked in known else known
 
     def _parse_ckpt_path(self) -> None:
-        """Skip Lightning's search for settings in the checkpoint, which has none and is unchecked."""
+        """Skip Lightning's search for settings in the still unchecked checkpoint: it has none."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run's name, its checkpoints and the links between data and model."""
@@ -84,22 +84,22 @@ class FederatedCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the settings; raise errors that later code would miss or override silently."""
+        """Read the settings; raise an error for a value that would be misread silently."""
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
-        # a file for several commands has a section for each command
+        # a file for several commands has a section for each command: drop the section's name
         read = [
             setting._replace(name=setting.name.removeprefix(f"{command}.")) for setting in read_given(args)
         ]
         ConciseParser.given, self.given = read, given_settings(read)
         seed = self.given.get("seed_everything", 0)
-        if type(seed) is not int or not 0 <= seed < 2**32:  # Lightning would draw a seed for true
+        if type(seed) is not int or not 0 <= seed < 2**32:  # with true, Lightning draws a seed
             raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
         for name, value in self.given.items():
             if isinstance(value, float) and math.isnan(
                 value
-            ):  # passes range checks: all comparisons are false
+            ):  # nan passes range checks: comparisons with it are false
                 raise ConfigurationError(f"{name}: nan is no number; give a number")
             inner = [setting for setting in known if setting.startswith(f"{name}.")]
             if inner and name not in known:
@@ -120,15 +120,18 @@ class FederatedCLI(LightningCLI):
                 )
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
-        """Return the function of a link from data to model; a plain link ignores the user's value."""
+        """Return the function that links a setting of the data to the model.
+
+        It raises an error if the user's value contradicts the data; a plain link would override it.
+        """
 
         def of_data(value: Any) -> Any:
             setting = f"model.model.init_args.{name}"
-            # before the link is applied: the user's value or the model's default
+            # the link is not applied yet: this is the user's value or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if self._gives(name) else None
             if value is None and name == "in_features":
-                return parsed  # images have none, and models of other data may have a default
+                return parsed  # image data have no in_features; other models may have a default
             # a default other than None means that the model needs this setting
             if value is None and given is None and parsed is not None:
                 raise ConfigurationError(
@@ -143,19 +146,19 @@ class FederatedCLI(LightningCLI):
         return of_data
 
     def before_instantiate_classes(self) -> None:
-        """Name the run and keep its resolved configuration."""
+        """Set the run's name and store its resolved configuration."""
         config = self.config[self.subcommand]
         if config.threads is not None:
             config.trainer.devices = use_threads(config.threads, config.trainer.devices)
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
-        config.name = config.name or stem  # saved, so that the configuration alone runs under this name
-        # without ckpt_path: the saved configuration of a resumed run starts a new run
+        config.name = config.name or stem  # saved with the configuration, which then keeps its name
+        # no ckpt_path: the saved configuration of a resumed run must start a new run
         self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
 
     def resolve(self, config: Namespace) -> Config:
-        """Return a parsed configuration as plain values, with those linked settings that the user gives."""
+        """Return a configuration as plain values, with linked settings only if a user gave them."""
         resolved = self.plain(config)
-        kind = import_object(config.data.class_path)  # may fix a value, as CIFAR10 its ten classes
+        kind = import_object(config.data.class_path)  # may fix a value, such as CIFAR10's ten classes
         for name in _MODEL_LINKS:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):
@@ -213,5 +216,7 @@ class FederatedCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         outputs = [*map(self.model.task.scores, raw)]
-        batches = islice(self.datamodule.predict_dataloader(), len(outputs))  # limit_predict_batches
+        batches = islice(
+            self.datamodule.predict_dataloader(), len(outputs)
+        )  # fewer with limit_predict_batches
         print(write_predictions(self._predictions, outputs, batches, self.datamodule))

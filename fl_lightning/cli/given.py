@@ -1,4 +1,4 @@
-"""Settings as the user gives them, on the command line and in files; does not import PyTorch."""
+"""The user's settings, from the command line and files; this module does not import PyTorch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -34,11 +34,11 @@ class Given(NamedTuple):
 
 
 _SECTION = object()
-"""Placeholder value of a section; each setting in the section has its own entry."""
+"""Placeholder for the value of a section, whose settings have their own entries."""
 
 
 def read_given(arguments: Sequence[str]) -> list[Given]:
-    """Return the settings on the command line and in its files, and the sections of the files.
+    """Return the settings on the command line and in its files, with an entry for each section.
 
     Args:
         arguments: Command line without the program's name.
@@ -90,7 +90,7 @@ def _walk(given: Given, folder: Path) -> Iterator[Given]:
 
 
 def place_in(file: str, line: int) -> str:
-    """Return the place of a setting in a file in words; empty if there is no file."""
+    """Return a file and line in words, such as `` (mine.yaml, line 7)``; empty without a file."""
     return f" ({file}, line {line})" if file and line else ""
 
 
@@ -111,7 +111,7 @@ def _check_class(tree: Config, name: str, place: str) -> None:
 
 def _read(path: Path) -> Config:
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # a SafeLoader
+        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # safe: a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error

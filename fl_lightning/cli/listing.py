@@ -32,16 +32,16 @@ KINDS = {
     "aggregators": "model.aggregator",
     "attacks": "trainer.callbacks.attack",
 }
-"""Kinds of names, each with the setting that takes it."""
+"""Setting that takes the names of each kind."""
 
 
 FILES = {"configs": "fit --config", "studies": "study"}
-"""Kinds of shipped files, each with the command that takes it."""
+"""Command that takes each kind of shipped files."""
 
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Print the names of some kinds, each with a line about it, or the parameters of a model.
+    """Print names of the given kinds with one-line descriptions, or the parameters of a model.
 
     Args:
         args: Arguments after ``list``: kinds, empty for all kinds; or ``parameters`` and arguments of
@@ -62,7 +62,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def files(kind: str) -> dict[str, str]:
-    """Return the shipped files of a kind, each with the first line of its comment or its title.
+    """Return the shipped files of a kind, each with its title or the first line of its comment.
 
     Args:
         kind: Key of :data:`FILES`.
@@ -103,7 +103,7 @@ def parameters(cli: FederatedCLI) -> str:
 
 
 def _rounds(cli: FederatedCLI) -> int:
-    """Return the planned number of rounds; a budget needs the data."""
+    """Return the planned number of rounds; set up the data if a budget decides."""
     module, data = cli.model, cli.datamodule
     if module.budget_epochs is None:
         rounds: int = cli.config_init.fit.trainer.max_epochs
@@ -135,7 +135,7 @@ def named(kind: str) -> dict[str, str]:
         made = get_type_hints(thing).get("return") if isfunction(thing) else thing
         is_base = thing in base_classes() or isabstract(thing)
         if isinstance(made, type) and issubclass(made, base) and not is_base:
-            name = f"{module.__name__}.{name}" if isfunction(thing) else name  # the name on the command line
+            name = f"{module.__name__}.{name}" if isfunction(thing) else name  # functions have no bare name
             line = (thing.__doc__ or "").partition("\n")[0]
             lines[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")
     return lines

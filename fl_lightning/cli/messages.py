@@ -1,4 +1,4 @@
-"""Errors of commands as one line with the setting, its value and a remedy."""
+"""Errors of commands, printed as one line with the setting, its value and a remedy."""
 
 import errno
 import inspect
@@ -37,7 +37,7 @@ from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.ranks import is_shared
 from fl_lightning.round.tasks import Task
 
-_PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds that other ranks wait for rank 0's message
 
 _PACKAGE = Path(fl_lightning.__file__).parent
 
@@ -45,7 +45,7 @@ _SHIPPED = ("fl_lightning", "torch", "torchvision", "lightning")
 """Packages whose classes have bare names."""
 
 _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
-"""Words of Lightning's errors that a user can mend: early stopping's metric, duplicate callbacks."""
+"""Parts of Lightning's messages that a user can act on: a missing metric, duplicate callbacks."""
 
 SHAPES = {
     "setting": r'Parser key "(.+?)":',
@@ -65,12 +65,12 @@ SHAPES = {
 def explain(
     message: str, settings: Sequence[str] = (), owner: str = "", given: Mapping[str, object] | None = None
 ) -> str:
-    """Return the line of a parser's message that matters.
+    """Shorten a parser's message to one line.
 
     Args:
         message: Message of the parser.
         settings: Settings of the parser.
-        owner: Class whose settings the parser reads; empty if the settings belong to several.
+        owner: Class whose settings the parser reads; empty for several classes.
         given: Settings of the user by plain name.
 
     Returns:
@@ -118,17 +118,17 @@ def explain(
         if any(missing[1] in _class_names(kind) for kind in kinds.values()):
             return f"{setting}the class {missing[1]!r} is of another kind; {remedy}"
         near = nearest(missing[1].rpartition(".")[2], known)
-        if last == "model" and missing[1] in models.__all__:  # functions have no bare names
+        if last == "model" and missing[1] in models.__all__:  # a function needs its dotted path
             near = f"; did you mean {models.__name__}.{missing[1]}?"
         near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
         return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
     text = message.partition(f'"{key}":')[2] if key else message
-    # users write settings without the command's name
+    # drop the command's name, without which users write settings
     return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", text))
 
 
 def setting_of(message: str, settings: Sequence[str]) -> str:
-    """Return the setting that a parser's message names, or the outermost unknown part of its name.
+    """Return the setting that a parser's message names, up to the first unknown part of its name.
 
     Args:
         message: Message of the parser.
@@ -140,7 +140,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
         return key[1] if key else ""
     option = str(unknown[unknown.lastgroup or 0])
     for end in (match.start() for match in re.finditer(r"\.", option)):
-        if option[:end] in settings:  # a class, whose settings are unknown here
+        if option[:end] in settings:  # this setting takes a class, whose settings are not listed
             break
         if not any(known.startswith(option[: end + 1]) for known in settings):
             return option[:end]
@@ -148,7 +148,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
 
 
 def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) -> str:
-    """Return a clause with settings, also of given classes, of the same last part or a similar name."""
+    """Return a clause that suggests similar settings, including those of the user's classes."""
     kinds, last = kinds_of_settings(), option.rpartition(".")[2]
     known = [*settings, *given]
     for name, value in given.items():
@@ -161,7 +161,7 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) ->
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause with classes of the owner's kind that have a setting; empty for more than four."""
+    """Return a clause that names the owner's sibling classes with a setting; empty if over four."""
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
         if owner in classes and 0 < len(others) < 5:
@@ -170,8 +170,8 @@ def _classes_with(option: str, owner: str) -> str:
 
 
 def kinds_of_settings() -> dict[str, type]:
-    """Return the base class of the values of a setting, by the last part of the setting's name."""
-    from fl_lightning.datamodules.partitions import Partition  # main() must first check whose package this is
+    """Return the base class of each setting's values, by the last part of the setting's name."""
+    from fl_lightning.datamodules.partitions import Partition  # late: rarely needed
 
     return {
         "aggregator": Aggregator,
@@ -193,8 +193,8 @@ def kinds_of_settings() -> dict[str, type]:
 
 
 def base_classes() -> tuple[type, ...]:
-    """Return the shipped bases of a user's own classes, which a configuration cannot use themselves."""
-    from fl_lightning import attacks, datamodules  # main() must first check whose packages these are
+    """Return shipped base classes, of which a configuration can use only the user's subclasses."""
+    from fl_lightning import attacks, datamodules  # late: rarely needed
 
     return (
         datamodules.PartitionedDataModule,
@@ -227,7 +227,7 @@ def _one_line(text: str) -> str:
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Run a command: errors and signals end it with one line, closed or full outputs do not."""
+    """Run a command. Errors and signals end it with one line; closed or full outputs do not."""
     quiet_host()
     if under_torchrun() and launched_rank():
         silence()
@@ -240,7 +240,7 @@ def command() -> Iterator[None]:
                 yield
         except Refusal as refusal:
             _end(refusal.line, refusal.code)
-        except Exception as error:  # noqa: BLE001  # the user gets one line for any error
+        except Exception as error:  # noqa: BLE001  # users see one line, whatever the error
             fail(error)
         finally:
             for output in outputs:
@@ -296,19 +296,20 @@ def _end(line: str, status: int) -> NoReturn:
 
 
 def _let_the_first_rank_speak() -> None:
-    """Wait for ``torchrun`` to end this rank after rank 0 has printed most likely the same error."""
+    """Wait until ``torchrun`` ends this rank: rank 0 most likely prints the same error first."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_PATIENCE)
 
 
 def _errors() -> TextIO:
-    """Return the stream for errors, the only output of ranks other than 0."""
+    """Return the stream for errors; ranks other than 0 print only there."""
     return (sys.__stderr__ if launched_rank() else None) or sys.stderr
 
 
 def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
-    """Print one line about an error and exit: with its status (default 2), or 1 if it is unforeseen.
+    """Print one line about an error and exit, with status 1 if the error is unforeseen.
 
+    Other errors exit with their ``exit_status`` (default 2).
     The traceback of an unforeseen error is written to a file. If the environment variable
     ``FL_LIGHTNING_TRACEBACK`` is set, any traceback is printed above the line.
 
@@ -325,7 +326,7 @@ def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     if line is not None:
         _end(line + module, getattr(error, "exit_status", 2))
     place = _write_traceback(error, traceback_file or Path("error.txt"))
-    # jsonargparse wraps the error of a class, which has notes
+    # jsonargparse wraps the error that a class raised; the notes are on the inner error
     cause = next((cause for cause in _causes(error) if hasattr(cause, "__notes__")), error)
     doing = "; ".join([*getattr(cause, "__notes__", ()), place])
     _end(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f"{module} ({doing})", 1)
@@ -342,7 +343,7 @@ def broken_module(error: BaseException | None) -> str:
 
 
 def _write_traceback(error: Exception, path: Path) -> str:
-    """Write the traceback of an error and return its place in words."""
+    """Write the traceback of an error to a file; return in words where it is."""
     text = "".join(traceback.format_exception(error))
     try:
         if path.is_file() and not path.read_bytes().startswith(b"Traceback"):
@@ -357,7 +358,7 @@ def _write_traceback(error: Exception, path: Path) -> str:
 
 
 def told(error: BaseException | None) -> str | None:
-    """Return the line of an exception that a user can act on; None for an unforeseen exception."""
+    """Return the line to print for an error that a user can fix; None for an unforeseen error."""
     cause = next((x for x in _causes(error) if isinstance(x, ConfigurationError | ImportError)), None)
     if isinstance(cause, ModuleNotFoundError):
         doing = "".join(f" ({note})" for note in getattr(cause, "__notes__", ())[:1])

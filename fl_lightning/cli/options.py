@@ -1,4 +1,4 @@
-"""Options of commands; does not import PyTorch."""
+"""Options of commands; this module does not import PyTorch."""
 
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ options are settings of every cell, such as --data.data_dir data/cifar10 or --tr
 
 
 class Refusal(SystemExit):
-    """End of a command with one line, which ``command`` prints.
+    """Exception that ends a command; :func:`command` prints its line.
 
     Attributes:
         line: Line to print.
@@ -50,12 +50,12 @@ class CommandParser(ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the arguments."""
+        """Raise :class:`Refusal` with a parser's message."""
         raise Refusal(message)
 
 
 def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the options of ``study``, and its other arguments, which are options of ``fit``.
+    """Split arguments into the options of ``study`` and all others, which are options of ``fit``.
 
     Raises:
         ConfigurationError: An option is not valid.

@@ -1,4 +1,4 @@
-"""Parser of LightningCLI with one-line errors, and the user's settings without defaults and links."""
+"""Parser of LightningCLI with one-line errors, which suggest names and name the file and line."""
 
 import enum
 import inspect
@@ -22,7 +22,7 @@ from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.recorded import parameters, record
 
-# for an enum as default of another type: Timer(interval: str = Interval.step)
+# an enum may be the default of another type: Timer(interval: str = Interval.step); write its value
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
@@ -30,7 +30,7 @@ class ConciseParser(LightningArgumentParser):
     """A parser with one-line errors and without abbreviated settings.
 
     Attributes:
-        owner: Class whose settings the parser reads; empty if the settings belong to several.
+        owner: Class whose settings the parser reads; empty for several classes.
         given: The user's settings. Errors name their file and line, and suggest similar names.
     """
 
@@ -46,7 +46,7 @@ class ConciseParser(LightningArgumentParser):
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        """Add the settings of a class; it becomes the owner if the parser is for this class alone."""
+        """Add the settings of a class, which becomes the owner if the parser has no other class."""
         if nested_key is None:
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
@@ -69,12 +69,12 @@ class ConciseParser(LightningArgumentParser):
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
-            # a function that calls another by name, as timm's create_model, hides the other's settings
+            # num_classes is hidden if a function calls others by name, as timm's create_model does
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
     def _let_links_decide(self, targets: Any) -> None:
-        """Replace unknown defaults of linked settings by None, as links ignore settings without a value."""
+        """Set unknown defaults of linked settings to None: links skip settings without a value."""
         for action in self._actions:
             if action.dest in (targets or ()) and isinstance(action.default, UnknownDefault):
                 action.default = None
@@ -92,17 +92,17 @@ class ConciseParser(LightningArgumentParser):
                     )
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the subcommands and remember them."""
+        """Add the subcommands and store them for :meth:`settings`."""
         self._commands = super().add_subcommands(*args, **kwargs)
         return self._commands
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Make the configured classes; their exceptions get a note with class and settings."""
+        """Make the configured objects; add class and settings as a note to their exceptions."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
 
     def _get_parser_instantiators(self) -> dict[tuple[Any, bool], Any]:
-        """Return :func:`_make` for functions that make models; ``instantiate`` covers only classes."""
+        """Let :func:`_make` also call model functions: ``instantiate`` covers only classes."""
         return {(function, False): _make for function in self._functions}
 
     def settings(self) -> list[str]:
@@ -112,7 +112,7 @@ class ConciseParser(LightningArgumentParser):
         return list(dict.fromkeys(map(plain_name, names)))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Refuse the settings with a short form of a parser's message."""
+        """Raise :class:`Refusal` with a parser's message, shortened to one line."""
         settings = self.settings()
         given = given_settings(self.given)
         place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)
@@ -121,12 +121,12 @@ class ConciseParser(LightningArgumentParser):
 
 
 def _of_import(message: str) -> Exception | None:
-    """Return the error of importing a class's module, which jsonargparse drops for lists of classes."""
+    """Return the error of importing a class's module; jsonargparse drops it in lists of classes."""
     named = re.search(r"Given value: '?(\w+(?:\.\w+)+)'?$", message)
     try:
         if named:
             import_object(named[1])
-    except Exception as error:  # noqa: BLE001  # any error of the module
+    except Exception as error:  # noqa: BLE001  # the module may raise anything
         return error
     return None
 
@@ -169,9 +169,9 @@ def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
 
 
 def new_lists(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with ``--trainer.callbacks=null`` before each further list of callbacks.
+    """Insert ``--trainer.callbacks=null`` before each list of callbacks except the first.
 
-    Without it jsonargparse would complete the entries of a list with settings of the earlier list.
+    Otherwise jsonargparse would complete a list's entries with settings from the earlier list.
     """
     result, is_given = [], False
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):

@@ -45,12 +45,12 @@ _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
     "model.executor": "SequentialExecutor", "model.executor.compile": False,
 }  # fmt: skip
-"""Default settings of each cell, which make results independent of the number of cells at a time."""
+"""Default settings of cells; they make results independent of how many cells run at a time."""
 
 
 @contextmanager
 def _cells_are_kept() -> Iterator[None]:
-    """Add to the message of a stop which results are kept."""
+    """State in the message of an interruption which results are kept."""
     try:
         yield
     except Stopped as stopped:
@@ -98,7 +98,7 @@ def main(args: Sequence[str]) -> None:
         runner = Runner(folder, engine, jobs, accept_stale, show)
 
         def choose() -> list[ChoiceFound]:
-            """Run the trials, and further ones while a learning rate is at the edge of its grid."""
+            """Run the trials; while a chosen learning rate is at its grid's edge, add trials."""
             while True:
                 runner.run(reads.soon(cells.trial_cells))
                 choices = chosen(cells.study, cells.trials, accept_stale, runner.diverged)
@@ -133,7 +133,7 @@ def main(args: Sequence[str]) -> None:
 
 
 class StudyCells:
-    """The cells of a study under the settings of a command line.
+    """The cells of a study with the settings of a command line.
 
     Args:
         study: The study.
@@ -149,10 +149,10 @@ class StudyCells:
             )
 
     def check(self) -> None:
-        """Build data, model and callbacks of some cells that together have all labels.
+        """Build data, model and callbacks of enough cells to cover all labels.
 
         Raises:
-            ConfigurationError: Settings do not work; the message lists the first mistake of each cell.
+            ConfigurationError: A setting is invalid; the message lists each cell's first mistake.
         """
         seen: set[tuple[str, str]] = set()
         mistakes: dict[str, str] = {}
@@ -180,16 +180,16 @@ class StudyCells:
 
     @cached_property
     def trials(self) -> list[list[Cell]]:
-        """Cells of each choice on validation data."""
+        """Trial cells of each choice on validation data."""
         return trial_cells(self.study, self.cell)
 
     @property
     def trial_cells(self) -> list[Cell]:
-        """Cells of all choices."""
+        """Trial cells of all choices."""
         return [cell for trial in self.trials for cell in trial]
 
     def extend(self, choices: Sequence[ChoiceFound]) -> bool:
-        """Extend the grids of learning rates that were chosen at an edge; return whether there are any."""
+        """Extend each learning-rate grid whose edge was chosen; return whether any was extended."""
         before, self.study = self.study, with_wider_grids(self.study, choices)
         if self.study is before:
             return False
@@ -232,7 +232,7 @@ def _resolved(arguments: tuple[str, ...]) -> Config:
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
-    for _ in range(2):  # the second pass ignores trials whose data the first found outdated
+    for _ in range(2):  # the second pass ignores trials whose data the first pass found outdated
         choices = chosen(cells.study, cells.trials, accept_stale)
         while cells.extend(choices):
             choices = chosen(cells.study, cells.trials, accept_stale)
@@ -260,7 +260,7 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
 
 
 def deciding_options(fit_options: Sequence[str]) -> list[str]:
-    """Return the options that decide which cells are run, without others such as ``--threads 2``."""
+    """Return the options that decide which cells are run; drop others, such as ``--threads 2``."""
     deciding_words: list[str] = []
     counts = True
     for word in fit_options:
@@ -302,7 +302,7 @@ def make_engine(name: str) -> Engine:
 
 
 def _room(cells: StudyCells, engine: Engine) -> int:
-    """Return the default number of cells at a time: one for each GPU, or by the number of cores."""
+    """Return the default number of cells at a time: one for each GPU, else by cores and threads."""
     first = cells.any.config
     if engine.gpus and first["trainer"]["accelerator"] != "cpu":
         return engine.gpus

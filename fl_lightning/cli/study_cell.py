@@ -1,4 +1,4 @@
-"""Command that an engine runs for a cell of a study: ``fit`` from the cell's newest checkpoint."""
+"""Command by which an engine trains a cell of a study: ``fit`` from its newest checkpoint."""
 
 import json
 import sys
@@ -22,9 +22,9 @@ _PAUSE = 1.0  # seconds between two checks
 
 
 def preload() -> None:
-    """Import what runs import late and read the source, once for all forks of a server.
+    """Import the packages that runs import late and read the source, once for all forks.
 
-    The packages of data sets are left out: pyarrow, which pandas imports, starts a thread.
+    Packages of data sets are not imported: pyarrow, which pandas imports, starts a thread.
     """
     import_module("matplotlib.backends.backend_agg")
     provenance({})
@@ -34,8 +34,8 @@ def preload() -> None:
 def main(args: Sequence[str]) -> None:
     """Train a cell that has no result yet.
 
-    A lock lets one process train the cell at a time: another study may run the same cell, or a
-    scheduler may have started it twice.
+    A lock lets only one process at a time train the cell: another study may run the same cell, or
+    a scheduler may have started it twice.
 
     Args:
         args: Configuration of the cell; optionally ``--branch`` with a parent's checkpoint, for a cell
@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> None:
     config = yaml.safe_load(options.file.read_text())
     cell = Cell({}, config["seed_everything"], config, data=options.data)
     with ExitStack() as held:
-        with suppress(OSError):  # without a lock if the file system has none
+        with suppress(OSError):  # some file systems cannot lock: train without a lock
             cell.key.parent.mkdir(parents=True, exist_ok=True)
             lock = cell.key.parent / f".{cell.key.name}.lock"
             held.enter_context(locked(lock))

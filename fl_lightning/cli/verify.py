@@ -1,4 +1,4 @@
-"""``python -m fl_lightning verify``: checks of methods, whose settings are read as by ``fit``."""
+"""``python -m fl_lightning verify``: checks of methods, with settings in the syntax of ``fit``."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ def main(args: Sequence[str]) -> None:
         raise ConfigurationError(
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"
         )
-    # imported late: the parser must not know the battery's own callbacks
+    # imported late: the parser must not offer the callbacks that the battery defines
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
     from fl_lightning.verification.comparison import Finding

@@ -1,1 +1,1 @@
-"""Studies: the runs of a table or a figure, from one file and by one command."""
+"""Studies: all runs of a table or figure, described by one file and started by one command."""

@@ -1,4 +1,4 @@
-"""Values of each cell of a study: one row for each combination and seed, with plain numbers."""
+"""Values of a study as plain numbers, with a row for each combination of labels and each seed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from fl_lightning.experiments.studies.found import Found, Group, Labels, RunFoun
 _COSTS = (
     "rounds", "samples", "upload_bytes", "download_bytes", "exchanges", "train_seconds", "diverged",
 )  # fmt: skip
-"""Keys of a run's findings that a row repeats."""
+"""Keys of a run's findings that are copied to its row."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class StudyCell:
         labels: Label of each axis.
         seed: Seed of the run.
         phase: Phase of the run, such as ``"done"``, ``"failed"`` or ``"missing"``.
-        values: Metrics by name, such as ``test/accuracy``; empty without a result. If the label sets
-            a metric of its own (``metric``), the study's first metric is that one.
-        metric: Metric that the label sets in place of the study's first; None without one.
-        published: Published value of the combination; None without one.
+        values: Metrics by name, such as ``test/accuracy``; empty without a result. If a label sets
+            ``metric``, the value under the study's first metric is that metric's.
+        metric: Metric that replaces the study's first for one of the labels, or None.
+        published: Published value of the combination, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
         directory: Run directory, for ``load_run``.
         run: All findings of the run.
@@ -39,7 +39,7 @@ class StudyCell:
     run: RunFound
 
     def row(self) -> dict[str, object]:
-        """Return labels, seed, phase, metrics and costs by the name of a column; missing ones are None."""
+        """Return labels, seed, phase, metrics and costs by column; a missing value is None."""
         found: dict[str, object] = {**self.run}
         return {
             **self.labels,
@@ -75,7 +75,7 @@ def _cell(group: Group, run: RunFound) -> StudyCell:
 
 
 def cell_rows(found: Found) -> list[dict[str, object]]:
-    """Return a row for each cell; rows have the same columns, with None for a missing value."""
+    """Return a row for each cell, all with the same columns; a missing value is None."""
     missing = dict.fromkeys(found["metrics"])
     rows = []
     for cell in study_cells(found):
@@ -85,7 +85,7 @@ def cell_rows(found: Found) -> list[dict[str, object]]:
 
 
 def cells_table(found: Found) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of ``cells.csv``: numbers with all digits, ``""`` for a missing value."""
+    """Return header and rows of ``cells.csv``: numbers in full precision, ``""`` if missing."""
     rows = cell_rows(found)
     header = [*dict.fromkeys(name for row in rows for name in row)]
     return header, [["" if row[name] is None else str(row[name]) for name in header] for row in rows]

@@ -1,4 +1,4 @@
-"""The cells of a study, each an ordinary run in an ordinary run directory, and their states."""
+"""The cells of a study and their states; each cell is an ordinary run with a run directory."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from fl_lightning.experiments.studies.stale import differences
 from fl_lightning.round.record import Origin
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
-"""Phase of a cell: ``done`` (a result), ``stale`` (a result by other source, versions or data),
-``running``, ``stopped`` (a checkpoint to resume), ``failed`` (the newest attempt has an error) or
-``missing``. Attempts that continue another run do not count."""
+"""Phase of a cell: ``done`` (it has a result), ``stale`` (its result is from other source code,
+versions or data), ``running``, ``stopped`` (it has a checkpoint to resume), ``failed`` (its newest
+attempt has an error) or ``missing``. Attempts that continue another run are ignored."""
 
 RUNS = "cells"
-"""Folder of the runs of all studies, by number of rounds, so that studies share equal cells."""
+"""Folder of all studies' runs, with subfolders by number of rounds: studies share equal cells."""
 
-_TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last row
+_TAIL = 1 << 16  # bytes at the end of metrics.jsonl, enough for its last row
 
 
 class State(NamedTuple):
@@ -39,7 +39,7 @@ class State(NamedTuple):
         phase: Phase of the cell.
         attempt: Attempt that decides the phase.
         result: Content of the attempt's ``result.json``.
-        why: Differences of a stale result, error, or other run that the attempts continue.
+        why: Reason in words: how a stale result differs, the error, or the run that was continued.
         round: Last logged round.
     """
 
@@ -58,10 +58,10 @@ class Cell:
         labels: Label of each axis.
         seed: Seed of the run.
         config: Resolved configuration.
-        parent: Cell that trains the first ``shared_rounds`` rounds.
+        parent: Cell that trains the first ``shared_rounds`` rounds for this cell, or None.
         shared_rounds: Number of rounds shared with the parent.
-        keep_rounds: Rounds whose checkpoints other cells continue from.
-        data: Digests of the data that a result must have; None if they are unknown.
+        keep_rounds: Rounds whose checkpoints must be kept, as other cells continue from them.
+        data: Digests of the data on which a result must be computed; None if unknown.
     """
 
     labels: dict[str, str]
@@ -78,14 +78,14 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Labels and seed, such as ``"method=GN E=100 seed=0"``."""
+        """Labels and seed as a text, such as ``"method=GN E=100 seed=0"``."""
         return " ".join(
             f"{axis.rpartition('.')[2]}={label}" for axis, label in {**self.labels, "seed": self.seed}.items()
         )
 
     @property
     def key(self) -> Path:
-        """Folder of the first attempt; cells of equal configuration, rounds and seed share it."""
+        """Folder of the first attempt, shared by cells of equal configuration, rounds and seed."""
         return self.directory.root / self.directory.stem
 
     @property
@@ -100,14 +100,14 @@ class Cell:
 
     @property
     def rounds(self) -> int:
-        """Planned rounds, 0 if a budget decides."""
+        """Planned number of rounds; 0 if a budget decides."""
         return max(int(self.config["trainer"]["max_epochs"]), 0)
 
     def state(self, accept_stale: bool = False) -> State:
-        """Return the state according to the run directories.
+        """Read the state from the run directories.
 
         Args:
-            accept_stale: Whether a result by other source, versions or data counts as done.
+            accept_stale: Whether a stale result counts as ``done``.
         """
         stale: State | None = None
         attempts, origin = self._attempts()
@@ -133,7 +133,7 @@ class Cell:
         return State("missing", newest, why=_damaged(newest), round=last)
 
     def checkpoint(self, accept_stale: bool = False) -> Path | None:
-        """Return the newest attempt's checkpoint to resume; None without one, or if finished or stale."""
+        """Return the newest attempt's checkpoint; None if missing, stale or finished."""
         newest = next(iter(self._attempts()[0]), None)
         if newest is None or not self._resumable(newest, accept_stale):
             return None
@@ -142,7 +142,7 @@ class Cell:
     def _attempts(self) -> tuple[list[Attempt], str]:
         """Return the attempts that continue no other run, newest first.
 
-        The second value names the other run of the newest remaining attempt; empty without one.
+        The second value names the run that the newest ignored attempt continues, if there is any.
         """
         every = self.directory.attempts()
         origins = [other_origin(_origins(attempt), self.config, self.directory.root) for attempt in every]
@@ -150,9 +150,9 @@ class Cell:
         return counted, next(filter(None, origins), "")
 
     def branch(self, accept_stale: bool = False) -> Path | None:
-        """Return the finished parent's checkpoint after the shared rounds; None if missing or damaged.
+        """Return the finished parent's checkpoint after the shared rounds, or None.
 
-        A damaged checkpoint is reported: the cell then trains the shared rounds itself.
+        If it is damaged, a message is printed, and the cell trains the shared rounds itself.
         """
         if self.parent is None or (state := self.parent.state(accept_stale)).attempt is None:
             return None
@@ -170,7 +170,7 @@ class Cell:
         return path
 
     def _other_data(self, result: Result) -> str:
-        """Name the data of a result that differ from newer cells' data, empty if all are equal."""
+        """Name the data that have changed since a result was computed; empty if all are equal."""
         digests = result.get("data", {})
         names = [name for name, digest in (self.data or {}).items() if digests.get(name) != digest]
         return f"other data than newer cells: {', '.join(names)}" if names else ""
@@ -184,7 +184,7 @@ class Cell:
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
-    """Return the checkpoints that an attempt continues; empty while a process trains it."""
+    """Return the checkpoints from which an attempt was continued; empty while it is trained."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"
@@ -193,7 +193,7 @@ def _origins(attempt: Attempt) -> list[Origin]:
 
 
 class _Source(TypedDict):
-    """The provenance of a checkpoint and the checkpoints that its run continues."""
+    """The provenance of a checkpoint, and the checkpoints from which its run was continued."""
 
     provenance: list[dict[str, str]]
     continued_from: list[Origin]
@@ -201,7 +201,7 @@ class _Source(TypedDict):
 
 @cache
 def _record(checkpoint: Path, written: int) -> _Source | None:
-    """Return the source of a checkpoint, cached until the file changes; None if unreadable."""
+    """Return a checkpoint's provenance, cached until ``written`` changes; None if unreadable."""
     try:
         record = load_run(checkpoint)["fl_lightning"]["record"]
     except ConfigurationError:
@@ -210,7 +210,7 @@ def _record(checkpoint: Path, written: int) -> _Source | None:
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
-    """Require the newest result's data of all cells of a family; return the cells then not done."""
+    """Require each family's cells to have its newest result's data; return the cells not done."""
     newest: dict[str, tuple[float, dict[str, str]]] = {}
     for family, state in zip((cell.family for cell in cells), states, strict=True):
         if state.attempt is not None and state.result is not None and state.result.get("data"):
@@ -240,7 +240,7 @@ def _damaged(attempt: Attempt) -> str:
 
 
 def _last_round(attempt: Attempt) -> int:
-    """Return the round of the last complete row or 0, from the end of ``metrics.jsonl``."""
+    """Read the round of the last complete row of ``metrics.jsonl``; 0 without a row."""
     try:
         with attempt.metrics.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))

@@ -1,4 +1,4 @@
-"""Choice of labels on validation data, such as a learning rate or T*."""
+"""Choice of a label, such as a learning rate or T*, on validation data."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf, isfinite
@@ -15,7 +15,7 @@ from fl_lightning.round.directions import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
-    """Return the trials by labels of ``choice.by``: a combination for each label of the axis."""
+    """Return the trials for each combination of labels of ``choice.by``: one per tried label."""
     first = {axis: next(iter(labels)) for axis, labels in study.axes.items()}
     fixed = {
         axis: label
@@ -29,11 +29,11 @@ def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
 
 
 def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[Cell]]:
-    """Return the cells of each choice.
+    """Return the trial cells of each choice.
 
     Raises:
-        ConfigurationError: A cell has no validation data, a combination has no trial, or two labels
-            of the chosen axis give the same run.
+        ConfigurationError: A cell has no validation data, a combination has no trial, the trials'
+            seed is a seed of the table, or two labels of the chosen axis give the same run.
     """
     cells_of_choices = []
     for choice in study.choices:
@@ -70,21 +70,21 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 
 
 def _free(study: Study) -> int:
-    """Return the smallest seed above all seeds of the table."""
+    """Return a seed that the table does not use: one more than its largest."""
     return 1 + max(seed for labels in study.combinations() for seed in study.seeds(labels))
 
 
 def chosen(
     study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
 ) -> list[ChoiceFound]:
-    """Return the best label of each choice: the first with the largest metric or smallest loss.
+    """Return each choice with its best label: the first with the largest metric or smallest loss.
 
-    A diverged trial is the worst; any other trial without a result leaves the choice open. If a label
-    has its own metric, such as ``test/accuracy_silobn``, that metric on validation data decides.
+    A diverged trial ranks last. If any other trial has no result, nothing is chosen yet. If a label
+    sets its own metric, such as ``test/accuracy_silobn``, that metric on validation data decides.
 
     Args:
         study: The study.
-        cells: Cells of each choice.
+        cells: Trial cells of each choice.
         accept_stale: Whether stale results count (default False).
         diverged: Keys of the cells that ended with a non-finite update.
     """
@@ -127,15 +127,17 @@ def chosen(
 
 
 def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
-    """Return the study with a value more for each learning rate that was chosen at the edge of its grid.
+    """Extend each grid of learning rates whose chosen value is at the edge by a value beyond it.
 
-    The value goes on from the edge by the ratio of the two outermost values. If all trials diverged,
-    it is below the smallest value. A grid is extended by at most ``extend`` values. The same study is
-    returned if no grid is.
+    The ratio of the new value to the edge is that of the edge to its neighbour. If all trials
+    diverged, the new value is below the smallest. A grid gets at most ``extend`` new values.
 
     Args:
         study: The study.
         choices: Its choices.
+
+    Returns:
+        The study with the extended grids; ``study`` itself if no grid is extended.
     """
     limits = {choice.axis: choice.extend for choice in study.choices}
     for choice in choices:
@@ -151,9 +153,9 @@ def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
 
 
 def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
-    """Return the edge of the grid at which a number was chosen; None within the grid.
+    """Return the edge of the grid at which a number was chosen; None inside the grid.
 
-    If all trials diverged, every number is too large: the choice is at the smallest.
+    If all trials diverged, even the smallest number is too large: the edge is ``"smallest"``.
     """
     tried = [*choice["values"]]
     if choice["chosen"] is None or len(tried) < 2 or not all(map(is_number, tried)):
@@ -166,7 +168,7 @@ def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
 
 
 def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> str:
-    """Return the metric of a choice: a label's own metric on validation data, else ``choice.metric``."""
+    """Return a choice's metric: a label's own on validation data, else ``choice.metric``."""
     metric = next((x for labels in combinations if (x := study.metric(labels))), None)
     return f"val/{metric.partition('/')[2]}" if metric else choice.metric
 

@@ -1,8 +1,8 @@
-"""Claims of a paper: their syntax, and the paired combinations that they compare.
+"""Claims of a paper: their syntax, and the pairs of combinations that they compare.
 
-A claim orders labels: ``"FixBN > GN > BN"``. ``at`` restricts a claim to labels of other axes:
-``"GN > BN at E=1"``. A side may name its axis: ``"E=100 > E=1 at method=BN"``. Equality up to a
-margin is written ``"FBN ~ centralised within 0.02"``.
+A claim orders labels: ``"FixBN > GN > BN"``. Labels of other axes may follow after ``at``:
+``"GN > BN at E=1"``. A label may be written with its axis: ``"E=100 > E=1 at method=BN"``.
+Equality up to a margin is written ``"FBN ~ centralised within 0.02"``.
 """
 
 import re
@@ -35,7 +35,7 @@ def read_claim(claim: str, known: Mapping[str, Sequence[str]]) -> Claim:
 
     Args:
         claim: Text of the claim.
-        known: Existing labels by axis.
+        known: All labels by axis.
 
     Raises:
         ConfigurationError: The claim cannot be read, or no runs could decide it.
@@ -68,7 +68,7 @@ def read_difference(words: str, known: Mapping[str, Sequence[str]]) -> Claim:
 
     Args:
         words: Text of the difference.
-        known: Existing labels by axis.
+        known: All labels by axis.
 
     Raises:
         ConfigurationError: The difference cannot be read, or its sides are equal.
@@ -96,7 +96,7 @@ def _comparable(
 
 
 def difference(found: Found) -> Found:
-    """Return findings whose values are the paired differences of a study, such as ``"GN - BN"``.
+    """Return findings with paired differences, such as ``"GN - BN"``, as values.
 
     Args:
         found: Findings of a study that has a ``difference``.
@@ -119,7 +119,7 @@ def difference(found: Found) -> Found:
 def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
     """Yield each combination with labels ``more`` and its counterpart with labels ``less``.
 
-    All other labels are equal, except labels of chosen axes.
+    The other labels of the two are equal, except on axes chosen on validation data.
     """
     for group in found["groups"]:
         if more.items() <= group["labels"].items():
@@ -129,7 +129,7 @@ def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> It
 
 
 def _labels(text: str, claim: str, known: Mapping[str, Sequence[str]], key: str = "claims") -> dict[str, str]:
-    """Return the labels that a part of a claim names, by axis."""
+    """Return the labels in a part of a claim, by axis."""
     labels: dict[str, str] = {}
     for part in (part.strip() for part in text.split(",")):
         axis, _, label = part.rpartition("=")

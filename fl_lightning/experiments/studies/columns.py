@@ -1,23 +1,23 @@
-"""Columns of a study's tables: their names, and those of methods whose clients keep state."""
+"""Names of the columns of a study's tables, also for methods whose clients keep state."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from fl_lightning.errors import ConfigurationError, nearest
 
 UNITS = {"sent by clients": (1e6, "MB"), "training": (1.0, "s")}
-"""Size and name of the unit of columns whose numbers share one unit in LaTeX."""
+"""Size and name of the unit of each column that has a single unit in LaTeX."""
 
 TEXTS = ("learning rate", "seeds", "remarks")
-"""Columns that are no numbers."""
+"""Columns of text."""
 
 COSTS = ("samples", "sent by clients", "exchanges", "training")
-"""Columns of costs, means over the seeds."""
+"""Columns of costs, which are means over the seeds."""
 
 FURTHER = ("published", "ours - published", "learning rate", "seeds", *COSTS, "remarks")
-"""Columns beside labels and metrics, in order."""
+"""Columns after labels and metrics, in order."""
 
 SERVER = "server/"
-"""Prefix of the first metric of the server's model, if a combination's own metric replaces it."""
+"""Prefix of the first metric, of the server's model, where a label's own metric replaces it."""
 
 COLUMNS = "columns of the tables after the labels, such as 'test accuracy, seeds, training'"
 """Help of ``--columns``."""
@@ -26,18 +26,18 @@ TITLES = "titles in the pictures beside the tables; their captions are text file
 """Help of ``--titles``."""
 
 _MODELS = {"personal": "clients' models", "own": "clients' models on own data"}
-"""Models that a metric measures, by the first word of its name."""
+"""Models that a metric evaluates, by the first word of the metric's name."""
 
 
 def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
-    """Return the columns of methods whose clients keep state, by metric.
+    """Return further columns, by metric, for methods whose clients keep state.
 
     >>> [*local_metrics({"test/accuracy": "accuracy"}).values()]
     ["clients' models", "clients' models on own data", "server's model"]
 
     Args:
-        metrics: Columns of the study's table by metric; further columns of the first are named by
-            their models alone.
+        metrics: Columns of the study's table by metric. The further columns of the first metric are
+            named by the evaluated models alone.
     """
     columns: dict[str, str] = {}
     for number, (metric, words) in enumerate(metrics.items()):
@@ -50,13 +50,13 @@ def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
 
 
 def models_of(metric: str) -> str:
-    """Return the clients' models that a metric measures, in words; ``""`` for the server's model."""
+    """Return in words which clients' models a metric evaluates; ``""`` for the server's model."""
     kind, _, rest = metric.rpartition("/")[2].partition("_")
     return _MODELS.get(kind, "") if rest else ""
 
 
 def of_any_model(metric: str) -> str:
-    """Return the metric of the server's model that is computed as a metric of clients' models is."""
+    """Return the name of a metric for the server's model, such as ``test/accuracy``."""
     split, _, name = metric.removeprefix(SERVER).rpartition("/")
     return f"{split}/{name.partition('_')[2] if models_of(metric) else name}"
 
@@ -74,7 +74,7 @@ def check_columns(columns: Sequence[str], metrics: Mapping[str, str]) -> None:
         metrics: Columns of the study's table by metric.
 
     Raises:
-        ConfigurationError: A study has no such column.
+        ConfigurationError: A column does not exist.
     """
     every = {**metrics, **local_metrics(metrics)}
     for column in columns:
@@ -86,6 +86,6 @@ def check_columns(columns: Sequence[str], metrics: Mapping[str, str]) -> None:
 
 
 def chosen_columns(header: Sequence[str], metrics: Mapping[str, str], columns: Iterable[str]) -> list[int]:
-    """Return the places of chosen columns, in the order of choice; absent columns are left out."""
+    """Return the indices of chosen columns, in the order of choice, without absent columns."""
     names = [metrics.get(column, column) for column in columns]
     return [header.index(name) for name in dict.fromkeys(names) if name in header]

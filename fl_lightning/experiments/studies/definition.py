@@ -1,7 +1,7 @@
 """Definition of a study: base, axes, seeds, published values and claims, at three scales.
 
-The types are the schema of the file: pydantic checks the file at once, and
-:mod:`fl_lightning.experiments.studies.reading` words the errors.
+The types are the schema of the file: pydantic checks the whole file against them, and
+:mod:`fl_lightning.experiments.studies.reading` rewrites its errors.
 """
 
 import json
@@ -31,7 +31,7 @@ from fl_lightning.experiments.studies.reported import BEST, LAST, MEAN
 from fl_lightning.files import shipped
 
 Dotted = Mapping[str, Any]
-"""Settings of a label by dotted name."""
+"""A label's settings by dotted name."""
 
 Labels = dict[str, str]
 """Label of each axis, such as ``{"method": "GN", "E": "100"}``."""
@@ -40,11 +40,11 @@ HEADLINE_CLAIMS = 3
 """Largest number of headline claims of a study."""
 
 SPECIAL = ("config", "metric", "seeds")
-"""Keys of a label that are no settings: configurations laid over the base, first metric, seeds."""
+"""Keys of a label that are no settings of ``fit``: further configurations, first metric, seeds."""
 
 
 def listed(value: Any) -> Sequence[Any]:
-    """Return a list unchanged, None as an empty list, and any other value as a list of one."""
+    """Return a list unchanged, an empty list for None, and a list of one item for other values."""
     return () if value is None else value if isinstance(value, list) else [value]
 
 
@@ -69,7 +69,7 @@ def _rule(text: str) -> str:
 
 
 def _without(*names: str) -> Callable[[Config], Config]:
-    """Return a validator that raises an error for settings of these names."""
+    """Return a validator that raises an error for settings with these names."""
 
     def check(settings: Config) -> Config:
         for name in settings:
@@ -95,21 +95,21 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 
 
 class SettingsOfCells(TypedDict, total=False):
-    """Settings by dotted name, and configurations that are laid over the base."""
+    """Settings by dotted name, and configurations that are merged into the base."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     config: Files
 
 
 class SettingsOfLabel(SettingsOfCells, total=False):
-    """Settings of a label, with its own metric and seeds."""
+    """Settings of a label, optionally with its own metric and seeds."""
 
     metric: Name
     seeds: Seeds
 
 
 class Published(TypedDict):
-    """A published value, its deviation over seeds if there is one, and the labels of its rows by axis."""
+    """A published value with the labels of its rows by axis, and optionally its deviation."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     value: Number
@@ -126,7 +126,7 @@ _LabelSettings = Annotated[
 
 def _values_or_labels(content: Any) -> Any:
     if not isinstance(content, list | dict):
-        raise ValueError(  # noqa: TRY004  # pydantic's
+        raise ValueError(  # noqa: TRY004  # pydantic expects it
             "must be a list of values, or labels with settings such as {GN: {model.model.norm: gn}}"
         )
     return content
@@ -151,12 +151,12 @@ class Scale:
         base: Configuration files of all cells, relative to the study's folder, or shipped ones such as
             ``configs/quickstart.yaml``; later files win.
         settings: Settings of all cells by dotted name.
-        axes: Labels of an axis at this scale, as a list or with further settings; an axis of values
-            takes other values. An axis without an entry has all its labels.
+        axes: Labels of an axis at this scale, as a list or with further settings; for an axis of
+            values, its values at this scale. An axis without an entry keeps all labels.
         seeds: Seeds of the runs.
-        cell_seconds: Measured seconds of a cell on one core, for the estimate before the first result.
-        title: Title in place of the study's.
-        published: Published values in place of the study's.
+        cell_seconds: Measured seconds of a cell on one core, for estimates before the first result.
+        title: Title that replaces the study's, or None.
+        published: Published values that replace the study's, or None.
     """
 
     base: Annotated[Files, Field(min_length=1)]
@@ -176,12 +176,12 @@ class Choice:
 
     Attributes:
         axis: Name of the axis.
-        by: Axes for each of whose labels the choice is made separately.
+        by: Axes for whose labels the choice is made separately.
         at: Labels of the remaining axes during the trials; default: the first label of each axis.
         metric: Metric to maximize, or loss to minimize.
-        seed: Seed of the trials, which no row of the table may have.
-        extend: Number of values, at most, that are added to a grid of learning rates whose chosen value
-            is at its edge; 0 for none.
+        seed: Seed of the trials; no row of the table may have it.
+        extend: Largest number of values that are added to a grid of learning rates while the chosen
+            value is at its edge; 0 for none.
     """
 
     axis: Name
@@ -199,19 +199,20 @@ class Definition:
     Attributes:
         title: Title in one line.
         paper: Paper and table or figure; empty for a study of our own.
-        axes: Axes by name, as labels with settings, or as values of the setting that the axis is named after.
+        axes: Axes by name: labels with settings, or values of the setting with the axis's name.
         scales: Scales by name: ``quick``, ``reduced``, ``full``.
         settings: Settings of all cells at all scales.
         metrics: Columns of the table by metric.
         spread: Axis whose labels are the table's columns.
-        without: Omitted combinations, each as a label or a list of labels by axis.
+        without: Omitted combinations, each given by a label or a list of labels for some axes.
         choose: Axes whose label is chosen on validation data.
         published: Published values of the first metric, each with labels by axis and a ``value``.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
         claims: Claims in the syntax of :mod:`fl_lightning.experiments.studies.claims`.
-        report: Which evaluation of a run is its value: ``last``, ``best`` (on test data: optimistic) or
-            such as ``mean of the last 5``.
-        headline: Headline claims, at most three, corrected for each other alone if they have five seeds.
+        report: Evaluations of a run that give its value: ``last``, ``best`` (optimistic on test
+            data) or, for example, ``mean of the last 5``.
+        headline: At most three headline claims; with five seeds, a separate family for Holm's
+            correction.
     """
 
     title: Text
@@ -242,7 +243,7 @@ class Study:
         definition: Content of the file at this scale.
         scale_name: Name of the scale, such as ``quick``.
         axes: Settings by axis and label.
-        added: Labels that extend a grid, each with the labels of other axes for which it was added.
+        added: Values that extend a grid, each with the labels of other axes for which it was added.
     """
 
     name: str
@@ -254,7 +255,7 @@ class Study:
 
     @property
     def scale(self) -> Scale:
-        """The scale."""
+        """The scale of this study."""
         return self.definition.scales[self.scale_name]
 
     @property
@@ -272,17 +273,17 @@ class Study:
 
     @property
     def size(self) -> int:
-        """Number of cells that axes and seeds span, omitted combinations included."""
+        """Number of cells that axes and seeds span, including omitted combinations."""
         every = [settings for labels in self.axes.values() for settings in labels.values()]
         seeds = [self.scale.seeds, *(settings["seeds"] for settings in every if "seeds" in settings)]
         return prod(map(len, self.axes.values())) * max(map(len, seeds))
 
     def has(self, *fixed: Mapping[str, object]) -> bool:
-        """Return whether any combination of the study has all ``fixed`` labels."""
+        """Return whether the study has a combination with all ``fixed`` labels."""
         return next(self.combinations(*fixed), None) is not None
 
     def combinations(self, *fixed: Mapping[str, object]) -> Iterator[Labels]:
-        """Yield the combinations of the study that have all ``fixed`` labels."""
+        """Yield the combinations with all ``fixed`` labels."""
         labels = [
             [x for x in every if all(matches({axis: x}, {axis: wanted.get(axis, x)}) for wanted in fixed)]
             for axis, every in self.axes.items()
@@ -296,7 +297,7 @@ class Study:
                 yield combination
 
     def extended(self, axis: str, value: float, by: Labels) -> "Study":
-        """Return the study with another value on an axis, for the rows with labels ``by`` alone."""
+        """Return the study with a further value on an axis, only for rows with labels ``by``."""
         label = f"{value:g}"
         axes = {**self.axes, axis: {**self.axes[axis], label: {axis: value}}}
         added = {**self.added, (axis, label): [*self.added.get((axis, label), ()), by]}
@@ -304,11 +305,11 @@ class Study:
 
     @property
     def base(self) -> list[str]:
-        """Arguments of ``fit`` for the configurations of all cells."""
+        """Arguments of ``fit`` that name the configuration files of all cells."""
         return [self._config(path) for path in self.scale.base]
 
     def arguments(self, labels: Mapping[str, str], seed: int) -> list[str]:
-        """Return ``fit``'s arguments after the base, for a combination and a seed; later ones win."""
+        """Return the arguments of ``fit`` that follow ``base``, for a combination and a seed."""
         of_labels = [self.axes[axis][label] for axis, label in labels.items()]
         arguments = []
         for settings in (self.definition.settings, self.scale.settings, *of_labels):
@@ -320,36 +321,36 @@ class Study:
         return f"--config={(shipped(path, self.folder) or self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
-        """Return the metric that a label sets in place of the table's first, None without one."""
+        """Return the metric by which one of the labels replaces the table's first, or None."""
         metrics = (self.axes[axis][label].get("metric") for axis, label in labels.items())
         return next(filter(None, metrics), None)
 
     def seeds(self, labels: Mapping[str, str]) -> list[int]:
-        """Return the seeds that a label of a combination sets, else the seeds of the scale."""
+        """Return the seeds that one of the labels sets, else the seeds of the scale."""
         seeds = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
         return next(filter(None, seeds), self.scale.seeds)
 
     def published(self, labels: Mapping[str, str]) -> Published | None:
-        """Return the published value of a combination with its deviation, None without one."""
+        """Return the published value of a combination, or None."""
         entries = (x for x in self.definition.published if matches(labels, rows_of(x)))
         return next(entries, None)
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
-    """Return whether labels are among the ``wanted`` ones, a label or a list of labels by axis."""
+    """Return whether each axis in ``wanted`` has its wanted label, or one of a list of labels."""
     return all(labels.get(axis) in [*map(str, listed(choices))] for axis, choices in wanted.items())
 
 
 def rows_of(published: Mapping[str, object]) -> dict[str, object]:
-    """Return the labels of the rows of a published value by axis."""
+    """Return the labels, by axis, of the rows to which a published value belongs."""
     return {axis: labels for axis, labels in published.items() if axis not in ("value", "deviation")}
 
 
 def as_argument(name: str, value: Any) -> str:
-    """Format a setting as a command-line argument; a name that ends in ``+`` appends to a list."""
+    """Format a setting as a command-line argument; a name with a final ``+`` appends to a list."""
     return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def labels_of(axis: str, content: list[Any] | Mapping[str, Dotted]) -> dict[str, Dotted]:
-    """Return the labels of an axis with their settings."""
+    """Return the settings of each label of an axis."""
     return {str(x): {axis: x} for x in content} if isinstance(content, list) else {**content}

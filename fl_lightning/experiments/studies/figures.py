@@ -1,4 +1,4 @@
-"""The figures of a study: curves with bands over seeds, values against an axis, heat maps."""
+"""Figures of a study: curves with bands over seeds, values against an axis, and heat maps."""
 
 import re
 import statistics
@@ -43,9 +43,9 @@ class Picture(NamedTuple):
     """A figure that can be drawn.
 
     Attributes:
-        name: Stem of its files.
+        name: Stem of the figure's files.
         caption: Caption in one sentence.
-        draw: Function from lines of title to the figure.
+        draw: Function that draws the figure, given the lines of its title.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Picture(NamedTuple):
 def write_figures(folder: Path, found: Found, titles: bool = False) -> list[Path]:
     """Write the figures of a study as PNG and PDF, each with its caption in a text file.
 
-    A figure that fails is reported, and the rest is drawn.
+    If a figure fails, the error is printed, and the other figures are drawn.
 
     Args:
         folder: Folder of the study.
         found: Findings of the study.
-        titles: Whether the study's caption is the title inside of the pictures (default False).
+        titles: Whether pictures show the study's caption as their title (default False).
 
     Returns:
         The written files.
@@ -75,16 +75,16 @@ def write_figures(folder: Path, found: Found, titles: bool = False) -> list[Path
             words = f"{picture.caption[:1].upper()}{picture.caption[1:]}. {title[0]}"
             write_text(folder / f"{picture.name}.txt", words + "\n")
             written += [folder / f"{picture.name}.{form}" for form in ("png", "pdf", "txt")]
-        except Exception as error:  # noqa: BLE001  # of matplotlib or the disk: the tables matter more
+        except Exception as error:  # noqa: BLE001  # a failed figure must not end the study
             print(f"{picture.name} was not drawn: {type(error).__name__}: {error}", file=sys.stderr)
     return written
 
 
 def pictures(found: Found) -> list[Picture]:
-    """Return the figures that the findings allow: values against an axis, heat maps, curves.
+    """Return the figures for which there are data: values against an axis, heat maps, curves.
 
     Args:
-        found: Findings of a study, with run directories that exist.
+        found: Findings of a study, with the present paths of run directories.
     """
     metric, axes = next(iter(found["metrics"].values())), varied(found)
     drawable = []
@@ -110,16 +110,17 @@ def pictures(found: Found) -> list[Picture]:
             for run in group["runs"]
             if run.get("rounds")
         ]
-        if sent and max(sent) > 1.05 * min(sent):  # equal traffic would give the same curves again
+        if sent and max(sent) > 1.05 * min(sent):  # with equal traffic, the curves look as before
             words = f"{_in_words(logged)} over the bytes sent and received by all clients: {band}"
             drawable.append(Picture("bytes", words, partial(curves_figure, found, rows, logged, cost=True)))
     return drawable
 
 
 def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
-    """Return a heat map if two axes vary.
+    """Return a heat map if at least two axes vary.
 
-    Columns are labels of ``spread`` or the last axis, rows are labels of the largest other axis.
+    Columns are the labels of ``spread``, else of the last axis. Rows are the labels of the other
+    axis with the most labels.
     """
     axes, metric = varied(found), next(iter(found["metrics"].values()))
     if len(axes) < 2:
@@ -131,7 +132,7 @@ def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
 
 
 def read_rows(found: Found) -> dict[str, Rows]:
-    """Return the rows of each existing ``metrics.jsonl``, by run directory."""
+    """Read the rows of each existing ``metrics.jsonl``, by run directory."""
     runs = [run for group in found["groups"] for run in group["runs"]]
     files = {str(Path(run["directory"])): Path(run["directory"]) / "metrics.jsonl" for run in runs}
     return {directory: read_metrics(file) for directory, file in files.items() if file.is_file()}
@@ -141,14 +142,14 @@ def read_rows(found: Found) -> dict[str, Rows]:
 def curves_figure(
     found: Found, rows: Mapping[str, Rows], metric: str, title: Sequence[str], *, cost: bool = False
 ) -> "Figure":
-    """Draw a metric over communication rounds, with a panel for each label of further axes.
+    """Draw a metric over communication rounds; each label of further axes has a panel.
 
     Args:
         found: Findings of a study.
         rows: Rows of ``metrics.jsonl`` by run directory.
         metric: Name of the metric.
         title: Lines of the title.
-        cost: Whether the horizontal axis is bytes instead of rounds (default False).
+        cost: Whether the horizontal axis shows bytes instead of rounds (default False).
     """
     grid = Grid(found, title)
     means, seeds = [], list[int]()
@@ -179,10 +180,10 @@ def curves_figure(
 
 @paper_style()
 def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
-    """Draw the first metric against an axis, with lines if the labels are numbers.
+    """Draw the first metric against an axis; if the labels are numbers, lines join the values.
 
-    Labels that are words have the colours and markers of their learning curves. Published values are
-    hollow markers. The vertical axis covers the values alone, without 0.
+    Labels that are words have the colours and markers of their learning curves. Published values
+    are hollow markers. The vertical axis need not include 0.
 
     Args:
         found: Findings of a study.
@@ -208,18 +209,18 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
                 bars = np.transpose(ranges)
                 seeds += [len(values) for _, values in done if len(values) > 1]
                 caps = 3 * bool(bars.any())  # a single seed has no bars
-                name = label if numeric else "_"  # the axis names words
+                name = label if numeric else "_"  # labels that are words stand at the axis
                 axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=name)
             published = [(x, group["published"]) for x, _, group in drawn if group["published"] is not None]
             if published:
                 look = {"color": colour, "markerfacecolor": "none", "markersize": 8, "label": PUBLISHED}
                 axes.plot(*zip(*published, strict=True), marker, **look)
-    room = 150 / grid.columns / len(labels)  # letters that fit for two neighbouring labels
+    room = 150 / grid.columns / len(labels)  # letters that two neighbouring labels may have
     crowded = not numeric and any(len(left) + len(right) > room for left, right in pairwise(labels))
     smallest = min((place for place in places.values() if place > 0), default=0)
     for axes in grid.panels:
         if numeric and places[labels[0]] >= 0 and 0 < 10 * smallest <= places[labels[-1]]:
-            axes.set_xscale("symlog", linthresh=smallest)  # unlike log, it can show 0
+            axes.set_xscale("symlog", linthresh=smallest)  # unlike log, symlog can show 0
         elif not numeric:
             axes.set_xlim(-0.5, len(labels) - 0.5)
         turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
@@ -233,14 +234,14 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
 def heat_figure(
     found: Found, down: str, across: str, title: Sequence[str], *, signed: bool = False
 ) -> "Figure":
-    """Draw a heat map of the first metric by two axes, with a panel for each label of further axes.
+    """Draw a heat map of the first metric by two axes; each label of further axes has a panel.
 
     Args:
         found: Findings of a study.
         down: Axis of the rows.
         across: Axis of the columns.
         title: Lines of the title.
-        signed: Whether values are differences, drawn in two colours with a white 0 (default False).
+        signed: Whether values are differences: two colours, with white for 0 (default False).
     """
     rows, columns = found["axes"][down], found["axes"][across]
     panels: dict[str, Any] = {}
@@ -275,10 +276,11 @@ def heat_figure(
 
 
 def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tuple[Series, Series]:
-    """Return x values of shape (points,) and metrics of shape (seeds, points) at rounds of all seeds.
+    """Return x values of shape (points,) and metrics of shape (seeds, points).
 
-    Unfinished runs count only if no run is finished. If a combination has its own metric, such as
-    ``test/accuracy_silobn``, that metric is drawn, on the data of ``metric``.
+    Points are the rounds that all seeds have logged. Unfinished runs are used only if no run is
+    finished. If a combination has its own metric, such as ``test/accuracy_silobn``, that metric
+    replaces ``metric``, on the same data.
     """
     if own_metric := group.get("metric"):
         metric = f"{metric.partition('/')[0]}/{own_metric.partition('/')[2]}"
@@ -301,18 +303,18 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
 
 
 def _in_order(found: Found, axis: str) -> list[str]:
-    """Return the labels of an axis in the order of the learning curves."""
+    """Return the labels of an axis in the order of their learning curves."""
     return [*dict.fromkeys(group["labels"][axis] for group in found["groups"])]
 
 
 def _range_in_words(what: str, seeds: Sequence[int]) -> str:
-    """Return the meaning of a band or a bar, such as ``"band: min to max of 3 seeds"``; ``""`` without one."""
+    """Describe a band or bars, such as ``"band: min to max of 3 seeds"``; ``""`` without seeds."""
     counts = " to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))) if seeds else ""
     return f"{what}: min to max of {counts} seeds" if seeds else ""
 
 
 def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
-    """Return the metric of the curves: of the table's first and related metrics, the most logged."""
+    """Return the metric of the curves: the one with most logs, of the first and related metrics."""
     first = next(iter(found["metrics"]))
     related = [first.partition("/")[2], *QUALITIES, "loss"]
     names = [first, *(f"{split}/{name}" for name in related for split in ("val", "test"))]

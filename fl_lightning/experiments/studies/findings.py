@@ -1,4 +1,4 @@
-"""Findings of a study: the values of its cells by combination and seed, as in ``study.json``."""
+"""Findings of a study: values by combination of labels and by seed, as in ``study.json``."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ _COPIED = (
     "method", "model", "partition", "rounds", "planned_rounds", "samples", "upload_bytes", "download_bytes",
     "train_seconds", "diverged", "diverged_round",
 )  # fmt: skip
-"""Keys of ``result.json`` that the findings of a run repeat."""
+"""Keys of ``result.json`` that are copied to the findings of a run."""
 
 
 def findings(
@@ -29,13 +29,13 @@ def findings(
     accept_stale: bool = False,
     diverged: Collection[Path] = (),
 ) -> Found:
-    """Return the plain values that tables, figures and the report are made of.
+    """Return the plain values from which tables, figures and the report are made.
 
     Args:
         study: The study.
         cells: Cells of its table.
         choices: Labels chosen on validation data.
-        failed: Errors by the keys of the cells.
+        failed: Error of each failed cell, by the cell's key.
         accept_stale: Whether stale results count (default False).
         diverged: Keys of the cells that ended with a non-finite update.
     """
@@ -89,7 +89,10 @@ def _group(
     diverged: Collection[Path],
     local: Collection[str],
 ) -> Group:
-    """Return the findings of a combination from its cells, one for each seed; ``local`` are further metrics."""
+    """Return the findings of a combination from its cells, one for each seed.
+
+    ``local`` are further metrics, for methods whose clients keep state.
+    """
     labels, first = cells[0].labels, cells[0].config["model"]
     names, published = [*study.definition.metrics], study.published(labels)
     own_metric = study.metric(labels)
@@ -124,7 +127,7 @@ def _group(
 
 
 def _rows(state: State) -> list[dict[str, Any]]:
-    """Return the metrics lines of a run; empty without any."""
+    """Return the rows of ``metrics.jsonl`` of a run; empty without an attempt."""
     return read_metrics(state.attempt.metrics) if state.attempt else []
 
 
@@ -139,9 +142,9 @@ def run_found(seed: int, state: State, place: Path, error: str = "", diverged: b
     Args:
         seed: Seed of the run.
         state: State of the cell.
-        place: Folder of the first attempt, used before any attempt exists.
+        place: Folder of the first attempt, given as the directory before any attempt exists.
         error: Error that ended the run in this study.
-        diverged: Whether the error was a non-finite update, in the round after the last logged one.
+        diverged: Whether the error was a non-finite update in the round after the last logged one.
     """
     run: RunFound = {
         "seed": seed,
@@ -155,7 +158,7 @@ def run_found(seed: int, state: State, place: Path, error: str = "", diverged: b
     rows = read_metrics(state.attempt.metrics)
     of_result: Any = {
         name: value for name, value in result.items() if name in _COPIED
-    }  # checked by read_result
+    }  # read_result has checked the types
     done: RunFound = {
         **run,
         **of_result,

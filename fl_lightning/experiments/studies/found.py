@@ -15,7 +15,7 @@ class RunFound(TypedDict):
         phase: Phase such as ``"done"``, ``"failed"`` or ``"missing"``.
         why: Error that ended the run, or differences of a stale result.
         exchanges: Exchanges with the server in all rounds.
-        origin: Other runs that this run continues, in words.
+        origin: The other runs from which this run was continued, in words.
     """
 
     seed: int
@@ -47,14 +47,15 @@ class Group(TypedDict):
 
     Attributes:
         labels: Label of each axis.
-        metric: Metric that a label sets in place of the first; None without one.
-        published: Published value; None without one.
-        published_deviation: Published standard deviation over seeds; None without one.
+        metric: Metric that replaces the study's first for one of the labels, or None.
+        published: Published value, or None.
+        published_deviation: Published standard deviation over seeds, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
         values: Value of each seed by metric.
         runs: Findings of the runs.
-        same_as: Labels of an earlier combination with the same runs and metric; None without one.
-        costs_of: Labels of the combination that trained these runs, if only the metric differs; else None.
+        same_as: Labels of an earlier combination with the same runs and metric, or None.
+        costs_of: Labels of the combination that trained these runs, if only its metric differs, or
+            None.
     """
 
     labels: Labels
@@ -73,30 +74,30 @@ ChoiceFound = TypedDict(
     {
         "axis": str,
         "sets": NotRequired[list[str]],  # settings that the labels set
-        "for": Labels,  # labels that the choice is made for
+        "for": Labels,  # labels for which the choice is made
         "at": NotRequired[Labels],  # labels of other axes during the trials
         "metric": str,
         "seed": NotRequired[int],  # seed of the trials
         "chosen": str | None,  # None before all trials are done
         "values": dict[str, float | None],  # metric by label; None for a trial without a result
-        "extended": NotRequired[list[str]],  # labels that were added to the grid, as its edge was chosen
+        "extended": NotRequired[list[str]],  # values added to the grid, whose edge was chosen
     },
 )
 """Choice of a label on validation data."""
 
 
 class Verdict(TypedDict):
-    """Verdict on a claim; a claim without pairs, or with one pair each, has no p-value.
+    """Verdict on a claim; p-values need at least two pairs of runs.
 
     Attributes:
         claim: Text of the claim.
         verdict: ``holds``, ``does not hold``, ``undecided``, ``one pair agrees`` or ``one pair contradicts``.
         words: Reason in words.
         p: Two-sided p-value.
-        adjusted: P-value after Holm's correction in its family.
-        family: Number of claims in its family.
-        headline: Whether the family is that of the headline claims.
-        decides: Smallest difference, or margin, that the seeds of an undecided claim could decide.
+        adjusted: P-value after Holm's correction in the claim's family.
+        family: Number of claims in the family.
+        headline: Whether the family consists of the headline claims.
+        decides: If undecided: the smallest difference, or margin, that these seeds can decide.
     """
 
     claim: str
@@ -119,15 +120,15 @@ class Found(TypedDict):
         scale: Name of the scale, such as ``quick``.
         axes: Labels of each axis.
         choose: Axes whose label is chosen on validation data.
-        spread: Axis whose labels are columns; None without one.
-        difference: Difference shown as a heat map; None for no map.
+        spread: Axis whose labels are columns, or None.
+        difference: Difference shown as a heat map, or None.
         metrics: Columns of the table by metric.
-        best: ``"max"`` or ``"min"`` of the metrics of the runs' tasks by name.
+        best: ``"max"`` or ``"min"`` for each metric of the runs' tasks.
         groups: Combinations with their runs.
         choices: Choices on validation data.
         known: Labels of each axis at all scales.
         claims: Verdicts on the claims.
-        report: Which evaluation of a run is its value; missing in an older file: the last.
+        report: Evaluations of a run that give its value; if missing in an old file, the last.
         options: Options of the command line that change results.
         command: Command line of the study.
     """

@@ -1,6 +1,6 @@
-r"""Tables as LaTeX that compiles with pdflatex and without packages.
+r"""Tables as LaTeX for pdflatex, without required packages.
 
-``booktabs`` draws the rules if the document loads it, else ``\hline`` does.
+Rules are drawn by ``booktabs`` if the document loads it, else by ``\hline``.
 """
 
 import re
@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Collection, Sequence
 
 RULES = "\n".join(rf"\providecommand{{\{rule}}}{{\hline}}" for rule in ("toprule", "midrule", "bottomrule"))
-"""First lines of a file with tables: the rules of ``booktabs`` for documents that do not load it."""
+"""First lines of a file with tables: they define ``booktabs``' rules if it is not loaded."""
 
 _ESCAPED = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
@@ -17,7 +17,7 @@ _ESCAPED = {
     "≈": r"$\approx$", "∞": r"$\infty$", "→": r"$\to$", "·": r"$\cdot$", "…": r"\ldots{}", "°": r"$^\circ$",
     "\N{EN DASH}": r"\textendash{}", "\N{EM DASH}": r"\textemdash{}", "\N{LEFT SINGLE QUOTATION MARK}": "`", "\N{RIGHT SINGLE QUOTATION MARK}": "'", "“": "``", "”": "''", "≠": r"$\neq$",
 }  # fmt: skip
-"""Characters that mean something else to LaTeX, or that pdflatex lacks; ``[`` and ``*`` may follow a line's end."""
+"""Characters that LaTeX would interpret (``[`` and ``*`` at a row's start) or pdflatex lacks."""
 
 _GREEK = [
     "alpha",
@@ -47,19 +47,19 @@ _GREEK = [
 _CAPITALS = ["gamma", "delta", "theta", "lambda", "xi", "pi", "sigma", "upsilon", "phi", "psi", "omega"]
 
 _LONG = 15
-"""Largest number of letters of a head in one line."""
+"""Largest number of letters of a column's name in one line."""
 
 _NUMBER = re.compile(r"([-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?)(?![\w.])(.*)")
 
 
 def escaped(text: str) -> str:
-    r"""Return a text as LaTeX that prints it.
+    r"""Return LaTeX that prints a text.
 
     >>> print(escaped("T* = 50 % of a_b"))
     T{*} = 50 \% of a\_b
     """
     words = "".join(_letter(letter) for letter in " ".join(text.split()))
-    return re.sub("-(?=-)", "-{}", words)  # two hyphens would become a dash
+    return re.sub("-(?=-)", "-{}", words)  # LaTeX makes a dash of two hyphens
 
 
 def _letter(letter: str) -> str:
@@ -85,7 +85,7 @@ def latex_table(
     caption: str,
     label: str,
 ) -> str:
-    r"""Return a ``table`` environment, to be read by ``\input`` after ``RULES``.
+    r"""Return a ``table`` environment for ``\input``, after ``RULES``.
 
     The numbers of a column are aligned at their ``$\pm$``. A cell that starts and ends with ``**`` is
     bold.
@@ -93,7 +93,7 @@ def latex_table(
     Args:
         header: Names of the columns.
         body: Cells of each row; ``mean ± deviation`` in columns of numbers.
-        texts: Places of the columns of text; all others are columns of numbers.
+        texts: Indices of the columns of text; all others are columns of numbers.
         caption: Caption.
         label: Label for ``\ref``.
     """
@@ -136,7 +136,7 @@ def latex_table(
 
 
 def _head(name: str, side: str) -> str:
-    """Return a name; a long name in two lines, of text that is flush to a side."""
+    """Return a column's name as LaTeX; a long name has two lines, aligned at ``side``."""
     if len(name) <= _LONG or " " not in name:
         return escaped(name)
     half = min((x.start() for x in re.finditer(" ", name)), key=lambda place: abs(2 * place - len(name)))
@@ -144,7 +144,7 @@ def _head(name: str, side: str) -> str:
 
 
 def _number(cell: str) -> tuple[str, str | None]:
-    """Return the number of a cell and what follows it; None for a cell that is no number."""
+    """Return a cell's number and the text after it; without a number, the cell and None."""
     bold = re.match(r"\*\*(.+?)\*\*", cell)
     words = bold[1] + cell[bold.end() :] if bold else cell
     number = _NUMBER.fullmatch(words)
@@ -158,5 +158,5 @@ def _number(cell: str) -> tuple[str, str | None]:
 
 
 def _after(words: str) -> str:
-    """Return words that follow a number; LaTeX ignores a space at the start of a cell."""
+    """Return text after a number; a leading space is protected, as LaTeX would drop it."""
     return "~" * words.startswith(" ") + escaped(words)

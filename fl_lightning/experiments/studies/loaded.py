@@ -1,4 +1,4 @@
-"""Studies, read from their folders."""
+"""Studies that are read from their folders."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def load_study(path: str | os.PathLike[str]) -> LoadedStudy:
         path: Folder of the study.
 
     Raises:
-        ConfigurationError: The folder is not that of a study.
+        ConfigurationError: The folder holds no study.
     """
     folder = user_path("load_study", path)
     if not (folder / "study.json").is_file():
@@ -79,10 +79,10 @@ def load_study(path: str | os.PathLike[str]) -> LoadedStudy:
 
 
 def read_found(folder: Path) -> Found:
-    """Read the findings of a study, with the present paths of its run directories.
+    """Read the findings of a study; update the paths of run directories if folders have moved.
 
     Args:
-        folder: Folder of the study, in ``studies`` beside the folder of all cells.
+        folder: Folder of the study; its parent ``studies`` is beside the folder of all cells.
 
     Raises:
         ConfigurationError: ``study.json`` cannot be read.

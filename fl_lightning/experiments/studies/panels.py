@@ -1,4 +1,4 @@
-"""Panels of a study's figures, with curves by the labels of one axis and panels by all others."""
+"""Panels of a study's figures: one axis gives the curves, all further axes give the panels."""
 
 from collections.abc import Iterator, Sequence
 from math import isfinite
@@ -19,12 +19,12 @@ BAND = 0.18
 
 
 class Grid:
-    """A figure with a curve for each label of one axis and a panel for each label of the rest.
+    """A figure with a curve for each label of one axis, and a panel for each label of further axes.
 
     Args:
         found: Findings of a study.
         title: Lines of the title.
-        along: Horizontal axis, if it is an axis of the study (default None).
+        along: Axis of the study that is the horizontal axis, or None (default).
 
     Attributes:
         panels: Axes of each panel.
@@ -58,13 +58,13 @@ class Grid:
                 yield axes, look_of(self._labels.index(label)), literal(label), groups
 
     def finished(self, across: str, up: str, band: str = "", bars: str = "") -> "Figure":
-        """Return the figure after adding axis labels and legend.
+        """Add axis labels and a legend; return the figure.
 
         Args:
             across: Label of the horizontal axis.
             up: Label of the vertical axis.
-            band: Meaning of a band (default: there is none).
-            bars: Meaning of the bars (default: there are none).
+            band: Legend's text for a band (default: no band).
+            bars: Legend's text for bars (default: no bars).
         """
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
@@ -84,7 +84,7 @@ class Grid:
         if len(handles) > 1 or bars or PUBLISHED in handles:
             handles = dict(
                 sorted(handles.items(), key=lambda handle: handle[0] == PUBLISHED)
-            )  # PUBLISHED last
+            )  # published values last
             columns = max(1, min(4, 105 // (max(map(len, handles)) + 8)))
             self._figure.legend(
                 handles.values(), handles, loc="outside lower left", ncols=columns, frameon=False
@@ -93,17 +93,19 @@ class Grid:
 
 
 def look_of(number: int) -> tuple[str, str, str]:
-    """Return colour, line and marker of a label by its number on its axis; no two of 64 are equal."""
+    """Return colour, line and marker of the label with this index on its axis, distinct for 64."""
     _, line, marker = LOOKS[(number + number // len(LOOKS)) % len(LOOKS)]
     return LOOKS[number % len(LOOKS)][0], line, marker
 
 
 def compared(found: Found, along: str | None = None) -> list[str]:
-    """Return the axis whose labels are compared: the first with words as labels, else the first that varies.
+    """Return the axis whose labels are compared, as a list; empty if no axis varies.
+
+    It is the first varying axis with words as labels, else the first varying axis.
 
     Args:
         found: Findings of a study.
-        along: Axis that is not compared (default None).
+        along: Axis to ignore, or None (default).
     """
     names = [axis for axis in varied(found) if axis != along]
     return ([axis for axis in names if not all(map(is_number, found["axes"][axis]))] or names)[:1]
@@ -115,7 +117,7 @@ def short(axis: str) -> str:
 
 
 def varied(found: Found) -> list[str]:
-    """Return the axes with two labels or more, except those chosen on validation data."""
+    """Return the axes with two or more labels, except axes chosen on validation data."""
     return [
         axis
         for axis in found["axes"]
@@ -124,7 +126,7 @@ def varied(found: Found) -> list[str]:
 
 
 def label_of(group: Group, axes: Sequence[str]) -> str:
-    """Return the labels of some axes in words, numbers with the name of their axis.
+    """Return the labels of some axes in words; a number follows the name of its axis.
 
     >>> label_of({"labels": {"method": "GN", "model.E": "5"}}, ["method", "model.E"])
     'GN, E = 5'

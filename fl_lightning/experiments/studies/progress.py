@@ -1,4 +1,4 @@
-"""Progress of a running study on the terminal, read from the run directories of any engine."""
+"""Progress of a running study on the terminal, read from run directories for any engine."""
 
 import statistics
 import sys
@@ -16,7 +16,7 @@ from fl_lightning.round.tasks import QUALITIES
 
 
 class StudyProgress:
-    """A context manager that prints ended cells and, on a terminal, a table of running cells.
+    """A context manager that prints cells as they end and, on a terminal, a table of running cells.
 
     Args:
         jobs: Number of cells that run at a time.
@@ -84,7 +84,7 @@ class StudyProgress:
 def time_left(
     cells: Sequence[tuple[Cell, State]], jobs: int, cell_seconds: float | None = None
 ) -> float | None:
-    """Return the estimated seconds until all cells are done, by the mean of finished cells, or None.
+    """Estimate the seconds until all cells are done by the mean of finished cells; None if unknown.
 
     The time of a cell includes its start and evaluations, unless the cell was resumed.
 

@@ -1,4 +1,4 @@
-"""Reader of a study's file, which names all mistakes at once."""
+"""Reader of a study's file; its error lists all mistakes at once."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,10 +26,10 @@ from fl_lightning.experiments.studies.definition import (
 )
 
 _NO_SUCH_KEY = "unexpected_keyword_argument"
-"""Type of pydantic's error for an unknown key."""
+"""Pydantic's type of error for an unknown key."""
 
 _LARGEST = 10**7
-"""Largest number of characters of a study with its aliases expanded."""
+"""Largest number of characters of a study after YAML aliases are expanded."""
 
 _NO_KEYS = ("[key]", "(values)", "(labels)")
 """Parts of pydantic's error locations that are no keys of the file."""
@@ -46,7 +46,7 @@ _WORDS = {
     "too_short": "must not be empty",
     "too_long": "must have at most three entries",
 }
-"""Messages for the types of pydantic's errors whose own messages use Python's words."""
+"""Messages that replace pydantic's own where these use Python's terms, by type of error."""
 
 
 def read_study(path: Path, scale: str) -> Study:
@@ -57,7 +57,7 @@ def read_study(path: Path, scale: str) -> Study:
         scale: Scale to run.
 
     Raises:
-        ConfigurationError: The file cannot be read, lacks the scale, or is wrong at any scale.
+        ConfigurationError: The file cannot be read, lacks the scale, or has mistakes at any scale.
     """
     content, mistakes = _content(path)
     definition, wrong = _checked(content)
@@ -86,7 +86,7 @@ def _printable(text: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of YAML that turns keys into strings and collects duplicate keys.
+    """YAML loader that turns keys into strings and collects messages about duplicate keys.
 
     Attributes:
         mistakes: Messages about duplicate keys.
@@ -97,7 +97,7 @@ class _Loader(yaml.SafeLoader):
         self.mistakes: list[str] = []
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Read a mapping; only here are duplicate keys still visible."""
+        """Read a mapping; duplicate keys are visible only before it becomes a dict."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -120,7 +120,7 @@ def _content(path: Path) -> tuple[Any, list[str]]:
         size = 0
         for part in json.JSONEncoder(default=_refused).iterencode(content):
             size += len(part)
-            if size > _LARGEST:  # a few lines of nested aliases can expand beyond the memory
+            if size > _LARGEST:  # a few lines of nested aliases could fill the memory
                 raise ValueError
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8")
@@ -141,7 +141,7 @@ def _refused(value: Any) -> None:
 
 
 def _checked(content: Any) -> tuple[Definition | None, list[str]]:
-    """Return the definition by the known keys, None for wrong values, and messages about mistakes."""
+    """Return the definition without unknown keys, or None if values are wrong, and messages."""
     adapter, mistakes = TypeAdapter(Definition), list[str]()
     content = deepcopy(content)
     while True:
@@ -157,11 +157,11 @@ def _checked(content: Any) -> tuple[Definition | None, list[str]]:
             owner = content
             for part in place:
                 owner = owner[part]
-            owner.pop(key, None)  # None: an alias may be gone already
+            owner.pop(key, None)  # may be gone already: an alias shares its mapping
 
 
 def _in_words(error: Any) -> str:
-    """Return an error of pydantic in words, with its place."""
+    """Return the message for an error of pydantic, with the path of the key."""
     *place, last = [part for part in error["loc"] if part not in _NO_KEYS] or [""]
     within = "".join(f"{part}: " for part in [".".join(map(str, place))] if part)
     if error["type"] == "missing":
@@ -179,12 +179,12 @@ def _in_words(error: Any) -> str:
 
 
 def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, list[str]]:
-    """Return the study at a scale and messages about labels of the scale that the study lacks."""
+    """Return the study at a scale, and messages about unknown labels of that scale."""
     scale, mistakes = definition.scales[name], list[str]()
     axes: dict[str, dict[str, Dotted]] = {}
     for axis in dict.fromkeys([*definition.axes, *scale.axes]):
         every, chosen = definition.axes.get(axis), scale.axes.get(axis)
-        if every is None or (isinstance(chosen, list) and isinstance(every, list)):  # other values
+        if every is None or (isinstance(chosen, list) and isinstance(every, list)):  # the scale's values
             axes[axis] = labels_of(axis, chosen or [])
             continue
         known = labels_of(axis, every)
@@ -202,7 +202,7 @@ def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, lis
 
 
 def _contradictions(study: Study) -> Iterator[str]:
-    """Yield messages about unknown axes and labels, and about contradictions."""
+    """Yield messages about unknown axes, unknown labels, and contradictions between settings."""
     definition, known = study.definition, study.known_labels()
     named: list[tuple[str, Mapping[str, object]]] = [("without", entry) for entry in definition.without]
     named += [("published", rows_of(entry)) for entry in definition.published]

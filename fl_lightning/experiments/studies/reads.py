@@ -1,4 +1,4 @@
-"""Early check that the runs of a study log the metrics that it reads."""
+"""Early check that the runs of a study log the metrics that the study reads."""
 
 import json
 import re
@@ -17,7 +17,7 @@ _SHIPPED = ("fl_lightning.", "lightning.")
 """Packages whose callbacks log the same metrics during training as at the end."""
 
 _HEAD = 1 << 18
-"""Bytes to read of a ``metrics.jsonl``, enough for hundreds of rounds before an evaluation."""
+"""Bytes read from the start of a ``metrics.jsonl``, enough for hundreds of rounds."""
 
 
 class Reads:
@@ -31,7 +31,7 @@ class Reads:
         study: The study.
 
     Attributes:
-        study: The study, with all values of extended grids.
+        study: The study, including values that were added to grids.
     """
 
     def __init__(self, study: Study) -> None:
@@ -48,21 +48,21 @@ class Reads:
         ]
 
     def soon(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return the cells, one of each kind first; must be called with all cells before ``check``."""
+        """Return the cells, one of each kind first; call it with all cells before ``check``."""
         for cell in cells:
             self._of_run.setdefault(cell.key, {})[cell] = None
         first = {*{self._kind(cell.labels): cell for cell in reversed(cells)}.values()}
         return sorted(cells, key=lambda cell: cell not in first)
 
     def check(self, cells: Sequence[tuple[Cell, State]]) -> None:
-        """Check the metrics that cells have logged so far.
+        """Check that cells log the metrics that the study reads, as far as their logs show it.
 
         Args:
             cells: Cells with their states.
 
         Raises:
-            ConfigurationError: A trial lacks the metric of its choice, a cell the metric of its
-                label, or all cells the metric of a column.
+            ConfigurationError: A trial lacks the metric of its choice, a cell lacks the metric that
+                its label sets, or all cells lack the metric of a column.
         """
         for cell, state in cells:
             names = set() if cell in self._checked else logged(cell, state)
@@ -81,14 +81,14 @@ class Reads:
                 _expect("metrics: no run has", name, {*chain(*self._logged.values())})
 
     def _kind(self, labels: Labels) -> tuple[str, ...]:
-        """Return the settings that may decide which metrics a combination logs: all but numbers."""
+        """Return the settings that may decide which metrics are logged: all except numbers."""
         arguments = self.study.arguments(labels, 0)
         return tuple(argument for argument in arguments if not re.fullmatch(r"[^=]+=[-+.\de]+", argument))
 
 
 def logged(cell: Cell, state: State) -> set[str]:
-    """Return the metrics that a cell's result has or will have; empty while they are unknown."""
-    if state.phase not in ("done", "running"):  # a stale run may have logged other metrics
+    """Return the metrics that a cell's result has or will have; empty if not known yet."""
+    if state.phase not in ("done", "running"):  # a stale run may log other metrics
         return set()
     if state.result is not None:
         return {*metric_values(state.result)}
@@ -105,7 +105,7 @@ def logged(cell: Cell, state: State) -> set[str]:
 
 
 def _first_rows(path: Path) -> list[dict[str, float]]:
-    """Return the complete rows among the first bytes of a ``metrics.jsonl``, which may grow long."""
+    """Return the complete rows within the first ``_HEAD`` bytes of a ``metrics.jsonl``."""
     try:
         with path.open("rb") as file:
             return [json.loads(line) for line in file.read(_HEAD).split(b"\n")[:-1]]

@@ -45,7 +45,7 @@ SCALES = {
     "reduced": "Smaller than the paper, see the settings below; orderings of methods can be compared, numbers cannot.",
     "full": "The paper's setting except for what the title says, or the largest setting of a study of our own.",
 }
-"""Meaning of each scale, by the part of its name before ``_`` (``full_lenet`` is ``full``)."""
+"""Meaning of a scale, by the part of its name before ``_`` (``full`` for ``full_lenet``)."""
 
 _SETTINGS = {
     "data": "data",
@@ -63,7 +63,7 @@ _SETTINGS = {
     "aggregator": "model.aggregator",
     "clients weighted by": "model.weighting",
 }
-"""Settings that the page shows first, by their names on the page."""
+"""Settings at the top of a section, by the names that the page gives them."""
 
 _LINKS = ("config.yaml", "result.json", "metrics.jsonl", "learning_curve.png", "error.txt")
 
@@ -74,22 +74,22 @@ def write_report(
     columns: Sequence[str] = (),
     titles: bool | None = None,
 ) -> list[Path]:
-    """Write the page, and on request tables and pictures anew.
+    """Write the page; if ``columns`` or ``titles`` are given, rewrite tables or pictures.
 
     Args:
         directories: Folders of studies, with a section each, and run directories, in one section.
         output: HTML file; links to run directories are relative to its folder. Default:
-            ``report.html`` in the study's folder if one study is given, else in the working directory.
-        columns: Columns after the labels of the tables, which are written anew (default: tables stay).
+            ``report.html`` in the folder of a single study, else in the working directory.
+        columns: Columns after the labels of the rewritten tables (default: keep the tables).
             Tables of runs are written beside the page.
-        titles: Whether the pictures, which are written anew, have a title (default: pictures stay).
+        titles: Whether the rewritten pictures have a title (default None: keep the pictures).
 
     Returns:
         The written files, the page first.
 
     Raises:
-        ConfigurationError: A directory is neither of these, a file in it cannot be read, a column is
-            unknown, or the page would replace a page about another study.
+        ConfigurationError: A directory is neither a study's nor a run's, a file in it cannot be
+            read, a column is unknown, or the page would replace a page about another study.
     """
     studies = {path: read_found(path) for path in directories if (path / "study.json").is_file()}
     runs = [path for path in directories if path not in studies]
@@ -119,7 +119,7 @@ def write_report(
 
 
 def _check_place(page: Path, studies: Sequence[Path]) -> None:
-    """Raise an error if a page about other studies is there, or if the folder is that of another study."""
+    """Raise an error if the page's file or folder belongs to another study."""
     known = {path.resolve() for path in studies}
     others = {page.parent.resolve()} if (page.parent / "study.json").is_file() else set()
     with suppress(OSError, ValueError):
@@ -132,7 +132,7 @@ def _check_place(page: Path, studies: Sequence[Path]) -> None:
 
 
 def _part(found: Found, home: Path) -> dict[str, Any]:
-    """Return the values of the template for a section of the page."""
+    """Return the values that the template needs for a section of the page."""
     axes = [*found["axes"]]
     runs = [run for group in found["groups"] for run in group["runs"]]
     configs = [next(filter(None, map(_config, group["runs"])), None) for group in found["groups"]]
@@ -166,7 +166,7 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
 
 
 def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
-    """Yield figures as HTML with captions; for a single run, also the pictures in its directory."""
+    """Yield figures as HTML, with captions; for a single run, add the pictures in its directory."""
     runs = [run for group in found["groups"] for run in group["runs"]]
     place = Path(runs[0]["directory"])
     drawable = pictures(found)
@@ -177,7 +177,7 @@ def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
     for picture in drawable:
         try:
             yield _inline(rendered(picture.draw([]), "svg").decode()), picture.caption
-        except Exception as error:  # noqa: BLE001  # of matplotlib: the rest of the page matters more
+        except Exception as error:  # noqa: BLE001  # a failed figure must not end the report
             yield Markup("<p>{}</p>").format(f"not drawn: {type(error).__name__}: {error}"), picture.caption
     for path in sorted(place.glob("*.png")) if len(runs) == 1 else []:
         if path.name != "learning_curve.png":
@@ -187,7 +187,7 @@ def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
 
 
 def _inline(svg: str) -> Markup:
-    """Return an SVG file as an element of a page, without head, fonts and group ids."""
+    """Return an SVG file as an element of a page, without XML header, fonts and group ids."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r'<g id="[^"]*"', "<g", body)
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
@@ -201,7 +201,7 @@ def _config(run: RunFound) -> Config | None:
 
 
 def _flat(config: Config) -> Config:
-    """Return the settings that decide results, and the number of rounds."""
+    """Return the settings that decide results, and the number of rounds, by dotted name."""
     return {**deciding_settings(config), "trainer.max_epochs": config["trainer"]["max_epochs"]}
 
 
@@ -214,7 +214,7 @@ def _differences(first: Config, config: Config) -> list[tuple[str, Any, Any]]:
 
 
 def _in_words(configs: Sequence[Config]) -> dict[str, str]:
-    """Return the different values of the settings that the page shows first."""
+    """Return the distinct values of the settings at the top of a section."""
     flat = [_flat(config) for config in configs]
     values = {
         words: dict.fromkeys(str(x) for settings in flat if (x := settings.get(name)) is not None)
@@ -224,7 +224,7 @@ def _in_words(configs: Sequence[Config]) -> dict[str, str]:
 
 
 def _run(run: RunFound, label: str, home: Path) -> dict[str, object]:
-    """Return the values of a run's row: findings, label and links."""
+    """Return the template's values for a run: findings, label and links."""
     place = Path(run["directory"])
     shown = {path.name: _link(path, home) for name in _LINKS if (path := place / name).is_file()}
     identity = place / "wandb_id"
@@ -245,7 +245,7 @@ def _link(path: Path, home: Path) -> str:
 
 
 def _provenance(found: Found) -> Mapping[str, Mapping[str, int]]:
-    """Count the runs by each source, version and executor."""
+    """Count the runs with each source hash, version, executor and so on."""
     counts: dict[str, Counter[str]] = {}
     for run in (run for group in found["groups"] for run in group["runs"] if "environment" in run):
         computed = run.get("computed_by", {})  # missing in an older study.json

@@ -1,4 +1,4 @@
-"""Report rule of a study: which of a run's evaluations is its value."""
+"""Report rule of a study: which of a run's evaluations give the run's value."""
 
 import re
 import statistics
@@ -9,11 +9,11 @@ from fl_lightning.experiments.run_directory.finished import Result, metric_value
 from fl_lightning.round.directions import best_is
 
 LAST, BEST, MEAN = "last", "best", r"mean of the last ([1-9]\d*)"
-"""The rules, ``MEAN`` as a regular expression of the number of evaluations."""
+"""Report rules; ``MEAN`` is a regular expression that captures the number of evaluations."""
 
 
 def rule_in_words(rule: str) -> str:
-    """Return a rule as a table names it.
+    """Return the words for a rule in a table.
 
     >>> rule_in_words("mean of the last 5")
     'mean of the last 5 evaluations'
@@ -38,7 +38,7 @@ def reported(rule: str, name: str, result: Result, rows: Sequence[Mapping[str, f
     if rule == LAST:
         return last
     by_round = {row["round"]: row[name] for row in rows if name in row and row["round"] > 0}
-    values = [*{**by_round, result["rounds"]: last}.values()]  # the last one is the result's
+    values = [*{**by_round, result["rounds"]: last}.values()]  # the result has the last evaluation
     mean = re.fullmatch(MEAN, rule)
     wanted = int(mean[1]) if mean else 2
     if len(values) < wanted:

@@ -1,4 +1,4 @@
-"""Findings of run directories as of a study: the seeds of one configuration form a combination."""
+"""Findings of run directories in a study's format: runs that differ only in seed are grouped."""
 
 import json
 import re
@@ -25,13 +25,13 @@ Runs = dict[int, Attempt]
 
 
 class Key(NamedTuple):
-    """Key of runs that differ only in their seed.
+    """Key of runs that differ only in seed.
 
     Attributes:
         name: Name of the runs.
-        hashed: Hash of their configuration.
-        rounds: Planned rounds; None if no file has them.
-        place: Folder of the runs; empty unless another folder has equal runs.
+        hashed: Hash of the runs' configuration.
+        rounds: Planned rounds; None if no file states them.
+        place: Folder of the runs if another folder has equal runs, else empty.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Key(NamedTuple):
 def found_in(directories: Sequence[Path]) -> Found:
     """Return the findings of run directories.
 
-    Of several attempts at one configuration and seed, the newest finished one counts, else the
-    newest. Runs of one configuration and seed in different folders are different runs.
+    Of several attempts at a run, the newest finished attempt is used, else the newest. Runs of
+    equal configuration and seed in different folders are different runs.
 
     Args:
         directories: Run directories.
@@ -124,7 +124,7 @@ def state_of(attempt: Attempt) -> State:
 
 
 def _origin(state: State, attempt: Attempt) -> list[str]:
-    """Return the other runs that a run continues, in words."""
+    """Return in words the other runs from which a run was continued."""
     if state.result is not None:
         return origin_in_words(state.result.get("continued_from", []))
     with suppress(OSError, ValueError, AttributeError, TypeError):
@@ -133,7 +133,7 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
 
 
 def resolved(attempt: Attempt) -> Config:
-    """Return the configuration of a run; for scripts, the planned rounds come from other files.
+    """Return a run's configuration; if it lacks the planned rounds (scripts), from other files.
 
     Raises:
         ConfigurationError: The configuration cannot be read.
@@ -165,7 +165,7 @@ def _learning_rate(config: Config) -> float | None:
 
 
 def _hash_of(attempt: Attempt, config: Config) -> str:
-    """Return the hash of a configuration without seed and initial weights, which may vary by seed."""
+    """Return the hash of a configuration, ignoring the seed and its initial weights."""
     model = config["model"].get("init_args", config["model"])
     weights = "weights_digest" in model["model"]
     named = re.fullmatch(r"([0-9a-f]{8})-s\d+(\.\d+)?", attempt.path.name)
@@ -178,7 +178,10 @@ def _hash_of(attempt: Attempt, config: Config) -> str:
 
 
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
-    """Group runs of one configuration: together if all seeds differ, else by folder, else singly."""
+    """Group runs of a configuration so that seeds differ within a group.
+
+    All runs are one group if possible, else the runs of each folder, else each single run.
+    """
     newest: dict[Path, tuple[int, Attempt]] = {}
     for seed, attempt in attempts:
         run = _first_attempt(attempt.path.resolve())
@@ -207,7 +210,7 @@ def _number(attempt: Attempt) -> tuple[bool, int]:
 
 
 def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[str]:
-    """Return the shortest distinct names: run names, methods, or these with hash, rounds and place."""
+    """Return the shortest distinct names from run name, method, hash, rounds and folder."""
     results = [[state.result for state in by_seed.values() if state.result] for by_seed in states]
     methods = [str(finished[0]["method"]) if finished else "" for finished in results]
     run_names = [key.name for key in keys]
@@ -225,7 +228,7 @@ def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[s
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return test metrics, else validation metrics, in words: the most frequent first, losses last."""
+    """Return test metrics, else validation metrics, in words; frequent ones first, losses last."""
     counts = Counter(name for result in results for name in result)
     for split, words in {"test/": "test ", "val/": "validation "}.items():
         names = [name for name in counts if name.startswith(split)]

@@ -1,4 +1,4 @@
-"""Runner of the cells of a study, in the order that they need each other."""
+"""Runner of a study's cells; a cell runs after its parent."""
 
 import json
 import sys
@@ -20,18 +20,18 @@ from fl_lightning.experiments.studies.sharing import share_first_stages
 from fl_lightning.files import write_text
 
 _PAUSE = 0.5  # seconds between two checks
-_PATIENCE = 60.0  # seconds until a shared file system shows another machine's files
+_PATIENCE = 60.0  # seconds to wait until a shared file system shows files of another machine
 
 
 @dataclass
 class _Life:
-    """Progress of a cell without a result in this process.
+    """Progress of a cell that this process has to run.
 
     Attributes:
-        phase: ``"waiting"``, ``"submitted"``, or ``"ended"`` until the result is visible.
+        phase: ``"waiting"``, ``"submitted"``, or ``"ended"`` while the result is not yet visible.
         before: Attempt of the cell when it was submitted.
-        status: Exit status of its job.
-        ended: Time when its job ended, in seconds of the monotonic clock.
+        status: Exit status of the cell's job.
+        ended: Time at which the job ended, in seconds of the monotonic clock.
     """
 
     phase: Literal["waiting", "submitted", "ended"] = "waiting"
@@ -50,7 +50,8 @@ class Runner:
         engine: Engine that runs the cells.
         jobs: Number of cells that run at a time, cells of other processes included.
         accept_stale: Whether stale results count as done (default False).
-        show: Function of all cells and their states, called repeatedly; its errors end the runner.
+        show: Function that is called repeatedly with all cells and their states; its errors end the
+            runner.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Runner:
         self._done: dict[Cell, State] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run all cells without a result, then rerun cells whose data differ from newer cells' data.
+        """Run all cells without a result, then rerun cells whose data have changed.
 
-        Of each family one cell is rerun first, to find the present data. Afterwards ``failed`` holds
-        the errors of failed cells by key, and ``diverged`` the keys of diverged cells.
+        One cell of each family is rerun first, to find the present data. Afterwards ``failed``
+        holds the errors of failed cells by key, and ``diverged`` the keys of diverged cells.
         """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
@@ -84,7 +85,10 @@ class Runner:
             self._run(unique)
 
     def _on_other_data(self, unique: Sequence[Cell], tried: Collection[Cell]) -> list[Cell]:
-        """Return one outdated cell of each family, preferably without a parent, then its whole family."""
+        """Return the cells to rerun, since their data have changed.
+
+        They are one cell of each family, preferably without a parent, then the whole family.
+        """
         outdated = expect_newest_data([self._state(cell) for cell in unique], unique)
         stale = [cell for cell in outdated if cell not in tried and cell.key not in self.failed]
         stale = [] if self.accept_stale else stale
@@ -117,13 +121,13 @@ class Runner:
         life = left[cell]
         another = states[cell].attempt != life.before
         if states[cell].phase == "stale" and another and not life.status:
-            cell.data = None  # a new result has the present data
+            cell.data = None  # the new result has the present data
             states[cell] = self._state(cell)
         there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
         if not (life.status or there or time.monotonic() - life.ended > _PATIENCE):
             return
         del left[cell]
-        if states[cell].phase == "running":  # by another study
+        if states[cell].phase == "running":  # another study trains it
             left[cell] = _Life()
         elif life.status or states[cell].phase != "done":
             self.failed[cell.key] = self._error(cell, life.status, states[cell])
@@ -131,7 +135,7 @@ class Runner:
                 self.diverged.add(cell.key)
 
     def _submit(self, left: dict[Cell, "_Life"], states: Mapping[Cell, State]) -> None:
-        """Submit up to ``jobs`` cells whose parent has ended and that no other process trains."""
+        """Submit up to ``jobs`` cells that no other process trains, after their parents have ended."""
         waiting = [cell for cell, life in left.items() if life.phase == "waiting"]
         for cell in [cell for cell in waiting if states[cell].phase == "done"]:
             waiting.remove(cell)
@@ -146,14 +150,14 @@ class Runner:
         self.engine.submit(jobs)
 
     def _state(self, cell: Cell) -> State:
-        """Return the state of a cell; ``done`` is cached."""
+        """Return the state of a cell, cached if the phase is ``done``."""
         state = self._done.get(cell) or cell.state(self.accept_stale)
         if state.phase == "done":
             self._done[cell] = state
         return state
 
     def log(self, cell: Cell) -> Path:
-        """Return the file of a cell's output."""
+        """Return the file to which a cell's output is written."""
         return self.folder / "logs" / f"{cell.job}.log"
 
     def _job(self, cell: Cell) -> Job:
@@ -163,7 +167,7 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        # study_cell, not fit: a killed command is rerun and must then find its newest checkpoint
+        # study_cell, not fit: a killed command is rerun, and must find its newest checkpoint
         command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
         branch = cell.branch(self.accept_stale)
         command += [f"--branch={branch.resolve()}"] if branch is not None else []

@@ -1,4 +1,4 @@
-"""Sharing of first stages: cells that are equal until T* train these rounds once."""
+"""Sharing of first stages: cells that are equal until T* train the rounds until T* once."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,8 @@ from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 def share_first_stages(cells: Iterable[Cell]) -> None:
     """Let each cell continue at its T* from the otherwise equal cell with the latest T*.
 
-    A cell without T* is the latest. Cells with a budget are left out, as their rounds are unknown.
+    A cell without T* counts as the latest. Cells with a budget are ignored, as their number of
+    rounds is unknown.
     """
     families: dict[str, list[tuple[float, Cell]]] = {}
     for cell in cells:

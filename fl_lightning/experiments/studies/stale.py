@@ -1,12 +1,12 @@
-"""Stale results, computed by other source or other versions of packages."""
+"""Detection of stale results, computed by other source code or other versions of packages."""
 
 from collections.abc import Mapping
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
-    """Name the source and versions of a run that differ from ``now``; empty if all are equal.
+    """Name the sources and versions of a run that differ from ``now``; empty if all are equal.
 
-    Source of methods that the run did not have, as in a shared first stage, is ignored.
+    Sources that the run did not use are ignored, as of methods after a shared first stage.
     """
     if not computed_by:
         return "it does not say what computed it"

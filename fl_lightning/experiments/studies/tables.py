@@ -32,13 +32,13 @@ from fl_lightning.files import write_text
 from fl_lightning.round.directions import best_is
 
 Rows = tuple[list[str], list[list[str]]]
-"""Names of columns, and the rows."""
+"""Names of the columns, and the cells of each row."""
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
     """Return mean ± standard deviation (n - 1), such as ``"0.528 ± 0.006"``; empty without a value.
 
-    Non-finite values are left out and counted in words.
+    Non-finite values are excluded; their number is added in words.
     """
     finite = [*filter(isfinite, values)]
     parts = [f"{statistics.mean(finite):.3f}"] if finite else []
@@ -55,10 +55,10 @@ def of_seeds(count: int, seeds: int) -> str:
 
 
 def best_groups(found: Found, metric: str) -> list[Group]:
-    """Return the combinations with the best mean, to three digits, among those that are compared.
+    """Return the combinations with the best mean, rounded to three digits, of each comparison.
 
-    Combinations with equal labels of all axes but one are compared (``panels.compared``).
-    A combination counts if each of its seeds has a finite value.
+    A comparison holds the combinations that differ only on the axis of ``panels.compared``.
+    Combinations with a missing or non-finite value of any seed are excluded.
     """
     direction = best_is(of_any_model(metric), found.get("best", {}))
     axis = compared(found)
@@ -75,13 +75,13 @@ def best_groups(found: Found, metric: str) -> list[Group]:
 
 
 def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), latex: bool = False) -> Rows:
-    """Return a row for each combination.
+    """Return the table with a row for each combination.
 
     Args:
         found: Findings of a study.
-        brief: Whether costs are left out (default False).
+        brief: Whether columns of costs are omitted (default False).
         columns: Columns after the labels (default: all that are not empty).
-        latex: Whether units stand in the header, and the best values between ``**`` (default False).
+        latex: Whether the header names units, and ``**`` encloses the best values (default False).
     """
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
     metrics, first = found["metrics"], next(iter(found["metrics"]))
@@ -126,7 +126,7 @@ def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), 
 
 
 def named_metrics(found: Found) -> list[str]:
-    """Return the names of the metrics' columns, with the report rule unless it is the last round."""
+    """Return the names of the metrics' columns, with the report rule unless it is ``last``."""
     rule = found.get("report", LAST)
     return [name + f", {rule_in_words(rule)}" * (rule != LAST) for name in found["metrics"].values()]
 
@@ -144,13 +144,14 @@ def _seconds(seconds: float, latex: bool) -> str:
 
 
 def spread_table(found: Found, latex: bool = False) -> Rows | None:
-    """Return the first metric with columns by the labels of axis ``spread``; None for fewer than two.
+    """Return a table of the first metric with a column for each label of the axis ``spread``.
 
-    A combination whose clients keep state has further rows, of the clients' models or the server's.
+    Further rows show the clients' or the server's models of methods whose clients keep state. The
+    table is None if the axis has fewer than two labels.
 
     Args:
         found: Findings of a study.
-        latex: Whether the best values stand between ``**`` (default False).
+        latex: Whether ``**`` encloses the best values (default False).
     """
     spread = found["spread"]
     if spread is None or len(found["axes"][spread]) < 2:
@@ -177,14 +178,14 @@ def spread_table(found: Found, latex: bool = False) -> Rows | None:
 
 
 def published_in_words(group: Group) -> str:
-    """Return the published value with its deviation, such as ``"0.5397 ± 0.0418"``; empty without one."""
+    """Return the published value, such as ``"0.5397 ± 0.0418"``; empty if there is none."""
     deviation = group.get("published_deviation")
     value = f"{group['published']:g}" if group["published"] is not None else ""
     return value + (f" ± {deviation:g}" if deviation is not None else "")
 
 
 def learning_rate(group: Group, found: Found) -> str:
-    """Return a combination's learning rate and whether it was given or chosen."""
+    """Return a combination's learning rate in words, with whether it was given or chosen."""
     if group["learning_rate"] is None:
         return ""
     rates = ("client_optimizer.lr", "client_optimizer.init_args.lr")
@@ -198,7 +199,7 @@ def learning_rate(group: Group, found: Found) -> str:
 
 
 def choice_in_words(choice: ChoiceFound) -> str:
-    """Return the chosen label with all tried labels and their metric."""
+    """Return in words the chosen label, and all tried labels with their metric."""
     combination = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
     values = (
         f"{label}: {'-' if x is None else f'{x:.3f}' if isfinite(x) else 'diverged'}"
@@ -210,14 +211,14 @@ def choice_in_words(choice: ChoiceFound) -> str:
 
 
 def _at(choice: ChoiceFound) -> str:
-    """Return the point at which a choice was made and beyond which it is used; empty without any."""
+    """Return in words the labels of other axes during the trials; empty without other axes."""
     labels = [f"{axis.rpartition('.')[2]}={label}" for axis, label in choice.get("at", {}).items()]
     others = " and ".join(label.partition("=")[0] for label in labels)
     return f" at {', '.join(labels)}, used at every {others}" if labels else ""
 
 
 def _kind_of(choice: ChoiceFound) -> str:
-    """Return the caveat of a choice: all trials diverged, or the choice is at the edge of the grid."""
+    """Return a caveat about a choice: all trials diverged, or it is at the edge of the grid."""
     if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
         return ", the first, since all diverged"
     added = choice.get("extended", [])
@@ -263,7 +264,7 @@ def diverged_in_words(group: Group) -> str:
 
 
 def as_text(rows: Rows, form: str = "simple") -> str:
-    """Format a table by ``tabulate``; ``form`` is ``simple``, ``github`` or ``latex_booktabs``."""
+    """Format a table in a format of ``tabulate``: ``simple``, ``github`` or ``latex_booktabs``."""
     header, body = rows
     if form == "github":
         header, *body = [[x.replace("|", "\\|") for x in row] for row in (header, *body)]
@@ -302,7 +303,7 @@ def _smaller(found: Found) -> str:
 
 
 def seeds_of(found: Found) -> str:
-    """Return the seeds of rows with a result, such as ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
+    """Return in words the finished seeds of rows: ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
     runs = [group["runs"] for group in found["groups"]]
     done = [sorted(run["seed"] for run in row if run["phase"] == "done") for row in runs]
     rows = [*filter(None, done)] or [sorted(run["seed"] for run in row) for row in runs]
@@ -317,11 +318,11 @@ def _counted(counts: Iterable[tuple[str, int]], what: str) -> list[str]:
 
 
 COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
-"""Keys of a run's ``computed_by`` that decide how sums are rounded."""
+"""Keys of a run's ``computed_by`` that affect rounding errors."""
 
 
 def _unlike(found: Found) -> str:
-    """Return differences between runs in data and computation, in words; empty without any."""
+    """Return in words how runs differ in data and computation; empty if they do not."""
     runs = {run["directory"]: run for group in found["groups"] for run in group["runs"]}.values()
 
     def differing(values: Sequence[Mapping[str, object]], names: Iterable[str]) -> str:
@@ -344,7 +345,7 @@ def _unlike(found: Found) -> str:
 
 
 def latex_tables(found: Found, columns: Sequence[str] = ()) -> str:
-    """Return the tables as LaTeX, with choices and remarks as comments.
+    """Return the tables as LaTeX, with the choices and remarks as LaTeX comments.
 
     Args:
         found: Findings of a study.
@@ -370,7 +371,7 @@ def latex_tables(found: Found, columns: Sequence[str] = ()) -> str:
 
 
 def write_tables(folder: Path, found: Found, columns: Sequence[str] = ()) -> list[Path]:
-    """Write ``table.md``, ``table.tex`` and ``table.csv``, and the values of each run as ``cells.csv``.
+    """Write ``table.md``, ``table.tex`` and ``table.csv``, and the values of all runs to ``cells.csv``.
 
     Args:
         folder: Folder of the study.

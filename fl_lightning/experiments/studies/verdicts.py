@@ -1,8 +1,8 @@
 """Verdicts on the claims of a study, by paired differences and Holm's correction.
 
-The claims of a table are a family: the probability of any wrong verdict in a family is at most
-:data:`FAMILY_ERROR`. Headline claims, at most three with at least
-:data:`HEADLINE_SEEDS` seeds, are a family of their own.
+The claims of a table form a family: the probability of any wrong verdict in a family is at most
+:data:`FAMILY_ERROR`. Headline claims, at most :data:`HEADLINE_CLAIMS`, form a separate family if
+they have at least :data:`HEADLINE_SEEDS` seeds.
 """
 
 import statistics
@@ -17,19 +17,22 @@ from fl_lightning.experiments.studies.claims import Claim, paired, read_claim
 from fl_lightning.experiments.studies.found import Found, Group, Verdict
 
 FAMILY_ERROR = 0.05
-"""Largest probability that any verdict of a family is wrong."""
+"""Largest probability of any wrong verdict in a family."""
 
 HEADLINE_SEEDS = 5
-"""Smallest number of seeds with which headline claims are a family of their own."""
+"""Smallest number of seeds for which headline claims form a separate family."""
 
 ONE_PAIR = 0.1
-"""Smallest difference at which one pair agrees: 2 √2 · 0.035, for cells with deviation 0.035."""
+"""Smallest difference for which a single pair agrees with a claim, or contradicts it.
+
+It is 2 √2 · 0.035: twice the deviation of a difference between cells with deviation 0.035.
+"""
 
 AGREES, CONTRADICTS = "one pair agrees", "one pair contradicts"
 
 
 class Comparison(NamedTuple):
-    """Comparison of a pair of combinations, from the differences by seed.
+    """Comparison of two combinations by the paired differences of their seeds.
 
     Attributes:
         mean: Mean paired difference.
@@ -45,48 +48,48 @@ class Comparison(NamedTuple):
 
     @classmethod
     def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
-        """Return the test of some paired differences."""
+        """Return the comparison from paired differences."""
         n = len(differences)
         error = statistics.stdev(differences) / n**0.5 if n > 1 else inf
         return cls(statistics.mean(differences), error, n, margin)
 
     @property
     def p_for(self) -> float:
-        """One-sided p-value of the claim: that the mean is above 0, or within both margins."""
+        """One-sided p-value for the claim: the mean is above 0, or within both margins."""
         if self.margin is None:
             return self._p_above(0)
         return max(self._p_above(-self.margin), 1 - self._p_above(self.margin))
 
     @property
     def p_against(self) -> float:
-        """One-sided p-value of the opposite: that the mean is below 0, or beyond a margin."""
+        """One-sided p-value for the opposite: the mean is below 0, or outside a margin."""
         if self.margin is None:
             return 1 - self._p_above(0)
         return min(self._p_above(self.margin), 1 - self._p_above(-self.margin))
 
     def _p_above(self, bound: float) -> float:
-        """Return the p-value of Student's t that the mean is above a bound."""
+        """Return the p-value by Student's t for a mean above a bound."""
         if self.error in (0, inf):
             above = (self.mean > bound) - (self.mean < bound) if self.error == 0 else 0
             return (1 - above) / 2
         return float(t.sf((self.mean - bound) / self.error, self.pairs - 1))
 
     def half_width(self, level: float) -> float:
-        """Return half the width of the interval that misses the mean with probability ``level``.
+        """Return half the width of the mean's confidence interval, of coverage 1 - ``level``.
 
-        It is the smallest difference from 0 that decides an ordering, and the smallest margin that
-        an observed difference of 0 confirms. One pair has :data:`ONE_PAIR`.
+        It is the smallest observed difference that decides an ordering, and the smallest margin
+        that an observed difference of 0 confirms. For one pair it is :data:`ONE_PAIR`.
         """
         if self.pairs < 2:
             return ONE_PAIR
         return self.error * float(t.isf(level / 2, self.pairs - 1))
 
     def kind(self, level: float, tests: int = 1) -> str:
-        """Return ``"holds"``, ``"does not hold"`` or ``"undecided"``; one pair agrees or contradicts.
+        """Return the verdict in words; a single pair can only agree or contradict.
 
         Args:
             level: Probability of a wrong verdict.
-            tests: Number of tests of the claim, any of which may contradict it.
+            tests: Number of tests of the claim, each of which can contradict the claim.
         """
         if self.pairs < 2:
             low, high = self.mean - ONE_PAIR, self.mean + ONE_PAIR
@@ -99,7 +102,7 @@ class Comparison(NamedTuple):
         return "does not hold" if 2 * tests * self.p_against <= level else "undecided"
 
     def in_words(self, level: float) -> str:
-        """Return the mean difference, and its interval if there are two pairs or more."""
+        """Return the mean difference in words, with its interval if there are two or more pairs."""
         if self.pairs < 2:
             small = self.margin is not None and self.margin <= ONE_PAIR
             return f"{self.mean:+.3f} in one pair{', which says nothing of so small a margin' * small}"
@@ -108,10 +111,10 @@ class Comparison(NamedTuple):
 
 
 def p_of(tests: Sequence[Comparison]) -> float | None:
-    """Return the two-sided p-value of a claim; None if one pair is all that any of its tests has.
+    """Return the two-sided p-value of a claim; None if no test has more than one pair.
 
-    A claim holds if all of its tests hold, and does not hold if any test does not hold: the largest
-    p-value counts for the claim, the smallest times the number of tests against it.
+    A claim holds if all of its tests hold: the p-value for it is the largest of its tests. It does
+    not hold if any test fails: the p-value against it is the smallest times the number of tests.
     """
     if all(test.pairs < 2 for test in tests):
         return None
@@ -128,25 +131,25 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
         error: Largest probability of any wrong rejection (default :data:`FAMILY_ERROR`).
 
     Returns:
-        The adjusted p-value and the level at which Holm's procedure tests the p-value: it is at
-        most its level exactly if the adjusted one is at most ``error``.
+        For each p-value, the adjusted p-value and the level at which Holm's procedure tests it. The
+        p-value is at most its level exactly if the adjusted p-value is at most ``error``.
     """
     order = sorted(range(len(values)), key=lambda index: values[index])
     tested: dict[int, tuple[float, float]] = {}
     adjusted, level = 0.0, error
     for rank, index in enumerate(order):
-        level = error / (len(values) - rank) if adjusted <= error else level  # else: it has stopped
+        level = error / (len(values) - rank) if adjusted <= error else level  # else: Holm has stopped
         adjusted = max(adjusted, min(1.0, (len(values) - rank) * values[index]))
         tested[index] = adjusted, level
     return [tested[index] for index in range(len(values))]
 
 
 def judge(claims: Sequence[str], found: Found, headline: Collection[str] = ()) -> list[Verdict]:
-    """Return the verdicts on the claims whose labels this scale has.
+    """Return the verdicts on those claims whose labels all exist at this scale.
 
-    A missing result or an open choice leaves a claim undecided, as the existing runs may be the
-    better part. Otherwise Student's t of the paired differences decides, at the level of Holm's
-    procedure in the claim's family. One pair decides nothing: it agrees or contradicts.
+    A missing result or an open choice leaves a claim undecided, as the finished runs may be a
+    biased selection. Otherwise Student's t of the paired differences decides, at the level of
+    Holm's procedure in the claim's family. A single pair can only agree or contradict.
 
     Args:
         claims: Texts of the claims.
@@ -186,13 +189,13 @@ def _shown(p: float) -> str:
 
 
 def _has_labels(claim: Claim, found: Found) -> bool:
-    """Return whether this scale has all labels of a claim."""
+    """Return whether all labels of a claim exist at this scale."""
     named = [*claim.fixed.items(), *(item for side in claim.constraints for item in side.items())]
     return all(label in found["axes"][axis] for axis, label in named)
 
 
 def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
-    """Return the verdict on a claim at the level of Holm's procedure."""
+    """Return the verdict on a claim at a level of Holm's procedure."""
     kinds = [test.kind(level, len(tests)) for test in tests]
     worst = ("does not hold", CONTRADICTS, "undecided", AGREES, "holds")
     verdict = next(kind for kind in worst if kind in kinds)
@@ -238,7 +241,7 @@ def _tests(claim: Claim, found: Found) -> list[Comparison] | str:
 
 
 def _differences(group: Group, other: Group, metric: str) -> list[float] | str:
-    """Return the differences of two combinations by seed, or the reason why there are none."""
+    """Return the differences between two combinations by seed, or why there are none."""
     return next(_reasons(group, other, metric), "") or _by_seed(
         group["values"][metric], other["values"][metric]
     )

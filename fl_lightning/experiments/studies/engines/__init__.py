@@ -1,1 +1,1 @@
-"""Engines that compute the cells of a study, each cell by a command line."""
+"""Engines that run the cells of a study, each by a command line."""

@@ -1,4 +1,4 @@
-"""Base class of the engines, which run command lines here or elsewhere and return exit statuses."""
+"""Base class of engines, which run command lines here or elsewhere and return exit statuses."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """Command line of a cell; if it is killed and runs again, it resumes from its checkpoint.
+    """Command line of a cell; if it is killed and rerun, it resumes from the cell's checkpoint.
 
     Attributes:
         name: Name of the job.
@@ -30,12 +30,12 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables in addition to the study's."""
+        """Environment variables to add to the study's."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
 class Engine(ABC):
-    """Runs command lines. All results of a cell except its exit status are in its run directory.
+    """Runs command lines. Apart from its exit status, a cell's results are in its run directory.
 
     Attributes:
         cores: Number of CPU cores.
@@ -51,29 +51,29 @@ class Engine(ABC):
 
     @abstractmethod
     def ended(self) -> dict[str, int]:
-        """Return the exit statuses, by name, of the jobs that have ended since the last call."""
+        """Return the exit statuses, by job name, of jobs that have ended since the last call."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Let all jobs finish their round and write a checkpoint; wait until all have ended."""
+        """Let all jobs finish their rounds and write checkpoints; wait until all have ended."""
 
 
 def run_command(command: Sequence[str], log: str, folder: str, environment: Mapping[str, str]) -> int:
-    """Run a command line on a worker, with the standard library alone.
+    """Run a command line on a worker; this function needs only the standard library.
 
     Args:
         command: Command line; SIGINT terminates it.
-        log: File to which its output is appended.
+        log: File to which the command's output is appended.
         folder: Working directory.
-        environment: Environment variables in addition to the worker's.
+        environment: Environment variables to add to the worker's.
 
     Returns:
-        The exit status. The command has also ended if this function raises an exception.
+        The exit status. If this function raises an exception, the command has ended as well.
     """
     signals: list[int] = []
-    # KeyboardInterrupt could come before the process exists, or never, if SIGINT is ignored
+    # a KeyboardInterrupt could come before the process exists, or never if SIGINT is ignored
     signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
-    # not fl_lightning.files.no_link: the worker may lack this package
+    # the opener repeats fl_lightning.files.no_link, as the worker may lack this package
     with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as output:
         process = subprocess.Popen(
             command,

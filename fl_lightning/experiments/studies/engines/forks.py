@@ -1,9 +1,9 @@
-"""Processes that run a module as ``python -m`` does, forked from one that has imported it (Linux).
+"""Processes that run a module like ``python -m``, as forks of a server with its imports (Linux).
 
 ``python -m fl_lightning.experiments.studies.engines.forks SOCKET MODULE`` is the server. It imports
-the module, calls the module's function ``preload`` if there is one, and computes nothing: a fork of
-a process that has started threads could hang. (OpenBLAS has threads if ``OMP_NUM_THREADS`` is above
-1, and ends them itself before a fork.)
+the module and calls the module's function ``preload``, if there is one. It computes nothing, since
+a fork of a process with threads could hang. (OpenBLAS starts threads if ``OMP_NUM_THREADS`` is
+above 1, but ends them before a fork.)
 """
 
 import ctypes
@@ -23,22 +23,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans below this process become its children
-_MESSAGE = 1 << 16  # bytes of the longest request
-_ROOM = " " * 4000  # argument of the server that its forks replace by their own command lines
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants of this process become its children
+_MESSAGE = 1 << 16  # largest number of bytes of a request
+_ROOM = " " * 4000  # last argument of the server; makes room for the command lines of its forks
 
 
 def adopt_orphans() -> bool:
-    """Make orphans of this process's children its own children; return whether that is possible."""
+    """Make orphaned descendants children of this process; return whether that is possible."""
     return not ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
 class Forked:
-    """A process that is a child of this process, with the methods of ``subprocess.Popen``.
+    """A forked child of this process, with methods of ``subprocess.Popen``.
 
     Attributes:
         pid: Process id.
-        returncode: Exit status, negative for a signal; None until :meth:`poll` finds the end.
+        returncode: Exit status, negative for a signal; None until :meth:`poll` sees the end.
     """
 
     def __init__(self, pid: int) -> None:
@@ -50,7 +50,7 @@ class Forked:
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int | None:
-        """Wait for the end and return the exit status."""
+        """Wait until the process ends; return the exit status."""
         return self._wait(0)
 
     def _wait(self, options: int) -> int | None:
@@ -66,10 +66,10 @@ class Forked:
 
 
 class ForkServer:
-    """A process that has imported a module and forks a process for each run of the module.
+    """A server process that has imported a module, and forks a process for each run of it.
 
-    The forked processes outlive the server. After :func:`adopt_orphans` they are children of this
-    process, which receives their exit statuses.
+    The forked processes outlive the server. After :func:`adopt_orphans` they are children of the
+    present process, which receives their exit statuses.
 
     Args:
         module: Module to run.
@@ -99,12 +99,12 @@ class ForkServer:
     def start(
         self, arguments: Sequence[str], log: BinaryIO, environment: Mapping[str, str]
     ) -> Iterator[Forked]:
-        """Fork a process, which waits for the end of the block; without this process it ends there.
+        """Fork a process that starts at the end of the ``with`` block, or ends if this process has.
 
         Args:
             arguments: Arguments of the module.
             log: File for the output.
-            environment: Environment variables in addition to the server's.
+            environment: Environment variables to add to the server's.
 
         Yields:
             The process.
@@ -121,7 +121,7 @@ class ForkServer:
                 raise ConnectionError("the server has ended")
             self.has_served = True
             yield Forked(int(pid))
-            with suppress(BrokenPipeError):  # the process was killed: its status tells
+            with suppress(BrokenPipeError):  # the process was killed: poll returns its status
                 say_go.write(b"\n")
 
 
@@ -132,12 +132,12 @@ def _close(connection: socket.socket, process: "subprocess.Popen[bytes]") -> Non
 
 
 def _serve(connection: socket.socket) -> list[str]:
-    """Fork a process for each request; return the arguments of the request, in its fork alone."""
-    gc.freeze()  # the garbage collector would write to, and so copy, pages that forks share
+    """Fork a process for each request; only the fork returns, with the arguments of its request."""
+    gc.freeze()  # else the garbage collector writes to pages shared with forks, and so copies them
     files = _files()
     while True:
         request, descriptors, *_ = socket.recv_fds(connection, _MESSAGE, 2)
-        # a changed file: forks would run the old code
+        # end if a file has changed, as forks would run the old code, or if a thread was started
         if not request or threading.active_count() > 1 or files != _files():
             sys.exit()
         log, go = descriptors
@@ -156,12 +156,12 @@ def _serve(connection: socket.socket) -> list[str]:
         os._exit(128 + signal.SIGTERM)
     os.close(go)
     os.environ.update(json.loads(request)["environment"])
-    importlib.invalidate_caches()  # the user's modules may be new
+    importlib.invalidate_caches()  # the user may have added modules
     return list(json.loads(request)["arguments"])
 
 
 def _files() -> dict[str, tuple[int, int] | None]:
-    """Return time and size of the file of each imported module."""
+    """Return modification time and size of each imported module's file."""
     states: dict[str, tuple[int, int] | None] = {}
     for name, module in [*sys.modules.items()]:
         try:
@@ -174,7 +174,7 @@ def _files() -> dict[str, tuple[int, int] | None]:
 
 
 def _fork() -> int:
-    """Fork twice, which makes the second fork an orphan; return its id here, and 0 in the fork."""
+    """Fork twice, so that the second fork is an orphan; return its id here, and 0 in that fork."""
     sys.stdout.flush()
     receiving, sending = os.pipe()
     if first := os.fork():
@@ -195,9 +195,9 @@ def _fork() -> int:
 
 
 def _show(arguments: Sequence[str]) -> None:
-    """Replace this process's command line, for ``ps``, by the command line of the module."""
+    """Let ``ps`` show the module's command line for this process, by overwriting its arguments."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # 0 if this process may not know
+    start, end = int(fields[45]), int(fields[46])  # 0 if this process lacks permission
     line = "\0".join([sys.executable, "-m", sys.argv[2], *arguments]).encode()[: max(end - start - 1, 0)]
     ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 

@@ -1,4 +1,4 @@
-"""Engine of this machine: a process for each cell, spread over the GPUs."""
+"""Engine for this machine: a process for each cell, distributed over the GPUs."""
 
 import os
 import signal
@@ -19,9 +19,9 @@ _GPU = "CUDA_VISIBLE_DEVICES"
 class LocalEngine(Engine):
     """Runs each cell in a separate process group, so that Ctrl-C reaches only the study.
 
-    On Linux, cells are forks of a process that has imported PyTorch, Lightning and this package;
-    there is one such process for each number of threads. If it cannot start or has ended, a cell is
-    a process that imports them itself.
+    On Linux, cells are forks of a server that has imported PyTorch, Lightning and this package;
+    each number of threads has a separate server. If the server cannot start or has ended, a cell
+    is a new process.
 
     Args:
         forks: Whether cells may be forks (default True).
@@ -37,7 +37,7 @@ class LocalEngine(Engine):
         self._servers: dict[tuple[object, ...], ForkServer] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start a process for each job, on the GPU with the fewest processes."""
+        """Start a process for each job, on the GPU with the fewest jobs."""
         for job in jobs:
             environment = {**os.environ, **job.environment}
             if job.gpus:
@@ -56,10 +56,10 @@ class LocalEngine(Engine):
                     )
 
     def _fork(self, job: Job, environment: dict[str, str], log: BinaryIO) -> bool:
-        """Start a job that runs a module as a fork; return False if that is not possible.
+        """Start a job ``python -m MODULE`` as a fork; return False if that is not possible.
 
-        Environment variables other than the GPU are those of the server, since packages read some of
-        them, such as ``OMP_NUM_THREADS``, when they are imported.
+        Only the GPU's variable is set in the fork. All other variables identify a server, since
+        packages read some of them, such as ``OMP_NUM_THREADS``, when they are imported.
         """
         if not self._forks or [*job.command[:2]] != [sys.executable, "-m"]:
             return False
@@ -70,7 +70,7 @@ class LocalEngine(Engine):
         if key not in self._servers:
             self._servers[key] = ForkServer(module, shared, log)
         server = self._servers[key]
-        if not server.close.alive:  # it has never served
+        if not server.close.alive:  # it ended before it served any job
             return False
         try:
             with server.start(arguments, log, gpu) as process:
@@ -78,7 +78,7 @@ class LocalEngine(Engine):
         except ConnectionError:
             server.close()
             if server.has_served:
-                del self._servers[key]  # the next job starts another one
+                del self._servers[key]  # the next job starts a new server
             return False
         return True
 
@@ -92,7 +92,7 @@ class LocalEngine(Engine):
         return statuses
 
     def stop(self) -> None:
-        """Terminate all processes and wait until they have finished their rounds."""
+        """Send all processes a signal to stop; wait until they have finished their rounds."""
         for process in self._running.values():
             process.send_signal(signal.SIGTERM)
         for process in self._running.values():

@@ -1,4 +1,4 @@
-"""Engine of a Ray cluster: a task for each cell, which Ray retries if its node is lost."""
+"""Engine for a Ray cluster: a task for each cell; Ray retries a task if its node is lost."""
 
 import os
 import signal
@@ -13,9 +13,10 @@ from fl_lightning.files import no_link
 
 
 class RayEngine(Engine):
-    """Runs cells as tasks of the cluster at ``RAY_ADDRESS``, or of a local cluster, started if needed.
+    """Runs cells as tasks of the cluster at ``RAY_ADDRESS``, else of a local cluster.
 
-    All nodes need this Python and the working directory at the same paths.
+    A local cluster is started if needed. All nodes need this Python and the working directory at
+    the same paths.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class RayEngine(Engine):
             self._running[ray.remote(base.run_command).options(**options).remote(*arguments)] = job
 
     def ended(self) -> dict[str, int]:
-        """Return the exit status of each ended task: 1, with a reason in its log, if Ray failed."""
+        """Return the exit status of each ended task; if Ray failed, 1 and a reason in the log."""
         running = [*self._running]
         statuses = {}
         for task in ray.wait(running, num_returns=len(running), timeout=0)[0] if running else []:
@@ -52,7 +53,7 @@ class RayEngine(Engine):
         return statuses
 
     def stop(self) -> None:
-        """Cancel all tasks, which terminate their cells, and wait until all have ended."""
+        """Cancel all tasks, which then terminate their cells; wait until all have ended."""
         for task in self._running:
             ray.cancel(task)
         ray.wait([*self._running], num_returns=max(len(self._running), 1))

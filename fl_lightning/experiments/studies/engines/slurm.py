@@ -1,4 +1,4 @@
-"""Engine of a Slurm cluster, by submitit: cells that are submitted together form a job array."""
+"""Engine for a Slurm cluster, by submitit: cells that are submitted together form a job array."""
 
 import os
 import shutil
@@ -16,8 +16,8 @@ from fl_lightning.experiments.studies.engines.base import Engine, Job, run_comma
 from fl_lightning.files import no_link
 
 _MINUTES = 60  # time limit of a job; a longer cell is requeued and resumes
-_TIMES = 10_000  # times that a job may be requeued at its time limit
-# submitit requeues a job at USR2, which Slurm sends to all its processes: the cell must ignore it
+_TIMES = 10_000  # largest number of times that a job is requeued at its time limit
+# submitit requeues a job on USR2; Slurm sends USR2 to all processes of the job: cells ignore it
 _UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
 _ENDED = [
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
@@ -39,7 +39,7 @@ class SlurmEngine(Engine):
         ConfigurationError: Slurm is not installed on this machine.
     """
 
-    cores = gpus = _ARRAY  # Slurm limits what runs at a time
+    cores = gpus = _ARRAY  # Slurm limits how many jobs run at a time
 
     def __init__(self, cluster: str = "slurm") -> None:
         if cluster == "slurm":
@@ -52,7 +52,7 @@ class SlurmEngine(Engine):
         self._running: dict[str, tuple[submitit.Job[int], Path]] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, with one array for equal numbers of threads and GPUs."""
+        """Queue jobs, as an array for each number of threads and GPUs."""
         for threads, gpus in dict.fromkeys((job.threads, ceil(job.gpus)) for job in jobs):
             array = [job for job in jobs if (job.threads, ceil(job.gpus)) == (threads, gpus)]
             folder = array[0].log.parent / "submitit"
@@ -77,7 +77,7 @@ class SlurmEngine(Engine):
             self._running |= queued
 
     def ended(self) -> dict[str, int]:
-        """Return the exit status of each ended job: 1, with a reason in its log, if Slurm ended it."""
+        """Return each ended job's exit status; if Slurm ended it, 1 with a reason in the log."""
         statuses = {}
         for name in [name for name, (job, _) in self._running.items() if job.done()]:
             job, path = self._running.pop(name)
@@ -100,7 +100,7 @@ class SlurmEngine(Engine):
 
 
 class _Queue(submitit.slurm.slurm.SlurmInfoWatcher):  # type: ignore[misc]  # submitit is untyped
-    """States of jobs by ``squeue``, since ``sacct`` needs Slurm's accounting."""
+    """Reader of job states by ``squeue``, since ``sacct`` needs Slurm's accounting."""
 
     def _make_command(self) -> list[str]:
         return ["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i|%T"]
@@ -115,5 +115,5 @@ class _Command(submitit.helpers.Checkpointable):  # type: ignore[misc]  # requeu
     def __call__(self, *arguments: Any) -> int:
         status = run_command(*arguments)
         if status in (128 + signal.SIGTERM, -signal.SIGTERM):
-            os._exit(128 + signal.SIGTERM)  # no result: Slurm decides whether to requeue the job
+            os._exit(128 + signal.SIGTERM)  # no result: Slurm may requeue the job
         return status
