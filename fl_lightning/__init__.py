@@ -1,8 +1,7 @@
 """Batch Normalization in federated learning, on PyTorch Lightning.
 
-The public names (``__init__.pyi``) are imported on first use: ``import fl_lightning`` does not
-import torch. Configurations name classes directly below ``fl_lightning``, whatever module defines
-them.
+The public names (in ``__init__.pyi``) are imported on first use: ``import fl_lightning`` does not
+import torch. Configurations name public classes as ``fl_lightning.X``, regardless of their modules.
 """
 
 import lazy_loader

@@ -61,15 +61,15 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Args:
-        args: Arguments without the program's name; None: ``sys.argv``.
+        args: Arguments without the program's name; None for ``sys.argv[1:]``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(
             errors="backslashreplace"
-        )  # do not end a run at a name that the terminal cannot show
+        )  # a name that the terminal cannot show must not end a run
     try:
         _run(list(sys.argv[1:] if args is None else args))
-    except KeyboardInterrupt:  # while torch is imported; later a command handles signals itself
+    except KeyboardInterrupt:  # while torch is imported; commands handle signals themselves
         if not launched_rank():
             print("stopped by Ctrl-C; nothing new is kept", file=sys.stderr)
         sys.exit(130)
@@ -100,7 +100,7 @@ def _run(arguments: list[str]) -> None:
         elif not (
             launched_rank() or any(x.startswith(("--print_config", "--help", "-h")) for x in arguments)
         ):
-            with suppress(OSError):  # do not end a run at a full disk
+            with suppress(OSError):  # a full disk must not end a run
                 print(f"fl_lightning {__version__}: loading PyTorch and Lightning", flush=True)
         from fl_lightning.cli.command_line import main as run
 
@@ -108,7 +108,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _check_files(arguments: list[str]) -> None:
-    """End with one line at a mistake that needs no PyTorch; leave all other errors to the command."""
+    """Exit with one line if a check without PyTorch finds a mistake; ignore all other errors."""
     if launched_rank() or os.environ.get("FL_LIGHTNING_TRACEBACK"):
         return
     from fl_lightning.cli.early import check_files
@@ -126,4 +126,4 @@ if __name__ == "__main__":
         main()
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # avoid a traceback at Ctrl-C while Python exits
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback after Ctrl-C while Python exits

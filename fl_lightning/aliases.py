@@ -19,7 +19,7 @@ OLD_NAMES = ("callbacks", "datamodules", "configs")
 
 
 class _Same(Loader):
-    """A loader that gives an old name to a loaded module.
+    """A loader that makes a loaded module available by its old name.
 
     Args:
         module: The module under its new name.
@@ -33,17 +33,17 @@ class _Same(Loader):
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's specification, which the import system has replaced."""
+        """Restore the module's specification, which the import system has just replaced."""
         module.__spec__ = self.spec
 
 
 class _OldNames(MetaPathFinder):
-    """A finder of old names, before all other finders: they would load a checkout's folders twice."""
+    """A finder of old names; it comes first, as others would load a checkout's folders twice."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the user's module's specification, else the shipped one; None for other names."""
+        """Return the spec of the user's module, else of the shipped one; None for other names."""
         if fullname.partition(".")[0] not in OLD_NAMES:
             return None
         finders = [finder for finder in sys.meta_path if finder is not self]
@@ -78,8 +78,8 @@ def current_name(path: str) -> str:
         path: A dotted path, such as ``"callbacks.FixBN"`` of an old configuration.
 
     Returns:
-        The path below ``fl_lightning`` if ``path`` is an old name, unless the user's package has a
-        class of that name; else ``path``.
+        The path below ``fl_lightning`` if ``path`` is the old name of a shipped class and no class
+        of the user has that name; else ``path``.
     """
     if path.partition(".")[0] not in OLD_NAMES:
         return path
@@ -88,8 +88,8 @@ def current_name(path: str) -> str:
 
 
 def _named(path: str) -> object:
-    """Return the object at a dotted path, None if absent, the message if its import fails."""
-    from pydoc import ErrorDuringImport, locate  # imported late: it takes half of this package's import time
+    """Return the object at a dotted path, None if missing, or the error message of its import."""
+    from pydoc import ErrorDuringImport, locate  # late: slow to import
 
     try:
         return locate(path)

@@ -8,10 +8,10 @@ from rich.console import Console
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:
-    """Print names and values in two columns; on a terminal, wrap long values at spaces.
+    """Print names and values in two columns; wrap long values on a terminal.
 
     Args:
-        title: Line above the table, bold on a terminal.
+        title: Line above the table, which is bold on a terminal.
         rows: Values by name.
     """
     console = Console(highlight=False)
@@ -25,7 +25,7 @@ def print_table(title: str, rows: Mapping[str, str]) -> None:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes, such as ``"1.084 MB"`` (a MB is 10^6 bytes)."""
+    """Format a number of bytes, such as ``"1.084 MB"`` (1 MB is 10^6 bytes)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.4g} {unit}"

@@ -22,19 +22,19 @@ class ConfigurationError(ValueError):
 
 
 class Diverged(ConfigurationError):
-    """Training that produced non-finite numbers from finite data."""
+    """Training that has produced non-finite numbers from finite data."""
 
     exit_status = 3
 
 
 class OtherData(ConfigurationError):
-    """A checkpoint that was trained on other data."""
+    """A checkpoint of a run on other data."""
 
     exit_status = 4
 
 
 class CannotVectorize(ConfigurationError):
-    """A model or batches that allow computing clients only one after the other, not all at once."""
+    """A model or batches for which clients cannot be computed at once, only one after the other."""
 
 
 _EXTRAS = {
@@ -46,15 +46,15 @@ _EXTRAS = {
     "timm": "timm",
     "wandb_workspaces": "dashboard",
 }
-"""This project's extra that installs each package."""
+"""Extra of this project that installs a package, by package."""
 
 
 def missing_module(name: str, owner: str = "") -> str:
-    """Return a clause on how to install a missing module, empty if the module may be the user's.
+    """Return a clause on how to install a missing module; empty if it may be the user's.
 
     Args:
         name: The missing module.
-        owner: The module that imports it; in the same package, a misspelt name is likely.
+        owner: The importing module; if it is in the same package, the name is probably misspelt.
     """
     package = name.partition(".")[0]
     if package in _EXTRAS:
@@ -64,11 +64,11 @@ def missing_module(name: str, owner: str = "") -> str:
 
 @contextmanager
 def doing(what: str | Callable[[], str]) -> Iterator[None]:
-    """Add a note to an exception that leaves the block, which the command line prints with it.
+    """Add a note to an exception that leaves the block; the command line prints the note.
 
     Args:
         what: Activity of the block, such as ``"drawing the batch of client 3"``, or a function that
-            returns it, if the text is slow to make.
+            returns this text, if it is slow to make.
     """
     try:
         yield
@@ -98,11 +98,11 @@ def check_at_least(least: int, **settings: int) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a clause such as ``"; did you mean FixBN?"``, empty if no known name is similar.
+    """Return a clause such as ``"; did you mean FixBN?"``; empty if no known name is similar.
 
     Args:
         name: The unknown name.
-        known: Existing names. Similarity ignores case; names that begin with ``name`` come first.
+        known: Known names. Similarity ignores case; names that begin with ``name`` are preferred.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
     matches = [match for match in by_lower if match.startswith(name.lower())][:3]

@@ -1,4 +1,4 @@
-"""Atomic writing of files, user paths, and JSON."""
+"""Atomic writing of files, locks, users' paths, and JSON."""
 
 import errno
 import fcntl
@@ -15,11 +15,10 @@ from fl_lightning.errors import ConfigurationError
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Write a file so that readers find the old or the new content at any time, even after a crash.
+    """Write a file atomically: even after a crash, readers find either the old or the new content.
 
-    A temporary file beside the target, and so on the same file system, is written, synced and
-    renamed; then the folder is synced. The temporary name is fixed: the next write removes a killed
-    process's file, or a link.
+    A temporary file in the target's folder is written, synced and renamed; then the folder is
+    synced. The temporary name is fixed: the next write removes what a killed process has left.
 
     Args:
         path: The target; missing folders are created.
@@ -44,7 +43,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
-        with suppress(OSError):  # already renamed, or never created
+        with suppress(OSError):  # the file is renamed already, or was never created
             temporary.unlink()
 
 
@@ -56,7 +55,7 @@ def unwritable(path: Path, error: OSError) -> ConfigurationError:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file (``opener`` of ``open``); refuse a link, which may lead out of the folder."""
+    """Open a file, as ``opener`` of ``open``; refuse a link, which may lead out of the folder."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -69,20 +68,20 @@ def no_link(path: str, flags: int) -> int:
 
 @contextmanager
 def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool = False) -> Iterator[int]:
-    """Lock a file, which is made, or an existing folder, until the block or the process ends.
+    """Lock a file or an existing folder until the block or the process ends.
 
     Args:
-        path: The file or folder; a link is refused.
+        path: The file, which is created if missing, or the folder; a link raises an error.
         folder: Whether to lock a folder.
         wait: Whether to wait while another process holds the lock.
-        certain: Whether to raise an error if the file system (of some networks) cannot lock.
+        certain: Whether to raise an error if the file system cannot lock (some network ones).
 
     Yields:
         The file descriptor.
 
     Raises:
         BlockingIOError: Another process holds the lock, and ``wait`` is False.
-        OSError: The path cannot be opened, or not locked if ``certain``.
+        OSError: The path cannot be opened, or ``certain`` is True and the path cannot be locked.
     """
     if folder:
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -114,7 +113,7 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
 
 
 def shipped(path: str, folder: Path = Path()) -> Path | None:
-    """Return the shipped file for a missing path that begins with ``configs/``; None for other paths.
+    """Return the shipped file if a path begins with ``configs/`` and is missing; else None.
 
     Args:
         path: Path of a configuration or study.
@@ -126,10 +125,10 @@ def shipped(path: str, folder: Path = Path()) -> Path | None:
 
 
 def user_file(setting: str, text: str | os.PathLike[str]) -> Path:
-    """Return a user's path of a file to write.
+    """Return a user's path for a file to write.
 
     Raises:
-        ConfigurationError: The path is a folder, or :func:`user_path` refuses it.
+        ConfigurationError: The path is a folder, or :func:`user_path` raises an error.
     """
     path = user_path(setting, text)
     if path.is_dir():
@@ -151,12 +150,12 @@ def folder_below(root: str | os.PathLike[str], name: str) -> Path:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return the missing folders among a folder and its parents, from the inside out."""
+    """Return those of a folder and its parents that are missing, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders that are empty, in the given order."""
+    """Remove those folders that are empty, in the given order."""
     for folder in folders:
         with suppress(OSError):  # not empty, or already removed
             folder.rmdir()
@@ -174,7 +173,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, obj: Any) -> None:
-    """Write an object as indented JSON, atomically; NaN and infinities become strings."""
+    """Write an object as indented JSON atomically; NaN and infinities become strings."""
     write_text(path, json.dumps(plain(obj), indent=2, allow_nan=False) + "\n")
 
 
@@ -182,7 +181,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """Convert a tree of values for JSON: tensors to numbers, non-finite floats to strings."""
+    """Convert a tree of values for JSON: tensors become numbers, non-finite floats strings."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -195,7 +194,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Undo :func:`plain`, except for tensors."""
+    """Invert :func:`plain`, except for tensors."""
     if isinstance(value, dict):
         return {key: restored(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Ranks started from outside: by ``torchrun``, Slurm or the user on each node."""
+"""Ranks that ``torchrun``, Slurm or the user starts on each node."""
 
 import os
 import sys
@@ -11,17 +11,17 @@ def under_torchrun() -> bool:
 
 
 def launched_rank() -> int:
-    """Return this process's rank from ``torchrun``, Slurm or the user, 0 if it has none.
+    """Return this process's rank from ``torchrun``, Slurm or the user; 0 if it has none.
 
-    The user numbers nodes (``NODE_RANK``) and, if ranks are not forks, the ranks of a node
-    (``LOCAL_RANK``); the result is then 0 for the first rank only, not a unique rank.
+    A user numbers the nodes (``NODE_RANK``) and, if ranks are not forks, the ranks of a node
+    (``LOCAL_RANK``). The result is then not a unique rank, but it is 0 only for the first rank.
     """
     names = ("RANK",) if under_torchrun() else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return max(int(os.environ.get(name, "0")) for name in names)
 
 
 def silence() -> None:
-    """Discard all further output and warnings, which another rank prints."""
+    """Discard all further output and warnings, as another rank prints them."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # both may have been redirected
+    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # either may have been redirected
     warnings.filterwarnings("ignore")

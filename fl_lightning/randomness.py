@@ -23,8 +23,8 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
 
     Args:
         seed: The run's seed.
-        purpose: Use of the numbers, such as ``"participation"``; two purposes are independent.
-        coordinates: Round, client, step and so on, which the draw is a function of.
+        purpose: Use of the numbers, such as ``"participation"``; purposes are independent.
+        coordinates: Round, client, step and so on, on which the draw depends.
 
     Returns:
         An integer in [0, 2**63).
@@ -34,7 +34,7 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
 
 
 def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """Return a CPU generator for a purpose at the given coordinates (see :func:`derive_seed`)."""
+    """Return a CPU generator for a purpose at some coordinates (see :func:`derive_seed`)."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *coordinates))
 
 
@@ -57,7 +57,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of torch (all devices), numpy and Python from one integer."""
     if _has_accelerator():
         torch.manual_seed(seed)
-    else:  # equivalent; torch.manual_seed is slow, since it keeps a traceback per uninitialised device
+    else:  # equivalent, but fast: torch.manual_seed keeps a traceback for each uninitialised device
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -65,7 +65,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Call :func:`seed_everything` for a block and restore the generators afterwards."""
+    """Call :func:`seed_everything` for the block; restore the generators afterwards."""
     with isolate_rng():
         seed_everything(seed)
         yield

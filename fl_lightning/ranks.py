@@ -1,4 +1,4 @@
-"""The processes of a run, which share its work and keep the same state."""
+"""The processes of a run (ranks), which divide its work and keep equal state."""
 
 import pickle
 import time
@@ -18,24 +18,24 @@ from fl_lightning.errors import ConfigurationError
 
 _LARGE = 200_000  # bytes above which a block is sent separately
 _SHORT = 4096  # bytes in the first message of an exchange
-_GRACE = 10.0  # seconds in which all ranks must notice that a rank is lost
+_GRACE = 10.0  # seconds within which all ranks must notice that a rank is lost
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class LostRank(ConfigurationError):
-    """The loss of another rank, which has ended or does not answer."""
+    """Another rank has ended or does not answer."""
 
 
 class Ranks:
-    """The processes of a run: each computes its share, and all receive all results.
+    """The processes of a run: each computes a share of the work, and all receive all results.
 
     Args:
         rank: Rank of this process, from 0.
         size: Number of ranks.
         patience: Seconds to wait for another rank.
-        here: Number of ranks that share this machine's memory.
+        here: Number of ranks on this machine, which share its memory.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, patience: float = 1800.0, here: int = 1) -> None:
@@ -43,27 +43,30 @@ class Ranks:
         self._depth = 0  # depth of nested exchanges
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Return a rank's (None: this rank's) contiguous, nearly equal share of ``count`` items."""
+        """Return the contiguous share of ``count`` items of a rank; None is this rank.
+
+        Shares are as equal as possible.
+        """
         mine = np.array_split(np.arange(count), self.size)[self.rank if rank is None else rank]
         return range(int(mine[0]), int(mine[-1]) + 1) if len(mine) else range(0)
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Return ``[function(item) for item in items]`` on every rank; one rank computes an item.
+        """Return ``[function(item) for item in items]`` on every rank; one rank computes each item.
 
         Args:
-            function: Function of an item, the same on every rank, with results on the CPU, to
-                pickle.
-            items: Items, the same on every rank.
+            function: Function of an item, equal on every rank. Its results are pickled, and must be
+                on the CPU.
+            items: Items, equal on every rank.
         """
         items = list(items)
         parts = self.exchange(lambda: [function(items[index]) for index in self.share(len(items))])
         return [result for part in parts for result in part]
 
     def exchange(self, compute: Callable[[], Result]) -> list[Result]:
-        """Return the results of all ranks, by rank; an exception on one rank is raised on all.
+        """Return the results of all ranks by rank; if one rank raises an exception, all raise it.
 
         Args:
-            compute: Function whose result is pickled; afterwards torch's generators are restored.
+            compute: Function whose result is pickled; torch's generators are restored afterwards.
 
         Raises:
             ConfigurationError: A rank has raised a ``ConfigurationError``.
@@ -71,8 +74,8 @@ class Ranks:
         """
 
         def computed() -> Result:
-            # restore generators: ranks compute different things and must continue with equal generators
-            gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch gives it no types
+            # ranks compute different things here, and must continue with equal generators
+            gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # untyped in torch
             with torch.random.fork_rng(gpus):
                 return compute()
 
@@ -84,7 +87,7 @@ class Ranks:
             message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # all ranks know the error of a nested exchange: drop this rank's notes on it
+                # all ranks have the error of a nested exchange: drop the notes of this rank alone
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
             mine, message = error, pickle.dumps((None, described(error), 0))
@@ -105,7 +108,7 @@ class Ranks:
         return [result for result, *_ in everyone]
 
     def _all_gather(self, message: bytes) -> list[bytes]:
-        """Return all ranks' messages; a second all-gather sends the rest of long messages."""
+        """Return the messages of all ranks; a second all-gather sends the rest of long messages."""
         heads = self._all_gather_sized(len(message).to_bytes(8) + message[:_SHORT], 8 + _SHORT)
         lengths = [int.from_bytes(head[:8]) for head in heads]
         longest = max(lengths) - _SHORT
@@ -123,8 +126,8 @@ class Ranks:
         """Check that every rank has the same state.
 
         Args:
-            state: Function that returns trees of tensors and plain values, by a name for messages.
-            place: Place in the run, for the message.
+            state: Function that returns trees of tensors and plain values, by name.
+            place: Where in the run the check is made, for the message.
 
         Raises:
             ConfigurationError: A rank has another state; the message names the rank.
@@ -152,10 +155,13 @@ class Ranks:
                     )
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
-        """Fill in, in place, other ranks' rows (:meth:`share`) of contiguous ``blocks [C, ...]``."""
+        """Receive the rows that other ranks computed into contiguous ``blocks [C, ...]``, in place.
+
+        Each rank has computed its :meth:`share` of the ``C`` rows of each block.
+        """
         if self.size == 1:
             return
-        # as bytes: not every backend sends every dtype
+        # send bytes, as not every backend supports every dtype
         blocks = [block.view(len(block), -1).view(torch.uint8) for block in blocks if block.numel()]
         large = [block for block in blocks if block.numel() > _LARGE]
         sent: list[Any] = []
@@ -170,7 +176,7 @@ class Ranks:
                 work.wait()
 
     def _complete_together(self, blocks: Sequence[Tensor]) -> None:
-        """Complete small blocks in one message, whose latency exceeds the time of their bytes."""
+        """Complete small blocks in a single message, as latency takes longer than their bytes."""
 
         def parts(rank: int) -> list[Tensor]:
             shares = [self.share(len(block), rank) for block in blocks]
@@ -193,7 +199,7 @@ class Ranks:
         """Enclose communication between ranks.
 
         Raises:
-            LostRank: A rank does not take part; the message names it.
+            LostRank: A rank has ended or does not answer; the message names the rank.
         """
         try:
             yield
@@ -210,7 +216,10 @@ class Ranks:
             ) from error
 
     def _lost(self) -> list[int]:
-        """Return the ranks that report no lost rank; leaving the group wakes waiting ranks."""
+        """Return the lost ranks: those that do not report here after this rank has left the group.
+
+        Leaving the group wakes ranks that wait in it.
+        """
         try:
             store: Any = dist.distributed_c10d._get_default_store()
             store.set(f"here {self.rank}", "")
@@ -219,13 +228,13 @@ class Ranks:
             while len(others) > 1 and time.monotonic() < until:
                 others = [rank for rank in others if not store.check([f"here {rank}"])]
                 time.sleep(0.05)
-        except (RuntimeError, ValueError):  # the store has ended with rank 0
+        except (RuntimeError, ValueError):  # the store is gone with rank 0
             return [0]
         return others
 
 
 def checksums(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return a checksum of each tensor and value of some trees, by its place."""
+    """Return a checksum of each tensor and value in some trees, by its path."""
     return {
         f"{name}{keystr(place)}": _number(leaf)
         for name, tree in state.items()
@@ -240,13 +249,13 @@ def _number(leaf: Any) -> int:
         values = leaf.detach().cpu()
         values = values if values.layout == torch.strided else values.to_dense()
         return zlib.crc32(values.contiguous().flatten().view(torch.uint8).numpy().data)
-    if isinstance(leaf, set | frozenset):  # sorted: the order of a set differs between processes
+    if isinstance(leaf, set | frozenset):  # sort: the order of a set differs between processes
         leaf = sorted(map(repr, leaf))
     return zlib.crc32(repr(leaf).encode())
 
 
 def is_shared(error: BaseException) -> bool:
-    """Return whether every rank raises this exception, so that one rank may report it for all."""
+    """Return whether every rank raises this exception, so that a single rank may report it."""
     return hasattr(error, "shared_by_ranks")
 
 
@@ -256,7 +265,7 @@ def _shared(error: Exception) -> Exception:
 
 
 def described(error: Exception) -> tuple[bool, str, list[str], str]:
-    """Describe an exception to another process: (user's mistake?, message, notes, traceback)."""
+    """Describe an exception for another process: (user's mistake?, message, notes, traceback)."""
     mistake = isinstance(error, ConfigurationError)
     message = str(error) if mistake else traceback.format_exception_only(error)[0].strip()
     notes = [str(note) for note in getattr(error, "__notes__", [])]
@@ -264,7 +273,7 @@ def described(error: Exception) -> tuple[bool, str, list[str], str]:
 
 
 def failure_of(rank: int, mistake: bool, message: str, notes: Sequence[str], trace: str) -> Exception:
-    """Return the exception that another rank has described."""
+    """Return an exception from another rank's description (:func:`described`)."""
     failure: Exception = ConfigurationError(message) if mistake else RuntimeError(message)
     for note in notes:
         failure.add_note(note)

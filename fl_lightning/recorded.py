@@ -1,4 +1,4 @@
-"""Records of constructors' arguments, the source of a run's name, descriptions and provenance."""
+"""Records of constructors' arguments, which decide a run's hash, description and provenance."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ _RECORD = "_made_with"
 
 
 class Making(NamedTuple):
-    """The class or function that made an object, and its arguments.
+    """The class or function that made an object, with the arguments.
 
     Attributes:
         maker: The class or function.
@@ -32,7 +32,7 @@ class Recorded:
     Attributes:
         deciding_files: Names of arguments that are files whose content decides results.
 
-    The record is independent of the object's attributes, which may be renamed, computed or missing.
+    The record does not depend on the object's attributes, which may be computed or missing.
 
     ::
 
@@ -46,7 +46,7 @@ class Recorded:
     deciding_files: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Wrap a custom ``__new__``, which may not pass the arguments on, to record them."""
+        """Wrap a custom ``__new__`` to record the arguments, since it may not pass them on."""
         super().__init_subclass__(**settings)
         if "__new__" in vars(cls):
             make = cls.__new__
@@ -57,17 +57,17 @@ class Recorded:
                 record(made, kind, args, kwargs)
                 return made
 
-            cls.__new__ = recorded  # type: ignore[method-assign,assignment]  # of the same arguments
+            cls.__new__ = recorded  # type: ignore[method-assign,assignment]  # has the same arguments
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Record the arguments before the constructor runs, whose signature stays unchanged."""
+        """Record the arguments before ``__init__`` runs, without a change of its signature."""
         made = super().__new__(cls)
         record(made, cls, args, kwargs)
         return made
 
 
 def records(*deciding_files: str) -> Callable[[Item], Item]:
-    """Decorate a function that makes objects, such as models, to record its arguments on them.
+    """Decorate a function that makes objects, such as models: they record its arguments.
 
     Args:
         deciding_files: Names of arguments that are files whose content decides results.
@@ -87,16 +87,16 @@ def records(*deciding_files: str) -> Callable[[Item], Item]:
 
 
 def record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Record how an object was made, unless the object takes no attributes."""
+    """Record how an object was made, unless the object cannot have attributes."""
     try:
-        # bypass nn.Module: a module among the arguments does not become a child
+        # bypass nn.Module's __setattr__: a module among the arguments must not become a child
         object.__setattr__(made, _RECORD, (maker, _copied([*args]), _copied(dict(kwargs))))
     except (AttributeError, TypeError):
         return
 
 
 def making(made: object) -> Making | None:
-    """Return how an object was made, None without a record."""
+    """Return how an object was made; None without a record."""
     try:
         maker, args, kwargs = object.__getattribute__(made, _RECORD)
     except AttributeError:
@@ -123,8 +123,8 @@ def making(made: object) -> Making | None:
 def parameters(maker: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or function by name, as in a configuration.
 
-    ``**kwargs`` are resolved to the parameters of the base class, except for parameters that the
-    subclass sets itself. A default that depends on other settings is left out.
+    ``**kwargs`` are resolved to the parameters of the base class, except for those that the
+    subclass sets itself. Defaults that depend on other settings are omitted.
     """
     known = {}
     for parameter in get_signature_parameters(maker, logger=False):
@@ -136,7 +136,7 @@ def parameters(maker: Any) -> dict[str, inspect.Parameter]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a container, since the object may change its argument."""
+    """Copy a container, since the object may modify its argument."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
@@ -147,12 +147,12 @@ def _lookup(name: str, *sources: Mapping[str, Any]) -> list[Any]:
 
 
 def in_words(value: object) -> str:
-    """Write a setting's value, an object without a custom ``repr`` by :func:`describe`."""
+    """Format a setting's value; use :func:`describe` for an object without a custom ``repr``."""
     return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
 
 
 def describe(thing: object) -> str:
-    """Write an object as a call of its class with the arguments that differ from the defaults."""
+    """Format an object as a call of its class, with the arguments that differ from defaults."""
     made = making(thing)
     if made is None:
         return f"{type(thing).__name__}()"

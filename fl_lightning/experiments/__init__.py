@@ -1,1 +1,1 @@
-"""Experiments: they start, store, show and compare runs and affect no number of a run."""
+"""Code that starts, stores, shows and compares runs, without effect on their numbers."""

@@ -1,1 +1,1 @@
-"""Weights & Biases: logger of a run, its settings, and the workspace of a project."""
+"""Weights & Biases: logger of a run, settings, and the workspace of a project."""

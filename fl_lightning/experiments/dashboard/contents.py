@@ -19,7 +19,7 @@ from fl_lightning.round.tasks import Classification
 
 
 def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arguments of ``wandb.init`` that name a run, and facts that its configuration lacks.
+    """Return arguments of ``wandb.init`` that name a run, and facts not in its configuration.
 
     An example is ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0`` with the tags
     ``[FedAvg, FixBN, Digits, LeNet]``. The environment variables ``WANDB_NAME``,
@@ -45,18 +45,18 @@ def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dic
 
 
 def metrics_of(attempt: Attempt) -> dict[str, dict[str, str]]:
-    """Return label and best value of the metrics of a run's task, the quality first.
+    """Return ``label`` and ``best`` of the metrics of a run's task, quality first.
 
-    A run of an older version has the metrics of a classification.
+    For a run of an older version, they are a classification's.
     """
     metrics: dict[str, dict[str, str]] | None = json.loads(attempt.identity.read_text()).get("metrics")
     return metrics or shown_metrics(Classification())
 
 
 def callback_settings(config: Config) -> dict[str, Config]:
-    """Return the settings of each callback by its class; W&B shows them as ``callbacks.FixBN.freeze_round``.
+    """Return the settings of each callback by its class; a second ``FixBN`` becomes ``FixBN_2``.
 
-    A second callback of a class is called ``FixBN_2``.
+    W&B shows them as ``callbacks.FixBN.freeze_round``.
 
     Args:
         config: The resolved configuration of a run.
@@ -73,7 +73,7 @@ def callback_settings(config: Config) -> dict[str, Config]:
 
 
 def tested(attempt: Attempt) -> dict[str, float]:
-    """Return the metrics on test data of a finished run, such as ``test/accuracy``."""
+    """Return a finished run's metrics on test data, such as ``test/accuracy``."""
     values = metric_values(read_result(attempt.result))
     return {name: value for name, value in values.items() if name.startswith("test/")}
 
@@ -81,8 +81,8 @@ def tested(attempt: Attempt) -> dict[str, float]:
 def media(attempt: Attempt) -> dict[str, Any]:
     """Return the tables, histograms and pictures of a run's folder.
 
-    ``policy`` tells what happens to each kind of state, ``clients`` what each client holds and has
-    done. The table of a report is called ``<name>_table``, since a picture may have its name.
+    ``policy`` lists the treatment of each kind of state, ``clients`` the data and training of each
+    client. A report's table is called ``<name>_table``, since its picture may be called ``<name>``.
     """
     import wandb
 
@@ -90,7 +90,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
     rows = [[state_label(kind), stages_in_words(stages)] for kind, stages in policy.items()]
     shown: dict[str, Any] = {"policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)}
     for path in sorted(attempt.path.glob("*.csv")):
-        if not path.name.startswith("predictions"):  # the predict command writes one row per sample
+        if not path.name.startswith("predictions"):  # predictions have a row per sample
             columns, cells = read_table(path)
             name = "clients" if path == attempt.participation else f"{path.stem}_table"
             shown[name] = wandb.Table(columns=[*columns], data=cells)
@@ -101,7 +101,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[Any]]]:
-    """Return columns and rows of a CSV file: integers, floats or words; an empty cell is None."""
+    """Return columns and rows of a CSV file; cells are integers, floats, words or None if empty."""
     with path.open(newline="") as file:
         columns, *rows = csv.reader(file)
     cells = [_typed(column) for column in zip(*rows, strict=True)]
@@ -118,7 +118,7 @@ def _typed(column: Sequence[str]) -> list[Any]:
 
 
 def summary(attempt: Attempt) -> dict[str, float]:
-    """Return the numbers of ``result.json`` as ``final/test/accuracy`` etc., and ``diverged``."""
+    """Return ``diverged`` and the numbers of ``result.json``, such as ``final/test/accuracy``."""
     result = read_result(attempt.result)
     numbers = {
         f"final/{name}": value
@@ -129,7 +129,7 @@ def summary(attempt: Attempt) -> dict[str, float]:
 
 
 def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
-    """Log all checkpoints of a run, if any, as one artifact with the number of its last round."""
+    """Log a run's checkpoints, if any, as an artifact with the number of the last round."""
     import wandb
 
     paths = sorted(attempt.checkpoints.glob("*.ckpt"))
@@ -137,6 +137,6 @@ def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
         return
     artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"round": round})
     for path in paths:
-        # W&B uploads the file itself, also in a later wandb sync, and makes no copy of it
+        # W&B uploads the file itself, now or by wandb sync, without a copy
         artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)
     run.log_artifact(artifact)

@@ -1,4 +1,4 @@
-"""Logger for Weights & Biases: one history row per round, online or in files for ``wandb sync``."""
+"""Logger for Weights & Biases: a history row per round, online or in files for ``wandb sync``."""
 
 import os
 import shutil
@@ -24,9 +24,9 @@ class RoundWandbLogger(Logger):
     """Logger that uploads a run's folder: a row per round, then tables, pictures and the result.
 
     The W&B run starts after the first trained round and logs all rows of ``metrics.jsonl`` that W&B
-    lacks. A resumed run keeps its id and sends no row twice. Offline, all rows are written anew,
-    since ``wandb sync`` cannot join the pieces of a run. If W&B fails, one line reports the failure
-    and training continues.
+    lacks. A resumed run keeps its id and sends no row twice. Offline, a resumed run writes all rows
+    again, since ``wandb sync`` cannot join the pieces of a run. If W&B fails, one line reports the
+    failure and training continues.
 
     Args:
         attempt: The run's folder, which also holds W&B's files.
@@ -41,11 +41,11 @@ class RoundWandbLogger(Logger):
         self._run: Any = None
         self._round = 0
         self._defined = {"round"}
-        self._summaries: dict[str, str] = {}  # values of a metric in W&B's table of runs; default: the last
+        self._summaries: dict[str, str] = {}  # W&B's summary of a metric; default: last value
         self._failed = False
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Ignore hyperparameters: ``config.yaml`` holds the run's settings."""
+        """Ignore hyperparameters, as ``config.yaml`` has the run's settings."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -53,8 +53,8 @@ class RoundWandbLogger(Logger):
 
         Args:
             metrics: Numbers by name. A row without ``"round"`` is ignored. Row 0 is logged with the
-                first round, since it is older than the run's other files.
-            step: Ignored: the metrics hold the round.
+                first round, since row 0 is written before the run's other files.
+            step: Ignored, as the metrics include the round.
         """
         if not metrics.get("round") or self._failed:
             return
@@ -72,7 +72,7 @@ class RoundWandbLogger(Logger):
 
     @rank_zero_only
     def close(self, preempted: bool = False) -> None:
-        """Log tables, pictures and result, and finish the run; without a result it has failed.
+        """Log tables, pictures and result; finish the run, which has failed if it has no result.
 
         Args:
             preempted: Whether a scheduler ended the run, so that a W&B sweep starts it again.
@@ -87,9 +87,9 @@ class RoundWandbLogger(Logger):
                 if finished:
                     self._run.summary.update(contents.summary(self.attempt))
                     self._define(tested := contents.tested(self.attempt))
-                # keep files that W&B has yet to upload in the run's folder, for wandb sync
+                # files not yet uploaded stay in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # W&B writes a step once the next one begins, so the last round's step is still open
+                # the last round's step is still open: W&B writes a step when the next one begins
                 self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)
@@ -101,7 +101,7 @@ class RoundWandbLogger(Logger):
 
     @property
     def place(self) -> str | None:
-        """Line that tells the user where W&B has the run; None without a W&B run."""
+        """Message on where the run is at W&B; None without a W&B run."""
         if self._run is None or self._failed:
             return None
         if not self._run.offline:
@@ -116,7 +116,7 @@ class RoundWandbLogger(Logger):
         run_id = id_file.read_text().strip() if id_file.is_file() else os.environ.get("WANDB_RUN_ID")
         config = yaml.safe_load(self.attempt.config.read_text())
         config_hash = folder.name.partition("-")[0]
-        group = f"{config['name']}-{config_hash}"  # all seeds of a configuration
+        group = f"{config['name']}-{config_hash}"  # the same for all seeds of a configuration
         names, facts = contents.identity(self.attempt, self.settings, group)
         init = {"id": run_id or uuid.uuid4().hex[:8], "resume": "allow", "dir": str(folder), **names}
         self._run = open_run(self.settings.asked, init)
@@ -138,7 +138,7 @@ class RoundWandbLogger(Logger):
     def _log_row(self, row: Mapping[str, float]) -> None:
         self._round = int(row["round"])
         if self._round < self._run.starting_step:
-            return  # the server has this row
+            return  # W&B has this row already
         self._define(row)
         self._run.log(dict(row), step=self._round)
 
@@ -149,10 +149,10 @@ class RoundWandbLogger(Logger):
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Report the first error of W&B; only :meth:`close` uses W&B afterwards."""
+        """Print the first error of W&B; afterwards only :meth:`close` uses W&B."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001  # a killed W&B service, say, must not end the training
+        except Exception as error:  # noqa: BLE001  # such as a killed W&B service: training continues
             if not self._failed:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 remedy = f"the run continues without it, all metrics are in {self.attempt.metrics}"

@@ -1,4 +1,4 @@
-"""Weights & Biases: settings of a run, and its start there, which never stops training."""
+"""Weights & Biases: settings of a run, and its start at W&B, whose errors never stop training."""
 
 import os
 import sys
@@ -18,18 +18,17 @@ class WandbSettings:
     """Weights & Biases settings of a run.
 
     Args:
-        mode: ``"online"``, ``"offline"`` (files in the run directory, which ``wandb sync``
-            uploads), ``"disabled"`` or ``"auto"``. ``"auto"`` takes the environment variable
-            ``WANDB_MODE``. Without the variable, it is online if W&B finds an API key (``wandb
-            login`` stores one), otherwise offline.
+        mode: ``"online"``, ``"offline"`` (files in the run directory, for ``wandb sync``),
+            ``"disabled"`` or ``"auto"``. ``"auto"`` uses the environment variable ``WANDB_MODE``.
+            Without the variable, the run is online if W&B finds an API key (``wandb login`` stores
+            one), else offline.
         project: Project of the run. Default: the environment variable ``WANDB_PROJECT``, else
             ``fl_lightning``.
         entity: User or team that owns the project. Default: the environment variable
             ``WANDB_ENTITY``, else W&B's default for the key.
-        tags: Additional tags beside the methods, the data set, the model and the environment
-            variable ``WANDB_TAGS``.
-        log_checkpoints: Whether to upload ``last.ckpt`` and ``best.ckpt`` as an artifact at the end
-            of the run.
+        tags: Tags in addition to the methods, the data set, the model and the environment variable
+            ``WANDB_TAGS``.
+        log_checkpoints: Whether to upload the checkpoints as an artifact at the end of the run.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(
@@ -48,23 +47,23 @@ class WandbSettings:
 
 
 def open_run(mode: str, init: dict[str, Any]) -> Any:
-    """Start or resume a run at W&B; if its mode fails, try offline.
+    """Start or resume a run at W&B; if that fails, try offline.
 
     Args:
         mode: ``"auto"`` or a mode of ``wandb.init``.
         init: Arguments of ``wandb.init``.
 
     Returns:
-        The run; None if W&B's own settings disable it or W&B does not work.
+        The run; None if W&B's own settings disable W&B, or W&B does not work.
     """
     wrong = ""
     for way in (mode, "offline"):
         try:
             run = _start(way, init)
-        except Exception as error:  # noqa: BLE001  # no error of W&B may end the training
+        except Exception as error:  # noqa: BLE001  # W&B's errors must not end the training
             wrong = wrong or " ".join(str(error).split()) or type(error).__name__
             with suppress(Exception):
-                sys.modules["wandb"].teardown()  # otherwise the id stays taken
+                sys.modules["wandb"].teardown()  # otherwise the run's id remains in use
         else:
             if wrong:
                 print(f"W&B does not work online, the run goes on offline: {wrong}", file=sys.stderr)
@@ -74,15 +73,16 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
 
 
 def session_mode(mode: str) -> Any:
-    """Return the mode in which W&B works on this machine; ``"auto"`` without an API key is offline.
+    """Return W&B's mode on this machine; ``"auto"`` is offline without an API key.
 
     Args:
         mode: ``"auto"`` or a mode of ``wandb.init``.
 
     Raises:
-        wandb.Error: The mode is online without an API key, or W&B refuses the key or a variable.
+        wandb.Error: The mode is ``"online"`` without an API key, or W&B refuses the key or an
+            environment variable.
     """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # W&B would report from an offline run, too
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else W&B reports even offline runs
     import wandb
 
     session = wandb.setup(settings=wandb.Settings(silent=True)).settings
@@ -103,7 +103,7 @@ def _start(mode: str, init: dict[str, Any]) -> Any:
     settings = wandb.Settings(
         silent=True,
         console="off",
-        disable_git=True,  # the commit is in the configuration
+        disable_git=True,  # the configuration has the commit
         disable_code=True,
         init_timeout=_INIT_SECONDS,
         finish_timeout=_UPLOAD_SECONDS,

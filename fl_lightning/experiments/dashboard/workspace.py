@@ -1,4 +1,4 @@
-"""Workspace of a project at Weights & Biases: panels with their metrics, and the upload."""
+"""Workspace of a project at Weights & Biases: panels, their metrics, and the upload."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,14 +43,14 @@ _FIXED = {
         "skipped rounds": ["clients/skipped"],
     },
 }
-"""Metrics of each panel that no task changes, by section and title."""
+"""Metrics of the panels for all tasks, by section and title."""
 
 Metrics = Mapping[str, Mapping[str, str]]
-"""``label`` and ``best`` of a task's metrics by name, the quality first."""
+"""``label`` and ``best`` of a task's metrics by name, quality first."""
 
 
 def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
-    """Return the metrics of each panel of curves, by section and title.
+    """Return the metrics of each panel with curves, by section and title.
 
     Args:
         metrics: The metrics of the task.
@@ -83,7 +83,7 @@ def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
 
 
 def final(metrics: Metrics) -> dict[str, list[str]]:
-    """Return numbers of the summary in the first section's bar charts, by title."""
+    """Return the summary's numbers that the first section's bar charts show, by title."""
     return {
         f"final {metric['label']}": [f"final/{split}/{name}" for split in ("val", "test")]
         for name, metric in metrics.items()
@@ -91,7 +91,7 @@ def final(metrics: Metrics) -> dict[str, list[str]]:
 
 
 def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
-    """Save the workspace at W&B and return its address; None if W&B is not online on this machine.
+    """Save the workspace at W&B and return its address; None if W&B is not online here.
 
     Args:
         project: Project of the runs.
@@ -99,7 +99,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
         metrics: The metrics of the runs' task.
 
     Raises:
-        ConfigurationError: The library is not installed, or W&B does not accept the workspace.
+        ConfigurationError: The library is not installed, or W&B rejects the workspace.
     """
     try:
         if session_mode(WandbSettings().asked) != "online":
@@ -111,7 +111,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
         return str(workspace.url)
     except ConfigurationError:
         raise
-    except Exception as error:  # of the network, or one of W&B's many classes
+    except Exception as error:  # an error of the network or of W&B
         wrong = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
             f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes it without W&B"
@@ -119,7 +119,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
 
 
 def as_json(workspace: "Workspace") -> str:
-    """Return the JSON that saves a workspace at W&B."""
+    """Return a workspace as JSON that W&B can save."""
     return f"{workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)}\n"
 
 

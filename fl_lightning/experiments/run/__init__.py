@@ -1,1 +1,1 @@
-"""Runs from the command line or from Python: trainer, progress, interruption and result."""
+"""Runs, started from the command line or Python: trainer, progress, interruption and result."""

@@ -1,4 +1,4 @@
-"""Signals that stop a run: Ctrl-C, SIGTERM and SIGHUP finish its round and print what is saved."""
+"""Ctrl-C, SIGTERM and SIGHUP, after which a run finishes its round and prints what is saved."""
 
 import os
 import signal
@@ -16,15 +16,15 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # seconds after which a signal is sent again if Python swallowed its exception
-_ECHO = 2.0  # seconds in which torchrun repeats a signal that all processes got from the terminal
+_AGAIN = 0.05  # seconds after which a signal is sent again if Python discarded the signal's exception
+_ECHO = 2.0  # seconds in which torchrun may repeat a signal that the terminal sent to all processes
 
 
 class Stopped(SystemExit):
-    """End of the command by a signal; the exit status is 128 plus the signal's number.
+    """Exception that ends the command after a signal, with exit status 128 + the signal's number.
 
     Attributes:
-        kept: The saved work in words, for the one line that is printed; empty after the print.
+        kept: Message on what is saved; empty once printed.
     """
 
     def __init__(self, number: int) -> None:
@@ -36,7 +36,7 @@ class Stopped(SystemExit):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """End the block with :class:`Stopped` on a signal; only the outermost block prints a line."""
+    """Raise :class:`Stopped` in the block on a signal; only the outermost block prints a line."""
     previous, unraisable = _listen(_stop), sys.unraisablehook
     left = threading.Event()
 
@@ -45,7 +45,7 @@ def stoppable() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     def hear_lost(lost: Any) -> None:
-        if isinstance(lost.exc_value, Stopped):  # raised in a destructor or a weakref's callback
+        if isinstance(lost.exc_value, Stopped):  # discarded in a destructor or a weakref's callback
             threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
         else:
             unraisable(lost)
@@ -70,7 +70,7 @@ class FinishRound(L.Callback):
     """Callback within :func:`stoppable`: a first signal stops after the round, a second at once.
 
     Attributes:
-        signal: The signal that asked for the stop; None before a signal.
+        signal: The signal that requested the stop; None before a signal.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class FinishRound(L.Callback):
         self._heard_at = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Install the handler of the signals."""
+        """Install the signal handler."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self.signal is not None:
@@ -91,8 +91,8 @@ class FinishRound(L.Callback):
         _listen(note)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop all ranks if one has a signal; Lightning skips a batch if told so within a round."""
-        ranks: Ranks = pl_module.ranks  # type: ignore[assignment]  # of a FederatedModule
+        """Stop all ranks if one got a signal; a stop within a round makes Lightning skip a batch."""
+        ranks: Ranks = pl_module.ranks  # type: ignore[assignment]  # of FederatedModule
         if ranks.size > 1:
             asked = ranks.exchange(lambda: (self.signal, trainer.should_stop))
             self.signal = next((number for number, _ in asked if number is not None), None)
@@ -101,7 +101,7 @@ class FinishRound(L.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the immediate stop on a signal."""
+        """Let signals stop at once again."""
         _listen(_stop)
 
 
@@ -110,8 +110,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _listen(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Handle the signals that are not ignored (nohup ignores SIGHUP); return the old handlers."""
-    if threading.current_thread() is not threading.main_thread():  # other threads cannot set signal handlers
+    """Handle all signals except ignored ones (nohup ignores SIGHUP); return the old handlers."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         return {}
     heard = [number for number in _WAYS if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}

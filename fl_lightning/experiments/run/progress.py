@@ -1,4 +1,4 @@
-"""Progress of a run in one line: rounds, local steps, loss, accuracy, speed and remaining time."""
+"""Progress line of a run: rounds, local steps, loss, accuracy, speed and remaining time."""
 
 import time
 from datetime import timedelta
@@ -19,12 +19,12 @@ class RoundProgress(Recorded, ProgressBar):
     """Progress bar of a fit in communication rounds.
 
     A terminal shows one live line, refreshed at most ten times a second. A pipe or a log file gets
-    a plain line now and then, without control characters. The total is the trainer's
-    ``max_epochs``, regardless of the run's planned rounds. The module provides ``metrics`` of the
-    newest complete round and reports each local step to :meth:`local_step`.
+    plain lines, without control characters. The total is the trainer's ``max_epochs``, regardless
+    of the run's planned rounds. The module provides ``metrics`` of the newest complete round, and
+    reports each local step to :meth:`local_step`.
 
     Args:
-        every_n_seconds: Least time between two plain lines in seconds, >= 0.
+        every_n_seconds: Smallest time between two plain lines in seconds, >= 0.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -44,7 +44,7 @@ class RoundProgress(Recorded, ProgressBar):
         self._live: Live | None = None
         self._next_time = self._started_at = 0.0
         self._first_round = 0
-        self._metrics: dict[str, float] = {}  # newest value of each name: most rounds are not evaluated
+        self._metrics: dict[str, float] = {}  # newest value of each metric: not all rounds are evaluated
 
     def disable(self) -> None:
         """Hide the line on this rank; another rank shows it."""
@@ -55,13 +55,13 @@ class RoundProgress(Recorded, ProgressBar):
         self._metrics, self._first_round, self._started_at = {}, trainer.current_epoch, time.monotonic()
         console = Console()
         if console.is_interactive and self.is_enabled:
-            # auto_refresh: its thread could hold a lock while worker processes are forked
+            # no auto_refresh: its thread could hold a lock while worker processes are forked
             self._live = Live(console=console, auto_refresh=False)
             self._live.start()
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the previous round: its metrics arrive after ``on_train_epoch_end`` of callbacks."""
+        """Show the previous round, whose metrics are complete only after ``on_train_epoch_end``."""
         self._metrics |= getattr(pl_module, "metrics", {})
         if self._live or trainer.current_epoch > self._first_round:
             self._show()
@@ -70,14 +70,14 @@ class RoundProgress(Recorded, ProgressBar):
         """Show the position inside a round.
 
         Args:
-            step: Local steps done in this round, from 1.
-            of: Local steps of the round.
+            step: Number of local steps done in this round, from 1.
+            of: Number of local steps of the round.
         """
         if self._live:
             self._show(f"step {step}/{of}", step / max(of, 1))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the last round, whose line stays on the terminal."""
+        """Show the last round; the line stays on the terminal."""
         self._metrics |= getattr(pl_module, "metrics", {})
         self._show(at_once=True)
         self._close()

@@ -1,4 +1,4 @@
-"""Run that a Python script starts, in a run directory as from the command line."""
+"""Runs from Python scripts, with the same run directories as from the command line."""
 
 import os
 import warnings
@@ -24,11 +24,11 @@ from fl_lightning.round.module import FederatedModule
 
 
 class Run:
-    """Run of a module and its data in a folder with metrics, checkpoints, pictures and a result.
+    """A run of a module on its data, with a folder for metrics, checkpoints, pictures and result.
 
     The folder is ``<run_root>/<name>/<hash>-s<seed>``. The hash covers the settings of the module,
-    the data, the callbacks and the trainer. The same script therefore finds its run again, and
-    ``fit(resume=True)`` resumes it.
+    the data, the callbacks and the trainer: the same script finds its run again, and
+    ``fit(resume=True)`` resumes the run.
 
     Args:
         module: The module, whose seed is the run's seed.
@@ -39,14 +39,14 @@ class Run:
         run_root: Folder of all runs.
         checkpoint: Settings of the checkpoints. Default: ``RoundCheckpoint()``.
         wandb: Mode of Weights & Biases, as ``wandb.mode`` of the command line.
-        threads: Number of CPU threads, from 1 to 1024; more than 1 implies one process. Default: 1 for
-            a run on CPUs, of each of its ranks; on a GPU torch's number. The process has its number
-            back after a fit.
+        threads: Number of CPU threads, from 1 to 1024; more than 1 implies one process. Default: 1
+            for each rank of a run on CPUs; torch's number on a GPU. After a fit, the process's
+            earlier number is restored.
         trainer: Arguments of Lightning's ``Trainer``; ``max_epochs`` is the number of rounds.
 
     Attributes:
-        attempt: Folder of the newest fit, with ``attempt.path``; None before the first fit.
-        config: Settings from which the hash follows, as in ``config.yaml``.
+        attempt: Folder of the newest fit (``attempt.path``); None before the first fit.
+        config: Settings that the hash covers, as in ``config.yaml``.
 
     Example:
         >>> from functools import partial
@@ -87,7 +87,7 @@ class Run:
         self._describe()
 
     def _describe(self) -> None:
-        """Describe the built objects, from which the hash of the run follows."""
+        """Describe the built objects, which decide the run's hash."""
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
         self._made = built_in_python(self.module, self.data, settings)
         dirpath = None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)
@@ -98,22 +98,23 @@ class Run:
         }
 
     def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> Result:
-        """Train, evaluate the final model, and write and print the result.
+        """Train and evaluate the final model; write and print the result.
 
         Args:
-            resume: Checkpoint to resume from: True for the last one of the newest attempt,
-                ``"best"``, a path, or ``"auto"`` for the last one if it exists. Default: a new run.
-            accept_data: Whether to resume with other data than the checkpoint's.
+            resume: Checkpoint to resume from: True for the newest attempt's last checkpoint,
+                ``"best"``, a path, or ``"auto"`` for the last checkpoint if there is one. Default:
+                a new run.
+            accept_data: Whether the data may differ from the checkpoint's.
 
         Returns:
             The content of ``result.json``.
 
         Raises:
             Stopped: A signal stopped the run after a complete round.
-            ConfigurationError: There is no checkpoint, or a new run got a module that was trained
+            ConfigurationError: There is no checkpoint, or the module of a new run has been trained
                 before.
         """
-        if self.attempt is None:  # attributes may have been assigned since the construction
+        if self.attempt is None:  # attributes may have been assigned after construction
             self._describe()
         self.module.accept_data = accept_data
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
@@ -140,7 +141,7 @@ class Run:
         """Folder of the newest fit.
 
         Raises:
-            ConfigurationError: There was no fit yet.
+            ConfigurationError: There has been no fit yet.
         """
         if self.attempt is None:
             raise ConfigurationError("path: the run has no folder yet; call fit()")

@@ -1,4 +1,4 @@
-"""Trainer of a run and its number of ranks."""
+"""Trainer of a run, and the number of ranks."""
 
 import os
 from typing import Any
@@ -21,10 +21,10 @@ from fl_lightning.round.plan import RoundPlan, cohort_size
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""Least local steps of a round for several ranks; in a shorter round ranks wait longer than they save."""
+"""Smallest number of local steps per round for which several ranks save time; else they wait."""
 
 MOST_THREADS = 1024
-"""Most CPU threads of a process; larger numbers can kill it."""
+"""Largest number of CPU threads; a larger number can kill the process."""
 
 _OF_THE_RUN = {
     "barebones": ((False,), "would train without metrics and checkpoints; leave it out"),
@@ -34,16 +34,16 @@ _OF_THE_RUN = {
     ),
     "default_root_dir": ((None,), "would be ignored; use run_root and name"),
 }
-"""Settings that the run decides: each with the accepted values and a remedy for other ones."""
+"""Settings that the run decides: accepted values, and the message for other values."""
 
 
 def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Trainer:
-    """Return a trainer with this project's checkpoint plugin and, for several ranks, its strategy.
+    """Return a trainer with this project's checkpoint plugin and, for several ranks, strategy.
 
     Args:
         settings: The user's arguments of the trainer.
-        ranks: Number of ranks for ``devices: auto`` on a CPU. On a GPU it is 1, under ``torchrun``
-            the number of launched processes.
+        ranks: Number of ranks for ``devices: auto`` on CPUs. A GPU has 1 rank; ``torchrun`` decides
+            by the number of processes that it launches.
         equipment: Arguments of the trainer that override ``settings``.
 
     Raises:
@@ -54,7 +54,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
         if value not in accepted:
             raise ConfigurationError(f"trainer.{name}: {value} {remedy}")
     plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
-    if not is_launched(settings):  # a scheduler's ranks may be independent runs
+    if not is_launched(settings):  # processes of a scheduler may be independent runs
         plugins.append(OneMachine())
     if settings.get("devices", "auto") == "auto":
         equipment["devices"] = _devices(settings.get("accelerator", "auto"), ranks)
@@ -76,7 +76,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
 
 
 def is_launched(settings: Config) -> bool:
-    """Return whether another program may start ranks: ``torchrun``, or Slurm for several ranks."""
+    """Return whether another program may start the ranks: ``torchrun``, or Slurm for several."""
     asked = settings.get("devices", "auto") not in ("auto", 1, "1") or settings.get("num_nodes", 1) != 1
     return asked or under_torchrun()
 
@@ -88,34 +88,34 @@ def _devices(accelerator: Any, ranks: int) -> int:
 
 
 def on_cpu(accelerator: Any) -> bool:
-    """Return whether a run with this setting of ``trainer.accelerator`` computes on CPUs."""
+    """Return whether a run with this ``trainer.accelerator`` computes on CPUs."""
     has_gpu = CUDAAccelerator.is_available() or MPSAccelerator.is_available()
     return accelerator == "cpu" or (accelerator == "auto" and not has_gpu)
 
 
 def use_threads(threads: int, devices: Any) -> Any:
-    """Set the number of CPU threads, and return the number of devices for it.
+    """Set the number of CPU threads; return the matching ``trainer.devices``.
 
     Args:
         threads: Number of CPU threads.
-        devices: The setting ``trainer.devices``. ``"auto"`` becomes 1 for several threads, since ranks
-            have one thread each.
+        devices: The setting ``trainer.devices``. For several threads, ``"auto"`` becomes 1, since
+            each of several ranks has one thread.
     """
     torch.set_num_threads(threads)
     return 1 if threads > 1 and devices == "auto" and not under_torchrun() else devices
 
 
 def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
-    """Return the largest useful number of ranks: the clients of a round, but 1 if it is short.
+    """Return the largest useful number of ranks: the clients of a round, but 1 for a short round.
 
-    The data are set up before the fork, so that the ranks share their memory.
+    The data are set up before ranks are forked, so that all ranks share the data's memory.
     """
-    # include_cuda: a process that has initialised CUDA cannot be forked
-    with isolate_rng(include_cuda=False):  # fit sets the data up again, with the same draws
+    # not include_cuda: a process that has initialised CUDA cannot be forked
+    with isolate_rng(include_cuda=False):  # fit sets up the data again, with the same random draws
         data.prepare_data()
         data.setup("fit")
     if not data.num_clients:
-        return 1  # the module raises an error for no clients
+        return 1  # the module raises an error
     size = cohort_size(data.num_clients, module.participation)
     plan = RoundPlan(
         data, module.local_steps, module.local_epochs, size, module.seed, centralised=module.centralised
@@ -125,7 +125,7 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
 
 
 def as_list(setting: Any) -> list[Any]:
-    """Return a setting as a list: empty if it is missing, with one item for a single value."""
+    """Return a setting as a list: empty if the setting is, of one item for a single value."""
     if not setting:
         return []
     return list(setting) if isinstance(setting, list | tuple) else [setting]

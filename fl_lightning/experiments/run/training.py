@@ -1,4 +1,4 @@
-"""Parts of a run around the trainer's ``fit``: folder, loggers, pictures and result."""
+"""Preparation and end of a trainer's ``fit``: folder, loggers, pictures and result."""
 
 import logging
 import os
@@ -47,12 +47,12 @@ TRAINER_DEFAULTS: Config = {
     "log_every_n_steps": 1,
     "enable_model_summary": False,
 }
-"""Defaults of a run for the trainer's settings."""
+"""A run's defaults for the trainer's settings."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Run with a locked folder and a trainer.
+    """A run that is ready to start, with a locked folder and a trainer.
 
     Attributes:
         module: The module.
@@ -60,8 +60,8 @@ class Prepared:
         start: The folder, and the checkpoint to resume from.
         trainer: The trainer.
         arguments: Arguments of the trainer's ``fit``: ``ckpt_path`` and ``weights_only``.
-        chooses_ranks: Whether the run itself chooses the number of ranks.
-        interruption: Callback for the signals that stop the run.
+        chooses_ranks: Whether the run chooses the number of ranks (``devices: auto``).
+        interruption: Callback that handles signals to stop the run.
     """
 
     module: FederatedModule
@@ -73,7 +73,7 @@ class Prepared:
     interruption: FinishRound
 
     def run(self) -> Result:
-        """Train, evaluate the final server model, and print and write the result.
+        """Train and evaluate the final server model; print and write the result.
 
         Returns:
             The content of ``result.json``.
@@ -94,7 +94,7 @@ class Prepared:
             if signal.signal and trainer.global_step != trainer.max_epochs:
                 draw_pictures(start.attempt, self.module)
                 raise Stopped(signal.signal)
-        except Exception:  # Stopped is no Exception: after a signal no pictures are drawn here
+        except Exception:  # not Stopped, which is a SystemExit
             if trainer.global_step > start.round:  # at least one round was trained
                 draw_pictures(start.attempt, self.module)
             raise
@@ -106,7 +106,7 @@ class Prepared:
         return finish_run(self.module, start.attempt, stopped)
 
     def _limit_ranks(self) -> None:
-        """Set up the data before the fork; with ``devices: auto`` keep only the useful ranks."""
+        """Set up the data before ranks are forked; for ``devices: auto``, limit their number."""
         strategy = self.trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
             ranks = useful_ranks(self.module, self.data)
@@ -115,7 +115,7 @@ class Prepared:
 
 
 class Training:
-    """Parts of a run and its folder.
+    """The objects of a run and its folder.
 
     Args:
         module: The module.
@@ -123,7 +123,7 @@ class Training:
         config: The resolved configuration.
         made: The built objects (:func:`~fl_lightning.experiments.run_directory.built.built`).
         keeper: Callback for the run's checkpoints.
-        way_on: Instruction that resumes a stopped run, in words.
+        way_on: How to resume a stopped run, for the message.
         header: Comment at the top of ``config.yaml``.
 
     Attributes:
@@ -158,21 +158,21 @@ class Training:
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> Iterator[Prepared]:
-        """Lock the run's folder, a new one or the checkpoint's, and make the trainer.
+        """Lock the run's folder, which is new or the checkpoint's, and make the trainer.
 
-        At the end of the block the run ends at W&B, and a folder without a finished round is
-        removed.
+        At the end of the block, the run ends at W&B. If an error has ended the block, a new folder
+        without a trained round is removed.
 
         Args:
-            settings: The user's arguments of the trainer; with ``fast_dev_run`` there is no folder.
+            settings: The user's arguments of the trainer; ``fast_dev_run`` makes no folder.
             wandb: The run's W&B settings.
             ckpt_path: Checkpoint to resume from: a path, ``"last"``, ``"best"`` or ``"auto"``; None
                 for a new run.
             weights_only: Whether the checkpoint may only hold tensors and plain values.
 
         Raises:
-            ConfigurationError: The checkpoint is missing or another model's, another process trains
-                in its folder, or the trainer refuses a setting.
+            ConfigurationError: The checkpoint is missing or of another model, another process
+                trains in its folder, or the trainer refuses a setting.
         """
         rank, rounds = launched_rank() if is_launched(settings) else 0, settings.get("max_epochs")
         with ExitStack() as held, self._ending():  # the folder's lock is released last
@@ -188,7 +188,7 @@ class Training:
             if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
                 strategy.meet()
                 path = strategy.broadcast(path)
-            elif rank:  # a node that forks its ranks later
+            elif rank:  # this node forks its ranks later
                 path = self.found(ckpt_path, rounds)
             profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
             if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
@@ -208,8 +208,9 @@ class Training:
         """Return the checkpoint file of ``--ckpt_path``, or None for a new run.
 
         Args:
-            ckpt_path: The setting. ``"auto"`` starts a new run if no attempt has this plan yet.
-            rounds: Planned rounds of the run; None: any number.
+            ckpt_path: The setting; ``"auto"`` starts a new run if no attempt has as many planned
+                rounds.
+            rounds: Planned rounds of the run; None accepts any number.
 
         Raises:
             ConfigurationError: The checkpoint is missing.
@@ -226,9 +227,9 @@ class Training:
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
 
     def _has_this_plan(self, path: Path, rounds: int | None) -> bool:
-        """Return whether a run was planned for ``rounds`` rounds, which set freezing and the decay of the rate."""
+        """Return whether a run has these planned rounds, which set freezing and the rate's decay."""
         if self.module.budget_epochs is not None or rounds in (None, -1):
-            return True  # the data decide the rounds, and are part of the hash
+            return True  # the data decide the rounds, and the hash covers the data
         planned = load_run(path)["fl_lightning"]["total_rounds"]
         if planned != rounds:
             print(
@@ -241,13 +242,13 @@ class Training:
     def _find_start(
         self, path: Path | None, weights_only: bool | None, settings: Config, held: ExitStack
     ) -> None:
-        """Check the checkpoint, and lock the folder that the run trains in.
+        """Check the checkpoint, and lock the folder in which the run trains.
 
         Args:
             path: The checkpoint; None for a new run.
             weights_only: Whether the checkpoint may only hold tensors and plain values.
             settings: The user's arguments of the trainer.
-            held: Exit stack that keeps the folder's lock.
+            held: Exit stack that holds the folder's lock.
         """
         writes = not settings.get("fast_dev_run")
         if path is None:
@@ -258,16 +259,16 @@ class Training:
         owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
         resumed = owner if writes and owner in self.directory.attempts() else None
         if resumed is not None:
-            held.enter_context(resumed.lock())  # lock before the checkpoint is read
+            held.enter_context(resumed.lock())  # lock before reading the checkpoint
         checkpoint = load_run(path, weights_only)
         check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
         if writes:
             self.start = find_start(self.directory, path, checkpoint, self.made, resumed, held)
 
     def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
-        """Return callbacks, loggers and folder as arguments of the trainer."""
+        """Return the trainer's arguments for callbacks, loggers and folder."""
         callbacks = as_list(settings.get("callbacks"))
-        # true asks for a default logger, but metrics.jsonl is written in any case
+        # true requests a default logger: metrics.jsonl, which is always written
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
@@ -283,13 +284,13 @@ class Training:
             loggers.append(self._wandb)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                # otherwise a logger with a folder, such as W&B's, would receive the checkpoints
+                # otherwise checkpoints would go to the folder of a logger, such as W&B's
                 callback.dirpath = str(attempt.checkpoints.resolve())
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """End the run at the end of the block, however the block ends."""
+        """Call :meth:`_end` at the end of the block, also after an exception."""
         try:
             yield
         except BaseException as error:
@@ -298,7 +299,7 @@ class Training:
         self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """End the run at W&B, remove an untrained folder, and tell a stop which round is saved."""
+        """End the run at W&B, remove an untrained folder, and complete the message of a stop."""
         attempt = self.start.attempt
         if attempt is None:
             return
@@ -314,7 +315,7 @@ class Training:
 
 
 def stop_reason(trainer: L.Trainer) -> str:
-    """Return which callback has stopped a training before its last round, and why."""
+    """Return in words which callback stopped the training before its last round, and why."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
     for callback in callbacks:
         name = type(callback).__name__
@@ -332,20 +333,20 @@ def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:
 
 
 def quiet_host() -> None:
-    """Silence Lightning's remarks on hardware and data loaders that do not apply to a run."""
+    """Silence Lightning's messages on hardware and data loaders that do not apply to a run."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # a summary that a user asks for is a remark, too
+    # the model summary, at a user's request, is such a message, too
     logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)
-    # LightningCLI 2.6 makes deprecated calls of jsonargparse, which a user cannot change
+    # LightningCLI 2.6 uses deprecated functions of jsonargparse; users cannot change that
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     for message in (
         ".*LightningCLI's args parameter.*",  # main() passes args on purpose
-        ".*does not have many workers.*",  # in-memory data need none
-        ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
-        "Implicitly cleaning up <TemporaryDirectory",  # of W&B, for the pictures of a run
-        ".*The `srun` command is available.*",  # on a cluster's login node, a run needs no srun
+        ".*does not have many workers.*",  # in-memory data need no workers
+        ".*isinstance\\(treespec, LeafSpec\\).*",  # harmless, from Lightning 2.6 with torch 2.12 and later
+        "Implicitly cleaning up <TemporaryDirectory",  # from W&B, for the pictures of a run
+        ".*The `srun` command is available.*",  # a run on a cluster's login node needs no srun
         ".*is smaller than the logging interval.*",  # an epoch is one round
-        ".*Total length of `list` across ranks is zero.*",  # a federation without evaluation data
+        ".*Total length of `list` across ranks is zero.*",  # a federation may lack evaluation data
     ):
         warnings.filterwarnings("ignore", message)

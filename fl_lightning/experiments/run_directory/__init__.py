@@ -1,1 +1,1 @@
-"""Run directory: the folder, checkpoints, metrics, results and pictures of a run."""
+"""Run directory: the folder of a run, with its checkpoints, metrics, results and pictures."""

@@ -30,7 +30,7 @@ from fl_lightning.recorded import making
 from fl_lightning.round.module import FederatedModule
 
 LINKED = ("num_classes", "in_channels", "image_size", "in_features")
-"""Arguments of a model whose default is the data's value."""
+"""Arguments of a model that default to the data's values."""
 
 _TRAINER = {
     name: x.default for name, x in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
@@ -38,11 +38,11 @@ _TRAINER = {
 
 
 _LATER = ("seed", "executor")
-"""Arguments of a module that the run decides."""
+"""Arguments of a module that the run may change after construction."""
 
 
 def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
-    """Describe the objects of a run in the form of a configuration.
+    """Describe the objects of a run as a tree like a configuration.
 
     Args:
         module: The module.
@@ -50,13 +50,13 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
         trainer: Arguments of the trainer, including ``callbacks``.
 
     Returns:
-        ``seed_everything``, ``model``, ``data`` and ``trainer``, with the arguments that links and
-        data decide.
+        ``seed_everything``, ``model``, ``data`` and ``trainer``, including arguments that links or
+        the data decide.
     """
     model, data_node = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
     if (data_seed := data_node["init_args"].pop("seed", seed)) != seed:
-        data_node["own_seed"] = data_seed  # not in init_args: its default is the run's seed
+        data_node["own_seed"] = data_seed  # a key of its own: the default is the run's seed
     if type(module) is FederatedModule:
         model = model["init_args"]
     return {
@@ -70,9 +70,9 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
 def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
     """Describe the objects of a script as :func:`built` does.
 
-    The model also has a digest of its layers or weights if they do not follow from its arguments
-    and the run's seed. Settings assigned after construction replace the arguments of the module,
-    and are the entry ``reassigned`` of data and callbacks.
+    If the model's layers or weights do not follow from its arguments and the run's seed, a digest
+    of them is added. Settings that were assigned after construction replace the module's arguments;
+    those of data and callbacks are added as an entry ``reassigned``.
     """
     tree = built(module, data, trainer)
     settings = tree["model"].get("init_args", tree["model"])
@@ -106,7 +106,7 @@ def _describe_groups(module: FederatedModule, settings: Config) -> None:
 
 
 def _add_reassigned(thing: Any, node: Any) -> None:
-    """Add later assigned settings to the description of an object and of its arguments."""
+    """Add settings that were assigned after construction to the description of an object."""
     if isinstance(thing, list | tuple) and isinstance(node, list):
         for item, item_node in zip(thing, node, strict=True):
             _add_reassigned(item, item_node)
@@ -120,7 +120,7 @@ def _add_reassigned(thing: Any, node: Any) -> None:
 
 
 def _reassigned(thing: Any) -> Config:
-    """Return settings and methods of an object that differ from its arguments and class."""
+    """Return the settings and methods of an object that were replaced after construction."""
     made, held = making(thing), vars(thing)
     if made is None:
         return {}
@@ -137,7 +137,7 @@ def _reassigned(thing: Any) -> Config:
 def _is_same(now: Any, given: Any) -> bool:
     try:
         return now is given or (type(now) is type(given) and bool(now == given))
-    except (ValueError, RuntimeError):  # arrays and tensors
+    except (ValueError, RuntimeError):  # comparisons of arrays and tensors
         return False
 
 
@@ -158,13 +158,13 @@ def without_decided(tree: Config, data: FederatedDataModule) -> Config:
 
 def _digests(module: FederatedModule) -> Config:
     """Return digests of layers and weights that do not follow from the arguments and the seed."""
-    model = getattr(module.model, "_orig_mod", module.model)  # of a compiled model
+    model = getattr(module.model, "_orig_mod", module.model)  # unwrap a compiled model
     made = making(model)
     known = module.initial_weights is None and not any(map(is_lazy, model.parameters()))
     weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}
     if made is None:
         return {"state_digest": layers(model)} | weights | _parts(model)
-    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller has drawn their weights
+    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller has drawn these weights
         return {"layers_digest": layers(model)} | weights | _parts(model)
     with isolate_rng(), _float32():
         seed_global(module.seed, torch.device("cpu"))
@@ -180,7 +180,7 @@ def _digests(module: FederatedModule) -> Config:
 
 @contextmanager
 def _float32() -> Iterator[None]:
-    """Make float32 tensors in the block, as a configuration does, whatever a script has set."""
+    """Make float32 the default dtype in the block, as from the command line."""
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
@@ -190,7 +190,7 @@ def _float32() -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> dict[str, list[str]]:
-    """Return the classes of layers outside torch, whose code affects the run."""
+    """Return the layer classes that are not torch's; the run depends on their code."""
     names = {class_name(layer) for layer in model.modules() if layer is not model}
     foreign = sorted(name for name in names if not name.startswith("torch."))
     return {"layer_classes": foreign} if foreign else {}

@@ -1,8 +1,8 @@
 """Atomic writing and checked reading of checkpoints.
 
-Lightning writes a checkpoint to the system's temporary folder and moves it, which is neither synced
-nor atomic across file systems. :class:`AtomicCheckpointIO` writes beside the target, syncs and
-renames.
+Lightning writes a checkpoint to the system's temporary folder and then moves it: the move is
+neither synced nor atomic across file systems. :class:`AtomicCheckpointIO` writes a file beside the
+target, syncs and renames it.
 """
 
 import os
@@ -20,7 +20,7 @@ from fl_lightning.models.weights import load_whole, misfit_error, misfits
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Checkpoint plugin whose path always holds a complete file, old or new; local paths only.
+    """Checkpoint plugin for local paths that always keeps a complete file, old or new, at the path.
 
     Pass it as ``Trainer(plugins=[AtomicCheckpointIO()])``.
     """
@@ -28,7 +28,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint atomically; missing folders are made, ``storage_options`` are ignored.
+        """Write a checkpoint atomically; create missing folders and ignore ``storage_options``.
 
         Raises:
             ConfigurationError: The path is remote, the disk is full or the folder cannot be
@@ -39,7 +39,7 @@ class AtomicCheckpointIO(CheckpointIO):
             with atomic_write(target) as file:
                 torch.save(checkpoint, file)
         except RuntimeError as error:
-            # torch's zip writer hides the system's error behind a RuntimeError
+            # torch's zip writer raises a RuntimeError; its context is the system's error
             if isinstance(error.__context__, OSError):
                 raise unwritable(target, error.__context__) from error
             raise
@@ -55,8 +55,8 @@ class AtomicCheckpointIO(CheckpointIO):
             weights_only: As in ``torch.load``; None means True: tensors and plain values, no code.
 
         Raises:
-            ConfigurationError: The file is missing, damaged or remote, or ``weights_only`` forbids
-                its content.
+            ConfigurationError: The file is missing, damaged or remote, or has content that
+                ``weights_only`` forbids.
         """
         target = user_path("checkpoint", path)
         if not target.is_file():
@@ -67,7 +67,7 @@ class AtomicCheckpointIO(CheckpointIO):
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint file if it is there."""
+        """Remove a checkpoint file if it exists."""
         user_path("checkpoint", path).unlink(missing_ok=True)
 
 
@@ -79,8 +79,8 @@ def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> 
         weights_only: As in :meth:`AtomicCheckpointIO.load_checkpoint`.
 
     Raises:
-        ConfigurationError: As for :meth:`AtomicCheckpointIO.load_checkpoint`, or the file is no
-            checkpoint of a run.
+        ConfigurationError: As for :meth:`AtomicCheckpointIO.load_checkpoint`, or the file is not a
+            checkpoint of a federated run.
     """
     checkpoint = AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
     needed = ("state_dict", "global_step", "pytorch-lightning_version", "fl_lightning")
@@ -108,15 +108,15 @@ def check_run(
         optimizer: The configured server optimizer; None skips its check.
 
     Raises:
-        ConfigurationError: A name or shape in the model differs (the message has the first), or
-            the optimizer is of another kind or steps other parameters.
+        ConfigurationError: A name or shape differs in the model (the message names the first), or
+            the optimizer is of another class or has other parameters.
     """
     if differing := misfits(checkpoint["state_dict"], model):
         raise misfit_error(f"checkpoint {path}", "checkpoint", model, differing)
     if not isinstance(optimizer, Optimizer) or not checkpoint.get("optimizer_states"):
         return
     groups = checkpoint["optimizer_states"][0]["param_groups"], optimizer.param_groups
-    # settings that only the configured optimizer has may come from a newer torch
+    # only the checkpoint's settings must be known: a newer torch may add settings
     foreign = any(setting not in new for old, new in zip(*groups, strict=False) for setting in old)
     sizes = [[len(group["params"]) for group in part] for part in groups]
     if foreign or sizes[0] != sizes[1]:

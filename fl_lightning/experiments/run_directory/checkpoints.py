@@ -1,4 +1,4 @@
-"""Checkpoints of complete rounds: the last, the best and kept rounds."""
+"""Checkpoints after complete rounds: of the last round, the best round and rounds to keep."""
 
 import contextlib
 import math
@@ -24,34 +24,34 @@ from fl_lightning.round.module import FederatedModule
 
 
 class RoundCheckpoint(Recorded, Checkpoint):
-    """Checkpoints of complete rounds: ``last.ckpt`` and, for a monitored metric, ``best.ckpt``.
+    """Checkpoints after complete rounds: ``last.ckpt`` and, for a monitored metric, ``best.ckpt``.
 
-    ``last.ckpt`` is written after the first and the last round of a fit, after a round when either
-    period has passed, and when an exception or a termination signal stops the fit between rounds.
-    An interrupted round is not saved: a resume computes it again. ``fast_dev_run`` writes no
+    ``last.ckpt`` is written after the first and the last round of a fit, after a round if either
+    period has passed, and if an exception or a termination signal stops the fit between rounds. An
+    interrupted round is not saved: a resumed fit computes it again. ``fast_dev_run`` writes no
     checkpoints.
 
     Args:
         dirpath: Folder of the checkpoints. Default: ``checkpoints`` in the trainer's
-            ``default_root_dir``. In a shared folder each attempt has its subfolder
+            ``default_root_dir``. In a folder shared by runs, each attempt has a subfolder
             ``<name>/<hash>-s<seed>``.
-        every_n_seconds: Seconds since the last save, >= 0, after which a round is saved; 0: every
-            round, None: no such period.
-        every_n_rounds: Number, >= 1, whose multiples are rounds to save; None: no such period.
+        every_n_seconds: Seconds since the last save, >= 0, after which a round is saved. 0 saves
+            every round; None disables this period.
+        every_n_rounds: Period in rounds, >= 1: its multiples are saved. None disables this period.
         monitor: Name of a logged metric, such as ``"val/accuracy"``. ``best.ckpt`` is the model of
             the first round with the best value. Rounds without the metric or with NaN are ignored.
         mode: Whether ``"max"`` or ``"min"`` of the metric is best. Default: minimum of a loss,
             maximum of a quality such as accuracy (:func:`~fl_lightning.round.directions.best_is`).
-        keep_rounds: Rounds, >= 1, whose checkpoint is kept as ``round_<r>.ckpt`` and, for a
-            monitored metric, the best checkpoint so far as ``round_<r>_best.ckpt``.
+        keep_rounds: Rounds, >= 1, whose checkpoints are kept as ``round_<r>.ckpt``. For a monitored
+            metric, the best checkpoint until then is kept as ``round_<r>_best.ckpt``.
 
     Attributes:
-        in_the_run: Whether each fit has its checkpoints in its run's folder.
+        in_the_run: Whether the checkpoints of each fit are in its run's folder.
         attempt: The attempt of the checkpoints; None without a run directory.
         best_score: Best value of the monitored metric; None before its first value.
         best_round: Round of ``best_score``.
-        best_model_path: Path of ``best.ckpt``; empty before the first save. Lightning reads it for
-            ``ckpt_path="best"`` and sets it after a fit in child processes.
+        best_model_path: Path of ``best.ckpt``; empty before the first save. Lightning reads this
+            attribute for ``ckpt_path="best"`` and sets it after a fit in child processes.
         saved_round: Round of this fit's ``last.ckpt``; None before the first save.
 
     Example:
@@ -99,8 +99,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Key of the state, one per monitored metric: scores of two metrics cannot be compared."""
-        # without a metric: "max", as in older checkpoints
+        """Key of the state, different for each metric, as their scores cannot be compared."""
+        # without a metric, the key has "max", as in older checkpoints
         return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Copy the earlier rounds' ``best.ckpt`` into a new folder, or print that it is missing."""
+        """Copy ``best.ckpt`` of earlier rounds into a new folder, or print that it is missing."""
         if trainer.state.fn != "fit" or self.monitor is None or trainer.ckpt_path is None:
             return
         assert self.dirpath is not None
@@ -128,10 +128,10 @@ class RoundCheckpoint(Recorded, Checkpoint):
                     f"best.ckpt: the best until {path} is missing; only rounds after {checkpoint['global_step']} count",
                     flush=True,
                 )
-        trainer.strategy.broadcast(None)  # barrier: the other ranks look for the file afterwards
+        trainer.strategy.broadcast(None)  # barrier: afterwards the other ranks look for the file
 
     def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
-        """Return the best checkpoint at the time of ``path``, from its folder; None if missing."""
+        """Return the best checkpoint at the time of ``path``, in its folder; None if missing."""
         for candidate in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
             with contextlib.suppress(ConfigurationError):  # missing or damaged
                 if AtomicCheckpointIO().load_checkpoint(candidate)["callbacks"].get(self.state_key) == state:
@@ -139,17 +139,17 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best score if its ``best.ckpt`` lies here; else only later rounds count."""
+        """Restore the best score if the folder has ``best.ckpt``; else only later rounds count."""
         if self.dirpath is not None and (self.dirpath / "best.ckpt").is_file():
             self.best_score, self.best_round = state_dict["best_score"], state_dict["best_round"]
             self.best_model_path = str(self.dirpath / "best.ckpt")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Determine and create the folder, so that an error comes before the first round.
+        """Determine and create the folder, so that errors are raised before the first round.
 
         Raises:
-            ConfigurationError: The folder cannot be created, the trainer counts steps, or the best
-                values of the monitored metric are unknown.
+            ConfigurationError: The folder cannot be created, ``max_steps`` is set, or whether large
+                or small values of the monitored metric are best is unknown.
         """
         if isinstance(pl_module, FederatedModule):
             pl_module.prepare_metrics()
@@ -159,7 +159,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 f"checkpoint.mode: null, but it is not known which values of {self.monitor!r} are best; set checkpoint.mode to max or min"
             )
         if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
-            # with max_steps Lightning resumes inside the last epoch, which repeats or drops a round
+            # with max_steps, Lightning resumes inside the last epoch and repeats or drops a round
             raise ConfigurationError(
                 f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
@@ -169,7 +169,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             given = self._given_dirpath
             folder = given if self.attempt is None else self.attempt.below(given)
             self.dirpath = Path(trainer.strategy.broadcast(str(folder)))
-        if stage == "fit":  # a resumed checkpoint restores its values afterwards
+        if stage == "fit":  # afterwards a resumed checkpoint restores its values
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
             try:
@@ -179,7 +179,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 raise unwritable(self.dirpath, error) from error
 
     def _claim(self) -> None:
-        """Mark a shared folder as this run's; raise a ConfigurationError if another run owns it."""
+        """Mark a folder as this run's; raise a ConfigurationError if another run owns it."""
         if self.attempt is None or self.in_the_run:
             return
         assert self.dirpath is not None
@@ -240,11 +240,11 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Save the last complete round unless another one has begun."""
+        """Save the last complete round unless the next round has begun."""
         between_rounds = trainer.fit_loop.epoch_progress.current.ready == self._complete_round
-        # saving is a barrier of all ranks, which a single failing rank cannot pass
+        # saving is a barrier: a rank that fails alone would wait for the others
         if between_rounds and self._active(trainer) and trainer.world_size == 1:
-            with contextlib.suppress(ConfigurationError):  # the original exception is the one to show
+            with contextlib.suppress(ConfigurationError):  # keep the original exception
                 self._save_last(trainer)
 
     def _best_is(self) -> Literal["max", "min"] | None:
@@ -261,7 +261,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def _reached_best(self, trainer: L.Trainer) -> bool:
         if self.monitor is None or self.monitor not in trainer.callback_metrics:
             return False
-        # a metric not logged in this round keeps its old value, which is not strictly better than itself
+        # a metric that was not logged in this round keeps its old value, which is no improvement
         score = trainer.strategy.broadcast(float(trainer.callback_metrics[self.monitor]))
         sign = 1 if self._best_is() == "max" else -1
         if math.isnan(score) or (self.best_score is not None and sign * score <= sign * self.best_score):
@@ -284,7 +284,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     def _save(self, trainer: L.Trainer, name: str) -> str:
         for logger in trainer.loggers:
-            logger.save()  # rows must reach the disk before the checkpoint that needs them
+            logger.save()  # a resume needs the rows: they must reach the disk before the checkpoint
         assert self.dirpath is not None
         path = str(self.dirpath / name)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
@@ -295,7 +295,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return path
 
     def _label(self, name: str) -> str:
-        """Return the label of a checkpoint's files in a client memory, unique across folders."""
+        """Return the label of client memories' files for a checkpoint, unique across folders."""
         if self.in_the_run:
             return Path(name).stem
         return f"{Path(name).stem}-{crc32(os.fsencode(os.path.abspath(str(self.dirpath)))):08x}"
@@ -307,12 +307,12 @@ def kept_name(round_number: int) -> str:
 
 
 def _best_name(stem: str) -> str:
-    """Return the name of the best checkpoint that is kept beside ``<stem>.ckpt``."""
+    """Return the name of the best checkpoint so far that is kept beside ``<stem>.ckpt``."""
     return f"{stem}_best.ckpt"
 
 
 def _copy(source: Path, target: Path, round_number: int) -> None:
-    """Copy a checkpoint, and link the files of client memories that belong to it."""
+    """Copy a checkpoint, and link the client memories' files that belong to it."""
     link_files(
         source.parents[1],
         f"{source.stem}_{round_number}",
@@ -324,6 +324,6 @@ def _copy(source: Path, target: Path, round_number: int) -> None:
 
 
 def _same_data(checkpoint: Mapping[str, Any], module: L.LightningModule) -> bool:
-    """Return whether the data are the checkpoint's: scores on other data cannot be compared."""
+    """Return whether a checkpoint has the same data; scores on other data cannot be compared."""
     record = getattr(module, "record", None)
     return record is None or checkpoint["fl_lightning"]["record"].get("data") == record.data

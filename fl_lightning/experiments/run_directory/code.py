@@ -1,4 +1,4 @@
-"""Names of classes and functions; code of local definitions, which have no import path."""
+"""Names of classes and functions, and the code of those that cannot be imported."""
 
 import dis
 import functools
@@ -24,7 +24,7 @@ _NOT_CODE = (
 
 @functools.cache
 def full_name(maker: Any) -> str:
-    """Return the shortest import path of a class or function, also in child processes."""
+    """Return the shortest import path of a class or function, equal in child processes."""
     try:
         path = str(get_import_path(maker))
     except (ValueError, ImportError, AttributeError):
@@ -33,7 +33,7 @@ def full_name(maker: Any) -> str:
 
 
 def is_local(maker: Any) -> bool:
-    """Return whether no import finds a class or function, such as one of a script or a function."""
+    """Return whether a class or function cannot be imported, as from a script or a function."""
     inner = inspect.unwrap(maker)
     path = f"{inner.__module__}.{getattr(inner, '__qualname__', '<')}"
     if "<" in path or path.startswith(("__main__.", "__mp_main__.", "None.")):
@@ -47,7 +47,7 @@ def is_local(maker: Any) -> bool:
 
 
 def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
-    """Describe the code of a class or function: its instructions and all that they name.
+    """Describe the code of a class or function: its instructions and all objects that they name.
 
     Args:
         maker: The class, or the function without wrappers.
@@ -71,21 +71,21 @@ def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # empty cell
+    except ValueError:  # the cell is empty
         return None
 
 
 def _names(code: CodeType) -> list[str]:
-    """Return the globals that a function and its inner functions read."""
+    """Return the names of globals that a function and its inner functions read."""
     inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
     outer = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return list(dict.fromkeys([*outer, *inner]))
 
 
 def _instructions(code: CodeType) -> list[Any]:
-    """Return the instructions and their operands by name and value, without the docstring."""
+    """Return the instructions with their operands, by name or value, without the docstring."""
     steps = list(dis.get_instructions(code))
-    stored = [*steps[1:], None]  # a class body loads and stores its docstring
+    stored = [*steps[1:], None]  # class bodies load and store docstrings
     docs = [x for x in stored if x is not None and (x.opname, x.argval) == ("STORE_NAME", "__doc__")]
     code_steps = [x for x, after in zip(steps, stored, strict=True) if x not in docs and after not in docs]
     return [[x.opname, _operand(x.argval)] for x in code_steps]

@@ -1,4 +1,4 @@
-"""Start of a fit: in a new folder, resumed in its checkpoint's folder, or forked into a new one."""
+"""Start of a fit: new, resumed in its checkpoint's folder, or forked into a new folder."""
 
 import shutil
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ class Start:
     """Folder and checkpoint from which a fit starts.
 
     Attributes:
-        attempt: Folder of the run; None under ``fast_dev_run``.
+        attempt: Folder of the run; None with ``fast_dev_run``.
         round: Round of the checkpoint; 0 for a new run.
         is_new: Whether the folder was made for this fit.
         checkpoint: Path of the checkpoint.
         differs: Old and new value of each changed setting that decides results, by dotted name;
-            None if a run resumes unchanged.
+            None if the run resumes unchanged.
         metrics: Lines of ``metrics.jsonl`` up to ``round``.
     """
 
@@ -35,7 +35,7 @@ class Start:
     metrics: bytes = b""
 
     def discard_untrained(self) -> None:
-        """Remove a new folder without a trained round, then empty ``runs/<name>`` and ``runs``."""
+        """Remove a new folder without a trained round, and parents that are then empty."""
         if self.attempt is None or not self.is_new:
             return
         rows = read_metrics(self.attempt.metrics) if self.attempt.metrics.exists() else []
@@ -52,24 +52,24 @@ def find_start(
     resumed: Attempt | None,
     held: ExitStack,
 ) -> Start:
-    """Return the start from a checkpoint: the same folder for the last one, else a new attempt.
+    """Return the start from a checkpoint, in the run's folder or in a new attempt.
 
-    Other settings, another seed or an earlier checkpoint need a new attempt, so that no results of
-    another run are cut or mixed.
+    Changed settings, another seed or an earlier checkpoint need a new attempt, so that the results
+    of the other run are neither cut nor mixed.
 
     Args:
         directory: All attempts at the run.
         ckpt_path: The checkpoint file.
         checkpoint: Content of the file.
         made: The built objects.
-        resumed: The run's own attempt if ``ckpt_path`` is its last checkpoint, otherwise None.
-        held: Exit stack that keeps the lock of a new attempt.
+        resumed: Attempt of this run whose last checkpoint is ``ckpt_path``, or None.
+        held: Exit stack that holds the lock of a new attempt.
 
     Raises:
         ConfigurationError: Metrics of earlier rounds are missing, or a file cannot be written.
     """
     reached, source = int(checkpoint["global_step"]), resumed or directory.attempt_of(ckpt_path)
-    # read before a folder is made, since missing lines raise an error
+    # missing lines raise an error: read them before a folder is made
     lines = lines_until(source.metrics, reached) if source is not None else []
     differs = _differences(checkpoint, made)
     if resumed is not None:
@@ -86,6 +86,6 @@ def find_start(
 def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
     """Return the old and the new value of each changed setting that decides results."""
     before = checkpoint["fl_lightning"]["record"].get("description")
-    if not before:  # written by an earlier version
+    if not before:  # the checkpoint is of an earlier version
         return {"settings": ["unknown", "those of config.yaml"]}
     return differences(before, deciding_settings(made))

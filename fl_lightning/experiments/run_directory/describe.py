@@ -1,4 +1,4 @@
-"""Short descriptions of a run for titles and tables, and of its environment."""
+"""Short descriptions of a run and its environment, for titles and tables."""
 
 import os
 import platform
@@ -37,7 +37,7 @@ _LAYERS: dict[str, type[nn.Module]] = {
 
 
 def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> str:
-    """Return the method, such as ``FedAvg + FixBN(freeze_round=9)``, with callbacks' remarks."""
+    """Return the method with remarks of callbacks, such as ``FedAvg + FixBN(freeze_round=9)``."""
     optimizer = module.server_optimizer([torch.zeros(1)])
     settings = optimizer.param_groups[0]
     base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
@@ -55,7 +55,7 @@ def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> s
 
 
 def identity(module: FederatedModule) -> dict[str, Any]:
-    """Return the content of ``run.json``: name, tags, metrics and facts that the configuration lacks."""
+    """Return the content of ``run.json``: name, tags, metrics, facts not in the configuration."""
     methods, data = module.federated_callbacks, type(module.data).__name__
     base = method_name(module, []).partition("(")[0]
     partition = module.data.describe_partition()
@@ -76,7 +76,7 @@ def identity(module: FederatedModule) -> dict[str, Any]:
 
 
 def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
-    """Return the ``label`` and the ``best`` value (``"max"`` or ``"min"``) of a task's metrics, the quality first."""
+    """Return ``label`` and ``best`` (``"max"`` or ``"min"``) of a task's metrics, quality first."""
     return {
         name: {"label": task.shown.get(name, name.replace("_", " ")), "best": best}
         for name, best in task.best.items()
@@ -84,9 +84,9 @@ def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
 
 
 def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
-    """Return the columns and rows of a table of clients: their data, training and class counts.
+    """Return columns and rows of a table of the clients' data, training and class counts.
 
-    The loss is the mean over the local steps of a client's last round, None before its first round.
+    The loss is the mean over the local steps of a client's last round; None before its first round.
     """
     data = module.data
     histogram = data.partition_record().get("class_histogram") or [[]] * data.num_clients
@@ -100,12 +100,12 @@ def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
 
 
 def model_name(module: FederatedModule) -> str:
-    """Return the class name of the model; a compiler's wrapper is ignored."""
+    """Return the class name of the model, ignoring the wrapper of a compiled model."""
     return type(getattr(module.model, "_orig_mod", module.model)).__name__
 
 
 def run_title(module: FederatedModule) -> list[str]:
-    """Return a picture's title: method; model, data, partition and seed; origins of the run."""
+    """Return the lines of a picture's title: method; model, data, partition and seed; origins."""
     norms = norm_names(module.model)
     model = model_name(module) + (f" ({', '.join(norms)})" if norms else "")
     data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
@@ -114,7 +114,7 @@ def run_title(module: FederatedModule) -> list[str]:
 
 
 def norm_names(model: nn.Module) -> list[str]:
-    """Return kinds of norm layers or their substitutes in a model, such as ``["GN", "WS"]``."""
+    """Return the kinds of norm layers, or substitutes, in a model, such as ``["GN", "WS"]``."""
     kinds = {_name(module) for module in model.modules()}
     return [name for name in _LAYERS if name in kinds]
 
@@ -126,7 +126,7 @@ def _name(module: nn.Module) -> str:
 
 
 def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
-    """Return a line per checkpoint from which a run was changed: run, round, old and new values."""
+    """Describe each checkpoint from which a run was continued: run, round, and changed settings."""
     lines = []
     for entry in continued_from:
         path = Path(entry["checkpoint"])
@@ -138,9 +138,9 @@ def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
 
 
 def describe_computing(module: FederatedModule) -> dict[str, object]:
-    """Return the executor and all else that affects the rounding of sums.
+    """Return the executor and everything else that affects rounding errors.
 
-    ``block_size`` is the number of clients in one pass, None if each client is computed alone.
+    ``block_size`` is the number of clients computed at once; None if each is computed alone.
     """
     clients = 1 if module.centralised else module.plan.cohort_size
     device = module.device
@@ -155,7 +155,7 @@ def describe_computing(module: FederatedModule) -> dict[str, object]:
 
 
 def describe_environment() -> dict[str, str | None]:
-    """Return versions, platform and git commit (``-dirty``: uncommitted changes, None: no git)."""
+    """Return versions, platform and git commit (with ``-dirty`` if changed; None without git)."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -167,7 +167,7 @@ def describe_environment() -> dict[str, str | None]:
 
 
 def process_seconds() -> float | None:
-    """Return the seconds since the start of this process; None if the system does not tell."""
+    """Return the seconds since this process started; None if the system does not report them."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:

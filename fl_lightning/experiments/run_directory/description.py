@@ -1,8 +1,8 @@
-"""Description of a run: its built objects as one tree of plain values, from YAML or Python.
+"""Description of a run from YAML or Python: its built objects as a tree of plain values.
 
-The tree has the form of a configuration: ``model``, ``data`` and ``trainer``, and for each object
-``class_path`` and ``init_args``. The run's hash, its provenance and the differences at a resume are
-read from the tree.
+The tree is structured like a configuration: ``model``, ``data`` and ``trainer``, with
+``class_path`` and ``init_args`` for each object. The run's hash, its provenance and the changes
+since a resumed checkpoint are computed from the tree.
 """
 
 import hashlib
@@ -50,29 +50,29 @@ OUTSIDE_THE_HASH = frozenset(
         "strategy",
     }
 )
-"""Settings of the trainer that change no weights, no bytes and no metrics of a round."""
+"""Trainer settings that affect neither weights nor bytes nor metrics of a round."""
 
 _TASK = full_name(Classification)
 """The default task of a run."""
 
 _PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning's precisions by their aliases; None is the default precision."""
+"""Lightning's precision by its alias; None is the default precision."""
 
 _SHOWING = (RoundCheckpoint, ProgressBar)
-"""Callbacks that change no result."""
+"""Callbacks that do not affect results."""
 
 
 def description_of(config: Config) -> Config:
-    """Return the description of a configuration: full class names, no settings outside the hash.
+    """Return a configuration with full class names, without settings that the hash ignores.
 
     Args:
-        config: A resolved configuration or a description; ``dict_kwargs`` are treated as arguments.
+        config: A resolved configuration or a description; ``dict_kwargs`` become arguments.
     """
     return {part: _plain(node) for part, node in _parts(config).items()}
 
 
 def _parts(config: Config) -> Config:
-    """Return model, data and trainer as classes with arguments that can decide results."""
+    """Return model, data and trainer as classes with those arguments that can decide results."""
     model, data = config.get("model") or {}, config.get("data") or {}
     path, arguments = (
         model.get("class_path", MODULE),
@@ -106,7 +106,7 @@ def _parts(config: Config) -> Config:
 def config_hash(config: Config) -> str:
     """Return 8 hex digits of SHA-256 over the settings that differ from the defaults.
 
-    Files that decide results, such as initial weights and partitions, count by their content.
+    Files that decide results, such as initial weights and partitions, are hashed by content.
 
     Args:
         config: Model, data and trainer; the order of keys is ignored.
@@ -129,10 +129,10 @@ def directory_of(config: Config) -> RunDirectory:
 
 
 def deciding_settings(config: Config) -> Config:
-    """Return the settings that decide results, with defaults, by dotted name without ``init_args``.
+    """Return the settings that decide results, including defaults, by dotted name.
 
-    A class has its full name. Callbacks are named by their class, such as
-    ``trainer.callbacks.FixBN.freeze_round``; the second callback of a class is ``FixBN.2``.
+    Names omit ``init_args``, and classes are given by full name. A callback's name is its class, as
+    in ``trainer.callbacks.FixBN.freeze_round``; the second callback of a class is ``FixBN.2``.
     """
     tree = description_of(config)
     settings = tree["trainer"]["init_args"]
@@ -194,7 +194,7 @@ def _plain(node: Any) -> Any:
 
 
 def _essential(node: Any) -> Any:
-    """Return a description without arguments at their defaults."""
+    """Return a description without the arguments that equal their defaults."""
     if type(node) in _SCALARS:
         return node
     if isinstance(node, list | tuple):
@@ -226,13 +226,13 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 def _content(value: Any) -> Any:
-    """Return a file's digest; the value itself if there is no such file."""
+    """Return the digest of the file that a value names; the value itself if there is no file."""
     path = Path(value).expanduser() if isinstance(value, str) else None
     return {"content_digest": file_digest(path)} if path is not None and path.is_file() else value
 
 
 def _text(value: Any) -> str:
-    """Return a value as text for comparisons: ``1``, ``1.0`` and ``True`` differ."""
+    """Return a value as text, for comparisons in which ``1``, ``1.0`` and ``True`` differ."""
     return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
 
 
@@ -255,7 +255,7 @@ def defaults(maker: Callable[..., Any] | None) -> Config:
 
 @cache
 def pinned() -> dict[str, Config]:
-    """Return the first default of each shipped setting, which alone stays outside the hash."""
+    """Return the first default of each shipped setting; the hash ignores only this default."""
     values: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
     return values
 
@@ -267,7 +267,7 @@ def _maker(path: str) -> Callable[..., Any] | None:
     for length in range(len(parts) - 1, 0, -1):
         try:
             value: Any = import_module(".".join(parts[:length]))
-        except Exception:  # noqa: BLE001, S112  # no importable module: building the run reports the error
+        except Exception:  # noqa: BLE001, S112  # building the run reports the error
             continue
         for part in parts[length:]:
             value = getattr(value, part, None)
@@ -282,7 +282,7 @@ def _resolved(path: str) -> str:
 
 
 def _hashed(path: str) -> str:
-    """Return a class's name in the hash: shipped classes keep an old path, so that hashes stay."""
+    """Return a class's name for the hash; shipped classes keep an old path, to keep old hashes."""
     package, _, name = path.partition(".")
     if package in OLD_NAMES:  # the user's own package
         return f".{path}"
@@ -297,7 +297,7 @@ def _shows(path: str) -> bool:
 
 @cache
 def _threads_only_read(path: str) -> bool:
-    """Return whether ``threads`` is the shipped setting, on which no number depends."""
+    """Return whether the setting ``threads`` is the shipped one, which affects no number."""
     kinds = getattr(_maker(path), "__mro__", ()) if path else ()
     owners = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
     return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")  # not a user's class
@@ -310,7 +310,7 @@ def _evaluation_counts(path: str) -> bool:
 
 
 def differences(before: Config, after: Config) -> dict[str, list[Any]]:
-    """Return the old and new value of each setting that differs, by name; NaN equals NaN."""
+    """Return the old and the new value of each changed setting, by name; NaN equals NaN."""
     pairs = {name: [before.get(name), after.get(name)] for name in dict.fromkeys([*before, *after])}
     return {
         name: [old, new]
@@ -320,14 +320,14 @@ def differences(before: Config, after: Config) -> dict[str, list[Any]]:
 
 
 def _is_gone(old: Any, new: Any) -> bool:
-    """Return whether a file that decided a run, such as its initial weights, is missing now."""
+    """Return whether a file that decided a run, such as initial weights, is missing now."""
     return isinstance(old, str) and isinstance(new, str) and old.startswith(f"{new} (")
 
 
 def misfits(written: Config, made: Config) -> list[str]:
-    """Return in words the settings in which a configuration differs from the built objects.
+    """Describe the settings that differ between a configuration and the built objects.
 
-    Settings that the data decide may be missing.
+    The configuration may omit settings that the data decide.
 
     Args:
         written: Configuration from its file.
@@ -339,7 +339,7 @@ def misfits(written: Config, made: Config) -> list[str]:
         f"{name}: {old} in the file, {new} was built"
         for name, (old, new) in differences(file, objects).items()
         if not (name in decided and old is None)
-        # the file has the fields of a dataclass
+        # the file gives a dataclass as its fields
         and not (old is None and any(key.startswith(f"{name}.") for key in file))
         and not _is_foreign(name, objects)
         and not _is_same(old, new)
@@ -347,7 +347,7 @@ def misfits(written: Config, made: Config) -> list[str]:
 
 
 def _is_foreign(name: str, objects: Config) -> bool:
-    """Return whether a setting is in a value without recorded arguments, such as a dataclass."""
+    """Return whether a setting belongs to a value without recorded arguments, as of a dataclass."""
     parts = name.split(".")
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(
@@ -356,9 +356,9 @@ def _is_foreign(name: str, objects: Config) -> bool:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Return whether values differ only in notation: NaN, a set, a decimal, a function's alias."""
+    """Return whether values differ only in notation, as of NaN, a set or a function's alias."""
     if isinstance(old, list) and isinstance(new, list):
-        # a set is sorted
+        # the built list is a sorted set
         return new == sorted(new, key=repr) and sorted(map(str, old)) == sorted(map(str, new))
     if isinstance(old, str) and old.startswith("range(") and isinstance(new, list):
         return True

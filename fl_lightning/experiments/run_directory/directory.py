@@ -1,8 +1,8 @@
 """Run directory: ``runs/<name>/<config hash>-s<seed>``, one folder per attempt.
 
-The folder follows from the configuration, before any logger exists, so that a resumed run finds its
-checkpoints. A new ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ..., and never touches a folder
-with a trained round.
+The folder follows from the configuration alone, so that a resumed run finds its checkpoints.
+Further attempts use ``...-s0.2``, ``...-s0.3`` and so on. A new ``fit`` never touches a folder with
+a trained round.
 """
 
 import re
@@ -23,7 +23,7 @@ Config = dict[str, Any]
 """Settings of a run as in YAML, with all defaults."""
 
 LOCK = ".lock"
-"""Name of the file that a process locks while it trains in a run's folder."""
+"""Name of the file in a run's folder that a process locks while it trains there."""
 
 _GLANCE = 0.1  # seconds after which a process that only checked the lock has released it
 
@@ -49,21 +49,21 @@ class Attempt:
     path: Path
 
     config = _File("config.yaml")  # the resolved configuration
-    identity = _File("run.json")  # name, tags and facts that the configuration lacks
+    identity = _File("run.json")  # name, tags and facts not in the configuration
     metrics = _File("metrics.jsonl")  # one line per logged round: the source of truth
     result = _File("result.json")  # the result of the finished run
     partition = _File("partition.json")  # the distribution of the data over clients
-    policy = _File("policy.json")  # the treatment of each kind of state in a round
+    policy = _File("policy.json")  # the treatment of each kind of state, by round
     participation = _File("participation.csv")  # the data and training of each client
     histograms = _File("histograms.json")  # histograms of the reports, by name
     partition_picture = _File("partition.png")  # the samples of each class at each client
     learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
-    wandb_id = _File("wandb_id")  # the id of the run at W&B, which a resumed run keeps
+    wandb_id = _File("wandb_id")  # the run's id at W&B, also after a resume
     error = _File("error.txt")  # the traceback of the run's error
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of ``last.ckpt`` and ``best.ckpt``, which ``checkpoint.dirpath`` may override."""
+        """Folder of ``last.ckpt`` and ``best.ckpt`` unless ``checkpoint.dirpath`` is set."""
         config = self.read_config() if self.config.is_file() else {}
         elsewhere = (config.get("checkpoint") or {}).get("dirpath")
         return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
@@ -85,7 +85,7 @@ class Attempt:
         return config
 
     def below(self, folder: Path) -> Path:
-        """Return this attempt's subfolder in a folder that several runs share."""
+        """Return this attempt's subfolder of a folder that several runs share."""
         return folder / self.path.parent.name / self.path.name
 
     @contextmanager
@@ -93,12 +93,12 @@ class Attempt:
         """Lock this folder against other training processes, until the block or the process ends.
 
         Args:
-            certain: Whether to raise an error if the file system (of some networks) cannot lock.
+            certain: Whether to raise an error if the file system cannot lock (some network ones).
 
         Raises:
             ConfigurationError: Another process holds the lock.
         """
-        file = self.path / LOCK  # a file, since other nodes do not see the lock of a folder
+        file = self.path / LOCK  # not the folder, whose lock other nodes would not see
         with ExitStack() as held:
             try:
                 try:
@@ -124,11 +124,11 @@ class Attempt:
                 return False
         except BlockingIOError:
             return True
-        except OSError:  # a folder that was just removed, or another user's file
+        except OSError:  # the folder was just removed, or the file is another user's
             return False
 
     def kept_nothing(self) -> bool:
-        """Return whether the folder has neither a checkpoint nor metrics of a trained round."""
+        """Return whether the folder has no checkpoint and no metrics of a trained round."""
         rows = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         return rows <= 1 and not any([*self.checkpoints.glob("*.ckpt"), *self.path.rglob("*.ckpt")])
 
@@ -139,8 +139,8 @@ class RunDirectory:
 
     Args:
         root: ``runs/<name>``.
-        stem: ``<config hash>-s<seed>``, the first attempt's folder; later names add ``.2``,
-            ``.3``...
+        stem: ``<config hash>-s<seed>``, the first attempt's folder; later attempts append ``.2``,
+            ``.3`` and so on.
     """
 
     root: Path
@@ -172,9 +172,10 @@ class RunDirectory:
                 return Attempt(path)
 
     def next_attempt(self, held: ExitStack) -> Attempt:
-        """Return an attempt for a new run, whose lock ``held`` keeps.
+        """Return an attempt for a new run; ``held`` holds its lock.
 
-        The newest attempt is emptied and reused if it kept nothing and no process trains in it.
+        The newest attempt is emptied and reused if it has no trained round and no process trains in
+        it.
         """
         for newest in self.attempts()[:1]:
             with ExitStack() as tried, suppress(ConfigurationError, FileNotFoundError):
@@ -186,24 +187,24 @@ class RunDirectory:
                     return newest
         while True:
             new = self.new_attempt()
-            with suppress(ConfigurationError, FileNotFoundError):  # another start has just taken it
+            with suppress(ConfigurationError, FileNotFoundError):  # another process has just taken it
                 held.enter_context(new.lock())
                 return new
 
     def newest_checkpoint(self, name: str = "last.ckpt") -> Path | None:
-        """Return the checkpoint of a name in the newest attempt that has one."""
+        """Return the checkpoint with this file name in the newest attempt that has it."""
         paths = (attempt.checkpoints / name for attempt in self.attempts())
         return next((path for path in paths if path.is_file()), None)
 
     def attempt_of(self, checkpoint: Path) -> Attempt | None:
-        """Return the attempt, of any run, that has a checkpoint; None outside run directories."""
+        """Return the attempt, of any run, that owns a checkpoint; None outside run directories."""
         folder = checkpoint.resolve().parent
         around = Attempt(folder.parent)
         known = [*self.attempts(), around] if around.config.is_file() else self.attempts()
         return next((attempt for attempt in known if attempt.checkpoints.resolve() == folder), None)
 
     def other_checkpoint(self, name: str) -> Path | None:
-        """Return the newest checkpoint of a name among runs of this name that have another hash."""
+        """Return the newest such checkpoint in runs of the same name but another hash."""
         others = self.root.glob(f"*/checkpoints/{name}")
         return max(others, key=lambda path: path.stat().st_mtime, default=None)
 
@@ -211,7 +212,7 @@ class RunDirectory:
         """Return the checkpoint file of ``--ckpt_path``.
 
         Args:
-            ckpt_path: ``"last"`` or ``"best"`` of the newest attempt with that file, or a path.
+            ckpt_path: ``"last"`` or ``"best"`` in the newest attempt that has the file, or a path.
 
         Raises:
             ConfigurationError: There is no such checkpoint.

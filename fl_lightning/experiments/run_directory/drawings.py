@@ -1,4 +1,4 @@
-"""Pictures and tables of a run's folder."""
+"""Pictures and tables in a run's folder."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ from fl_lightning.round.module import FederatedModule
 
 
 def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
-    """Draw ``partition.png`` from ``partition.json``: samples by client and, if any, by class."""
+    """Draw ``partition.png`` from ``partition.json``: samples by client and by class, if any."""
     with harmless(attempt.partition_picture):
         record, title = json.loads(attempt.partition.read_text()), run_title(module)
         write_figure(attempt.partition_picture, clients_figure(record, module.data.class_names, title))
@@ -31,13 +31,13 @@ def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     """Draw the pictures of a run, and write the tables of its clients and reports as CSV files.
 
-    ``learning_curve.png`` is drawn from ``metrics.jsonl``. A finished run also has
-    ``class_<quality>.png``, such as ``class_accuracy.png``, from ``result.json``, and a
-    segmentation ``overlays.png``.
+    ``learning_curve.png`` is drawn from ``metrics.jsonl``. For a finished run,
+    ``class_<quality>.png``, such as ``class_accuracy.png``, is drawn from ``result.json``, and
+    ``overlays.png`` for a segmentation.
 
     Args:
-        attempt: The run's folder; None under ``fast_dev_run``.
-        module: The trained module, whose reports may add ``<name>.png`` and ``<name>.csv``.
+        attempt: The run's folder; None with ``fast_dev_run``.
+        module: The trained module; its reports may add ``<name>.png`` and ``<name>.csv``.
     """
     if attempt is None:
         return
@@ -87,5 +87,5 @@ def harmless(what: Path | str) -> Iterator[None]:
     """Print an error instead of raising it: a missing picture or table must not stop a run."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # of matplotlib, the disk, or a user's code
+    except Exception as error:  # noqa: BLE001  # errors of matplotlib, disk or users' code
         print(f"{what} was not written: {type(error).__name__}: {error}", file=sys.stderr)

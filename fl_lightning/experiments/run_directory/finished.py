@@ -1,4 +1,4 @@
-"""Keys of ``result.json``, the result of a finished run, and its checked reading."""
+"""Keys and checked reading of ``result.json``, the result of a finished run."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from fl_lightning.round.record import Origin
 
 @with_config(extra="allow", strict=True)
 class Result(TypedDict):
-    """Content of ``result.json`` without metrics, whose names have a slash, and entries of reports."""
+    """Content of ``result.json``, without metrics (names with a slash) and entries of reports."""
 
     method: str
     model: str
@@ -56,7 +56,7 @@ def read_result(path: Path) -> Result:
     """Read a ``result.json``.
 
     Raises:
-        ConfigurationError: The file is missing or not the result of a finished run.
+        ConfigurationError: The file is missing, or is not the result of a finished run.
     """
     try:
         content = restored(json.loads(path.read_text()))

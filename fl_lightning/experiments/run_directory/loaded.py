@@ -1,4 +1,4 @@
-"""Finished and unfinished runs, read from their folders."""
+"""Finished and unfinished runs that are read from their folders."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from fl_lightning.files import user_path
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run read from its folder by ``load_run``. Files are read at the first use.
+    """A run read from its folder by ``load_run``. Each file is read when it is first used.
 
     Attributes:
         path: The run directory.
@@ -104,7 +104,7 @@ def frame_of(rows: Sequence[Mapping[str, object]], plain: str) -> Any:
 
     Args:
         rows: Values of each row by column.
-        plain: Attribute that has the same values without pandas, for the message.
+        plain: Attribute with the same values, which the error suggests if pandas is missing.
 
     Raises:
         ConfigurationError: pandas is not installed.

@@ -1,7 +1,7 @@
 """``metrics.jsonl``: one JSON object per logged round, the run's source of truth.
 
-Floats are written with all digits and read back bit for bit. JSON has no NaN or infinity: the
-strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` stand for them. Python's ``float(...)``,
+Floats are written with all digits and read back bit for bit. As JSON has no NaN or infinity, they
+are written as strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Python's ``float(...)``,
 JavaScript's ``Number(...)`` and :func:`read_metrics` convert these strings.
 """
 
@@ -21,9 +21,9 @@ from fl_lightning.files import no_link, plain, restored, unwritable
 class JSONLinesLogger(Logger):
     """Logger that appends the metrics of each round to ``<save_dir>/metrics.jsonl``.
 
-    The file is made with the first row. Metrics without the key ``"round"``, such as those of
-    Lightning's ``LearningRateMonitor``, join the next row, the newest value of each name. Each row
-    is one write, so a killed run leaves at most one incomplete line, the last.
+    The first row creates the file. Metrics without the key ``"round"``, such as from Lightning's
+    ``LearningRateMonitor``, are added to the next row, with the newest value of each name. Each row
+    is a single write: if the run is killed, at most the last line is incomplete.
 
     Args:
         save_dir: The run's folder.
@@ -43,11 +43,11 @@ class JSONLinesLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append one row, with the metrics that came without a round since the last row.
+        """Append a row, with the metrics without a round that were logged since the last row.
 
         Args:
-            metrics: Scalars, tensors or lists by name; without ``"round"`` they wait for the next row.
-            step: Ignored: the metrics hold the round.
+            metrics: Scalars, tensors or lists by name; without ``"round"``, kept for the next row.
+            step: Ignored, as the metrics include the round.
 
         Raises:
             ConfigurationError: The file cannot be written.
@@ -66,11 +66,11 @@ class JSONLinesLogger(Logger):
             raise unwritable(self.path, error) from error
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Ignore hyperparameters: ``config.yaml`` holds the run's settings."""
+        """Ignore hyperparameters, as ``config.yaml`` has the run's settings."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Sync the rows written so far to the disk."""
+        """Flush the rows written so far to the disk."""
         if self.path.exists():
             with open(self.path, "ab", opener=no_link) as file:
                 os.fsync(file.fileno())
@@ -89,7 +89,7 @@ def lines_until(path: str | os.PathLike[str], round: int) -> list[bytes]:
     """Return the lines of all rows up to a round, byte for byte.
 
     Args:
-        path: A ``metrics.jsonl``. Its first row may be of any round: a run from a checkpoint
+        path: A ``metrics.jsonl``. Its first row may be of any round, since a run from a checkpoint
             outside a run directory has no earlier rows.
         round: The round of the last row.
 

@@ -25,13 +25,14 @@ _SHOWN = 4
 def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
     """Write predictions as ``<path>.csv``, or as ``<path>/<index>.png`` for a segmentation.
 
-    The CSV has index, target, prediction and its probability. The images have the classes' colours.
+    The columns of the CSV are index, target, prediction and the prediction's probability. The
+    images have the classes' colours.
 
     Args:
-        path: Folder and name, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12``.
+        path: Path without extension, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12``.
         outputs: Class scores ``[b, classes]`` or ``[b, classes, H, W]`` of each batch.
         batches: The batches ``(inputs, targets)`` of the outputs.
-        data: The data module, for the colours of its classes.
+        data: The data module, which may define the classes' colours.
 
     Returns:
         A message with the number of predictions and the path.
@@ -39,7 +40,7 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
     lines, images = ["index,target,prediction,probability"], 0
     for scores, (_, targets) in zip(outputs, batches, strict=True):
         if scores.ndim == 4 and targets.ndim == 3:
-            scores = enlarged(scores, targets)  # as in the evaluation
+            scores = enlarged(scores, targets)  # the evaluation enlarges scores, too
         if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
             raise ConfigurationError(
                 f"predict writes predicted classes, but outputs {tuple(scores.shape)} and targets {tuple(targets.shape)} "
@@ -64,7 +65,7 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
 
 
 def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:
-    """Return one colour per class: the data module's palette, otherwise the default."""
+    """Return a colour for each class, from the data module's palette or else the default one."""
     return getattr(data, "palette", None) or default_palette(classes)
 
 

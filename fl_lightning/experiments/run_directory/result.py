@@ -1,4 +1,4 @@
-"""End of a run: the last evaluation, ``result.json`` and the printed table."""
+"""End of a run: the final evaluation, ``result.json`` and the printed table."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -26,12 +26,12 @@ _RATES = ("client/lr", "server/lr")
 
 
 def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | None = None) -> Result:
-    """Evaluate the final server model, and print, write and draw its result.
+    """Evaluate the final server model; print, write and draw the result.
 
     Args:
         module: The trained module.
-        attempt: The run's folder; None under ``fast_dev_run``.
-        stopped: The callback that has stopped the run before its last round, and why.
+        attempt: The run's folder; None with ``fast_dev_run``.
+        stopped: Which callback stopped the run before its last round, and why; else None.
 
     Returns:
         The content of ``result.json``.
@@ -48,7 +48,7 @@ def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | 
 
 
 def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]) -> Result:
-    """Return the content of ``result.json``; metrics of clients' own models come first."""
+    """Return the content of ``result.json``, with the metrics of clients' own models first."""
     record = module.record
     kinds = [*([f"{prefix}_{module.task.quality}"] for prefix in PERSONAL), module.evaluation.metrics]
     order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))

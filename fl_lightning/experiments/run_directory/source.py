@@ -1,4 +1,4 @@
-"""Source code that decides the numbers of a run, without comments and docstrings."""
+"""Digests of the source code that decides a run's numbers; comments and docstrings are ignored."""
 
 import ast
 import hashlib
@@ -29,7 +29,7 @@ _NO_NUMBERS = frozenset(
 """Parts of the package that affect no number of a run; all other parts are the core."""
 
 _BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
-"""Prefixes of shipped modules that count only for runs that use these modules."""
+"""Prefixes of shipped modules that matter only to runs that use them."""
 
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
 
@@ -38,11 +38,11 @@ def provenance(config: Config) -> dict[str, str]:
     """Return digests and versions of the code that computes a run on this machine.
 
     Args:
-        config: The resolved configuration, whose classes and functions may be a user's own.
+        config: The resolved configuration, which may name a user's classes and functions.
 
     Returns:
-        Digests of eight hex digits: ``source`` of the core, model and data, and each method by its
-        full name. Also versions of Python, PyTorch, Lightning and the configured model libraries.
+        Digests of eight hex digits: ``source`` for core, model and data, and one for each method by
+        full name. Versions: of Python, PyTorch, Lightning and the configured model libraries.
     """
     trainer = config.get("trainer") or {}
     entries = trainer.get("callbacks") or []
@@ -76,16 +76,16 @@ def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
 
 
 def used_files(config: Any) -> set[Path]:
-    """Return the files outside the core that decide the numbers of a run, and their imports.
+    """Return the files outside the core that decide the numbers of a run.
 
-    The files hold the methods, data sets and user's code in the resolved configuration. Other
-    installed packages are left out.
+    They are the files of methods, data sets and user's code in the resolved configuration, and the
+    files that these import. Other installed packages are ignored.
     """
     return set(_files(_dotted_names(config)).values())
 
 
 def _files(names: Iterable[str]) -> dict[str, Path]:
-    """Return the files outside the core that dotted names lead to, directly or through imports."""
+    """Return the files outside the core that dotted names reach, directly or through imports."""
     files: dict[str, Path] = {}
     waiting = [_module(name) for name in names if _may_count(name)]
     while waiting:
@@ -111,7 +111,7 @@ def _may_count(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """Return the module that defines a shipped name, since packages export it; else the name."""
+    """Return the module that defines a name exported by a shipped package; else the name."""
     if name.startswith(_BY_USE):
         package, _, rest = name.removeprefix("fl_lightning.").partition(".")
         exported = getattr(import_module(f"fl_lightning.{package}"), rest.partition(".")[0], None)
@@ -130,7 +130,7 @@ def _module(name: str) -> str:
 
 
 def _imports(path: Path, module: str) -> tuple[str, ...]:
-    """Return the full names that a module imports anywhere: modules, or functions in them."""
+    """Return the full names of modules, and of objects in them, that a module imports anywhere."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     return _imports_of(path.read_bytes(), package)
 
@@ -151,7 +151,7 @@ def _imported(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _origin(module: str) -> str:
-    """Return a module's file; empty for a notebook's module or a name that is no module."""
+    """Return a module's file; empty if it has none (a notebook) or the name is no module."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None) or ""
     try:
@@ -161,7 +161,7 @@ def _origin(module: str) -> str:
 
 
 def _dotted_names(tree: Any) -> set[str]:
-    """Return all strings that may name a class or function: a loss, say, has no ``class_path``."""
+    """Return all strings that may name a class or function; a loss, say, has no ``class_path``."""
     names, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()
@@ -188,7 +188,7 @@ def _core() -> bytes:
 
 
 def _code(path: Path) -> bytes:
-    """Return a file's syntax tree, without docstrings, comments and layout."""
+    """Return a file's syntax tree as bytes, without docstrings, comments and layout."""
     return _code_of(path.read_bytes())
 
 

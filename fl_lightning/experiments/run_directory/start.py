@@ -26,9 +26,9 @@ from fl_lightning.round.policy import Stage, policy_table, stages_in_words
 
 
 class RunStart(L.Callback):
-    """Callback that writes the identifying files of a run and prints the policy in force.
+    """Callback that writes the files that identify a run, and prints its policy.
 
-    If the settings differ from the checkpoint's, the server optimizer gets the configured settings.
+    If settings have changed since the checkpoint, the server optimizer gets the new settings.
 
     Args:
         start: The run's folder, and the checkpoint to resume from.
@@ -42,7 +42,7 @@ class RunStart(L.Callback):
         self.config, self.made, self.header = config, made, header
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write ``config.yaml``, ``run.json``, ``partition.json`` and ``policy.json``, and draw the partition."""
+        """Write the configuration, ``run.json``, partition and policy; draw the partition."""
         assert isinstance(pl_module, FederatedModule)
         self.start = trainer.strategy.broadcast(replace(self.start, attempt=None))
         self._note_origin(pl_module)
@@ -63,12 +63,12 @@ class RunStart(L.Callback):
             draw_partition(self.attempt, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record how the round was computed: a GPU out of memory may have halved its blocks."""
+        """Record how the round was computed: blocks are halved if a GPU runs out of memory."""
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
 
     def _write_configuration(self, attempt: Attempt, module: FederatedModule) -> None:
-        """Write ``config.yaml``, and check that it builds this run.
+        """Write ``config.yaml``, and check that the file would build this run again.
 
         Raises:
             RuntimeError: The file would build another run.
@@ -81,7 +81,7 @@ class RunStart(L.Callback):
             )
 
     def _note_origin(self, module: FederatedModule) -> None:
-        """Record the settings for checkpoints, and all changes since the resumed checkpoint."""
+        """Record settings and code for checkpoints; print what changed since the resumed one."""
         record, start = module.record, self.start
         record.description, computes = deciding_settings(self.made), provenance(self.made)
         last = record.provenance[-1] if record.provenance else {}
@@ -89,13 +89,13 @@ class RunStart(L.Callback):
         if changed:
             print(f"code or versions changed after round {start.round}: {', '.join(changed)}", flush=True)
         elif last.keys() <= computes.keys():
-            del record.provenance[-1:]  # same code, more methods, as after a shared first stage
+            del record.provenance[-1:]  # the same code, but more methods, as after a first stage
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:
             record.continue_from(start.checkpoint, start.round, start.differs)
         before, now = record.computed_by, describe_computing(module)
-        # the executor's name is ignored: the number of processes changes no client's numbers
+        # ignore the executor's name: the number of processes changes no client's numbers
         other = [
             f"{name} {before[name]} -> {now.get(name)}"
             for name in before
@@ -117,7 +117,7 @@ def _configure_again(optimizer: Optimizer, configured: Optimizer) -> None:
 
 
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
-    """Print the policy in force, and how the run is computed if that was chosen automatically."""
+    """Print the policy, and the executor and its compilation if they were chosen automatically."""
     rows = {
         state_label(kind): f"{stages_in_words(stages)}{_tensors(module, kind)}"
         for kind, stages in policy.items()
@@ -134,7 +134,7 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
 
 
 def _tensors(module: FederatedModule, kind: str) -> str:
-    """Return the tensors of a part of the model in words, empty for a kind of state."""
+    """Return in words the tensors of a named part of the model; empty for a kind of state."""
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])

@@ -1,4 +1,4 @@
-"""Plain values of a configuration: objects by their recorded arguments, otherwise their state."""
+"""Objects as plain values of a configuration, by their recorded arguments or else their state."""
 
 import copyreg
 import dataclasses
@@ -28,30 +28,30 @@ from fl_lightning.recorded import making, parameters
 from fl_lightning.round.trained import MARK
 
 _TORCH_OWN = frozenset({*vars(nn.Module()), *vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))})
-"""Attributes that torch itself sets on modules and optimizers."""
+"""Attributes that torch sets on modules and optimizers."""
 
 _NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
 
 _OF_A_RUN = frozenset({"trainer", "_trainer", MARK})
 
-_DEPTH = 100  # levels of an object's state; deeper objects count by their class
+_DEPTH = 100  # nested levels of an object's state; deeper objects are described by their class
 
 
 class Walk:
-    """Objects of one description, each described once: cycles end and shared objects are cheap."""
+    """Objects of a description; each is described only once, which ends cycles and saves time."""
 
     def __init__(self) -> None:
-        self._met: dict[int, tuple[int, Any]] = {}  # holds the thing, so that its id is not reused
+        self._met: dict[int, tuple[int, Any]] = {}  # with the object, so that its id is not reused
         self._numbers = itertools.count()
         self._depth = 0
 
     def describe(self, thing: Any, how: Callable[[], Any], *, again: bool = False) -> Any:
-        """Describe a thing at its first occurrence; at later ones return its number.
+        """Describe an object at its first occurrence; return its number at later ones.
 
         Args:
-            thing: The thing.
-            how: Function that describes the thing.
-            again: Whether to describe it at each occurrence, except inside itself.
+            thing: The object.
+            how: Function that describes the object.
+            again: Whether to describe the object at each occurrence, except inside itself.
         """
         if id(thing) in self._met:
             return f"met {self._met[id(thing)][0]}"
@@ -70,14 +70,14 @@ class Walk:
 def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
     """Describe a value as plain values, lists, and ``class_path`` with ``init_args`` for objects.
 
-    An optimizer factory counts by an optimizer that it makes, a tensor by its content, and an
-    object without recorded arguments by its state. A function counts by its name or, if no import
-    finds it, by its code.
+    An optimizer factory is described by an optimizer that it makes, a tensor by its content, and an
+    object without recorded arguments by its state. A function is described by its name or, if it
+    cannot be imported, by its code.
 
     Args:
         thing: The value.
         hint: Declared type of the value.
-        walk: The description that contains the value.
+        walk: The objects of the description that contains the value.
 
     Raises:
         ConfigurationError: An argument is an iterator, which can be read only once.
@@ -87,7 +87,7 @@ def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
     if isinstance(thing, enum.Enum):
         as_value = any(_takes(hint, kind) for kind in (int, float, str)) and not _takes(hint, type(thing))
         return as_plain(thing.value, hint) if as_value else str(thing.name)
-    for kind in (bool, int, float, str):  # subclasses become these types, the only ones of YAML
+    for kind in (bool, int, float, str):  # YAML has only these types: convert subclasses
         if isinstance(thing, kind):
             decimal = kind is int and _takes(hint, float) and not _takes(hint, int)
             return float(thing) if decimal else kind(thing)
@@ -131,11 +131,11 @@ def class_name(thing: Any) -> str:
 
 
 def layers(model: nn.Module, walk: Walk | None = None) -> str:
-    """Return a digest of a model without its weights: classes, settings and shapes of layers."""
+    """Return a digest of classes, settings and shapes of a model's layers, without weights."""
     walk, model = walk or Walk(), getattr(model, "_orig_mod", model)
     shared: dict[int, str] = {}
     ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
-    # describe() ends the cycle of a hook, say, that holds the model
+    # describe() ends cycles, such as by a hook that holds the model
     return str(
         walk.describe(model, lambda: tree_digest([ties, [_layer(layer, walk) for layer in model.modules()]]))
     )
@@ -145,7 +145,7 @@ def _layer(layer: nn.Module, walk: Walk) -> Any:
     children = list(layer._modules)
     settings = {name: x for name, x in vars(layer).items() if name not in _NOT_A_SETTING}
     if isinstance(layer, _BatchNorm):
-        settings["training"] = layer.training  # a user's eval mode: running statistics are frozen
+        settings["training"] = layer.training  # in eval mode, running statistics are frozen
     tensors = {
         name: None if x is None or is_lazy(x) else [list(x.shape), str(x.dtype), x.requires_grad]
         for name, x in (*layer._parameters.items(), *layer._buffers.items())
@@ -156,7 +156,7 @@ def _layer(layer: nn.Module, walk: Walk) -> Any:
 
 
 def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
-    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse adds the class
+    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse passes the class
     maker = makers[0] if makers else thing.func
     if not (isinstance(maker, type) or inspect.isroutine(maker)):  # a callable object
         return {
@@ -180,7 +180,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
         return _partial(make, walk)
     try:
         optimizer = make([nn.Parameter(torch.zeros(1))])
-    except ValueError:  # the factory selects parameters by a rule that rejects this one
+    except ValueError:  # the factory selects parameters, and rejects this one
         return _function(make, walk)
     kind: Any = type(optimizer)
     settings = group_settings(optimizer)[0]
@@ -192,7 +192,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, named as the optimizer's arguments."""
+    """Return the settings of each parameter group, by the name of the optimizer's argument."""
     kind: Any = type(optimizer)
     known = parameters(kind) if _is_of_torch(kind) else None
     return [
@@ -236,13 +236,13 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
 
 
 def _says_itself(thing: Any) -> bool:
-    """Return whether an object's text identifies it: a path, a dtype or a device."""
+    """Return whether an object's text identifies it, as of a path, a dtype or a device."""
     cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
     return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
 
 
 def _state(thing: Any, walk: Walk) -> Any:
-    """Describe a value by its content; locks, files and other things without data by class."""
+    """Describe a value by its content; describe locks, files and the like by their class."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, Mapping):
@@ -270,7 +270,7 @@ def _state(thing: Any, walk: Walk) -> Any:
 
 
 def _parts(thing: Any, walk: Walk) -> Any:
-    """Describe an object without recorded arguments by its pickled parts or its attributes."""
+    """Describe an object by what pickle would store, or else by its attributes."""
     try:
         reduce = copyreg.dispatch_table.get(type(thing))
         made = reduce(thing) if reduce is not None else thing.__reduce_ex__(4)
@@ -293,7 +293,7 @@ def tree_digest(tree: Any) -> str:
 
 
 def _code_of_local(maker: Any, walk: Walk | None = None) -> dict[str, str]:
-    """Return a digest of the code of a class or function that no import finds."""
+    """Return a digest of the code of a class or function that cannot be imported; else empty."""
     return {"code_digest": tree_digest(_code(maker, walk or Walk()))} if is_local(maker) else {}
 
 
@@ -324,7 +324,7 @@ def _takes(hint: Any, kind: type) -> bool:
 
 
 def _item(hint: Any, position: int) -> Any:
-    """Return the type of a container's items: a list's first argument, a dict's second."""
+    """Return the declared type of a container's items: type argument 0 of a list, 1 of a dict."""
     for part in (hint, *typing.get_args(hint)):
         arguments = typing.get_args(part)
         origin = typing.get_origin(part)

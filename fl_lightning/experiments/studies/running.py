@@ -135,7 +135,7 @@ class Runner:
                 self.diverged.add(cell.key)
 
     def _submit(self, left: dict[Cell, "_Life"], states: Mapping[Cell, State]) -> None:
-        """Submit up to ``jobs`` cells that no other process trains, after their parents have ended."""
+        """Submit up to ``jobs`` cells that no other process trains and whose parents have ended."""
         waiting = [cell for cell, life in left.items() if life.phase == "waiting"]
         for cell in [cell for cell in waiting if states[cell].phase == "done"]:
             waiting.remove(cell)

@@ -371,7 +371,7 @@ def latex_tables(found: Found, columns: Sequence[str] = ()) -> str:
 
 
 def write_tables(folder: Path, found: Found, columns: Sequence[str] = ()) -> list[Path]:
-    """Write ``table.md``, ``table.tex`` and ``table.csv``, and the values of all runs to ``cells.csv``.
+    """Write ``table.md``, ``table.tex``, ``table.csv``, and ``cells.csv`` with each run's values.
 
     Args:
         folder: Folder of the study.

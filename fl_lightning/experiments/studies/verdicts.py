@@ -85,7 +85,7 @@ class Comparison(NamedTuple):
         return self.error * float(t.isf(level / 2, self.pairs - 1))
 
     def kind(self, level: float, tests: int = 1) -> str:
-        """Return the verdict in words; a single pair can only agree or contradict.
+        """Return ``"holds"``, ``"does not hold"``, ``"undecided"``, or what a single pair suggests.
 
         Args:
             level: Probability of a wrong verdict.
