@@ -11,7 +11,7 @@ def print_table(title: str, rows: Mapping[str, str]) -> None:
     """Print names and values in two columns; wrap long values on a terminal.
 
     Args:
-        title: Line above the table, which is bold on a terminal.
+        title: Line above the table; bold on a terminal.
         rows: Values by name.
     """
     console = Console(highlight=False)

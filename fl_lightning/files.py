@@ -74,7 +74,7 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool
         path: The file, which is created if missing, or the folder; a link raises an error.
         folder: Whether to lock a folder.
         wait: Whether to wait while another process holds the lock.
-        certain: Whether to raise an error if the file system cannot lock (some network ones).
+        certain: Whether to raise an error if the file system cannot lock, as some over networks.
 
     Yields:
         The file descriptor.
@@ -150,12 +150,12 @@ def folder_below(root: str | os.PathLike[str], name: str) -> Path:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return those of a folder and its parents that are missing, innermost first."""
+    """Return the missing folders among a folder and its parents, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove those folders that are empty, in the given order."""
+    """Remove the empty folders, in the given order."""
     for folder in folders:
         with suppress(OSError):  # not empty, or already removed
             folder.rmdir()

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class LostRank(ConfigurationError):
-    """Another rank has ended or does not answer."""
+    """Loss of another rank, which has ended or does not answer."""
 
 
 class Ranks:
@@ -43,10 +43,7 @@ class Ranks:
         self._depth = 0  # depth of nested exchanges
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Return the contiguous share of ``count`` items of a rank; None is this rank.
-
-        Shares are as equal as possible.
-        """
+        """Return a rank's contiguous, nearly equal share of ``count`` items; None is this rank."""
         mine = np.array_split(np.arange(count), self.size)[self.rank if rank is None else rank]
         return range(int(mine[0]), int(mine[-1]) + 1) if len(mine) else range(0)
 

@@ -123,7 +123,7 @@ def explain(
         near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
         return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
     text = message.partition(f'"{key}":')[2] if key else message
-    # drop the command's name, without which users write settings
+    # users write settings without the command's name: drop it
     return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", text))
 
 
@@ -161,7 +161,7 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) ->
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause that names the owner's sibling classes with a setting; empty if over four."""
+    """Return a clause that names the owner's siblings with a setting; empty for more than four."""
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
         if owner in classes and 0 < len(others) < 5:
@@ -193,7 +193,7 @@ def kinds_of_settings() -> dict[str, type]:
 
 
 def base_classes() -> tuple[type, ...]:
-    """Return shipped base classes, of which a configuration can use only the user's subclasses."""
+    """Return the shipped base classes; a configuration can use only a user's subclasses of them."""
     from fl_lightning import attacks, datamodules  # late: rarely needed
 
     return (
@@ -273,7 +273,7 @@ class _Output:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Raise errors that a user can fix as ConfigurationErrors, with the line that :func:`command` prints."""
+    """Convert errors that a user can fix to ConfigurationErrors with the line of :func:`command`."""
     quiet_host()
     try:
         yield
@@ -309,9 +309,9 @@ def _errors() -> TextIO:
 def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     """Print one line about an error and exit, with status 1 if the error is unforeseen.
 
-    Other errors exit with their ``exit_status`` (default 2).
-    The traceback of an unforeseen error is written to a file. If the environment variable
-    ``FL_LIGHTNING_TRACEBACK`` is set, any traceback is printed above the line.
+    Other errors exit with their ``exit_status`` (default 2). The traceback of an unforeseen error is
+    written to a file. If the environment variable ``FL_LIGHTNING_TRACEBACK`` is set, any traceback
+    is printed above the line.
 
     Args:
         error: Error that ends the command.
@@ -333,7 +333,7 @@ def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
 
 
 def broken_module(error: BaseException | None) -> str:
-    """Return the place of a failed import outside this package, such as `` (methods.py, line 7)``."""
+    """Return where an import outside this package failed, such as `` (methods.py, line 7)``."""
     place = ""
     for cause in _causes(error):
         for frame in traceback.extract_tb(cause.__traceback__):

@@ -1,4 +1,4 @@
-"""Parser of LightningCLI with one-line errors, which suggest names and name the file and line."""
+"""Parser of LightningCLI with one-line errors that give file and line and suggest names."""
 
 import enum
 import inspect
@@ -80,7 +80,7 @@ class ConciseParser(LightningArgumentParser):
                 action.default = None
 
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
-        """Raise an error if a default is a class with required arguments, as ShuffleNetV2's blocks."""
+        """Raise an error if a default is a class with required arguments (in ShuffleNetV2)."""
         for action in self._actions:
             if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
                 path = action.default["class_path"]
@@ -106,7 +106,7 @@ class ConciseParser(LightningArgumentParser):
         return {(function, False): _make for function in self._functions}
 
     def settings(self) -> list[str]:
-        """Return the plain names of the settings of the parser and its subcommands."""
+        """Return the plain names of all settings, including settings of subcommands."""
         parsers = self._commands.choices.values() if self._commands else [self]
         names = [name for parser in parsers for name, _ in parser.get_defaults().items()]
         return list(dict.fromkeys(map(plain_name, names)))
@@ -142,7 +142,7 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
 
 
 def _refuse_null(class_type: type, settings: Config) -> None:
-    """Raise an error if a setting is null although its type excludes null; jsonargparse accepts this."""
+    """Raise an error if a setting is null against its type; jsonargparse accepts this."""
     for name in [name for name, value in settings.items() if value is None]:
         known = parameters(class_type).get(name)
         if known is None or known.default is None:
@@ -158,7 +158,7 @@ def _refuse_null(class_type: type, settings: Config) -> None:
 
 
 def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
-    """Return the place of a setting, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
+    """Return where a setting is given, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
     inner = f".{setting}"
     entries = [x for x in given if x.setting == setting or (of_a_class and x.setting.endswith(inner))]
     entries = entries if setting else []

@@ -47,7 +47,7 @@ class DataCLI(FederatedCLI):
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Print a table of the clients; write their picture and, with ``--save``, their file.
+    """Print a table of the clients; write their picture and, with ``--save``, a partition file.
 
     Args:
         args: Arguments after ``partition``.

@@ -17,7 +17,7 @@ from fl_lightning.files import user_path
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Create or complete the W&B run of each folder, online or offline by ``WANDB_MODE``.
+    """Create or complete the W&B run of each folder; ``WANDB_MODE`` decides if online or offline.
 
     Args:
         args: Arguments after ``upload``.

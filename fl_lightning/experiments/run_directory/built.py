@@ -38,7 +38,7 @@ _TRAINER = {
 
 
 _LATER = ("seed", "executor")
-"""Arguments of a module that the run may change after construction."""
+"""Arguments of a module that the run decides, and may reassign."""
 
 
 def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:

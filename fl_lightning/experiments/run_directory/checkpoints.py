@@ -99,7 +99,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Key of the state, different for each metric, as their scores cannot be compared."""
+        """Key of the state, one for each metric: scores of two metrics cannot be compared."""
         # without a metric, the key has "max", as in older checkpoints
         return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
@@ -148,8 +148,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """Determine and create the folder, so that errors are raised before the first round.
 
         Raises:
-            ConfigurationError: The folder cannot be created, ``max_steps`` is set, or whether large
-                or small values of the monitored metric are best is unknown.
+            ConfigurationError: The folder cannot be created, ``max_steps`` is set, or it is unknown
+                whether large or small values of the monitored metric are best.
         """
         if isinstance(pl_module, FederatedModule):
             pl_module.prepare_metrics()

@@ -24,7 +24,7 @@ _NOT_CODE = (
 
 @functools.cache
 def full_name(maker: Any) -> str:
-    """Return the shortest import path of a class or function, equal in child processes."""
+    """Return the shortest import path of a class or function, the same in child processes."""
     try:
         path = str(get_import_path(maker))
     except (ValueError, ImportError, AttributeError):
@@ -33,7 +33,7 @@ def full_name(maker: Any) -> str:
 
 
 def is_local(maker: Any) -> bool:
-    """Return whether a class or function cannot be imported, as from a script or a function."""
+    """Return whether a class or function cannot be imported: a script or function defines it."""
     inner = inspect.unwrap(maker)
     path = f"{inner.__module__}.{getattr(inner, '__qualname__', '<')}"
     if "<" in path or path.startswith(("__main__.", "__mp_main__.", "None.")):

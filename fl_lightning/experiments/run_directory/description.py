@@ -347,7 +347,7 @@ def misfits(written: Config, made: Config) -> list[str]:
 
 
 def _is_foreign(name: str, objects: Config) -> bool:
-    """Return whether a setting belongs to a value without recorded arguments, as of a dataclass."""
+    """Return whether a setting is in a value without recorded arguments, such as a dataclass."""
     parts = name.split(".")
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(
@@ -356,7 +356,7 @@ def _is_foreign(name: str, objects: Config) -> bool:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Return whether values differ only in notation, as of NaN, a set or a function's alias."""
+    """Return whether values differ only in notation: NaN, a set, a decimal, a function's alias."""
     if isinstance(old, list) and isinstance(new, list):
         # the built list is a sorted set
         return new == sorted(new, key=repr) and sorted(map(str, old)) == sorted(map(str, new))

@@ -42,7 +42,7 @@ def provenance(config: Config) -> dict[str, str]:
 
     Returns:
         Digests of eight hex digits: ``source`` for core, model and data, and one for each method by
-        full name. Versions: of Python, PyTorch, Lightning and the configured model libraries.
+        full name. Versions of Python, PyTorch, Lightning and the configured model libraries.
     """
     trainer = config.get("trainer") or {}
     entries = trainer.get("callbacks") or []

@@ -236,7 +236,7 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
 
 
 def _says_itself(thing: Any) -> bool:
-    """Return whether an object's text identifies it, as of a path, a dtype or a device."""
+    """Return whether its text identifies an object, such as a path, a dtype or a device."""
     cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
     return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
 

@@ -133,7 +133,7 @@ class Cell:
         return State("missing", newest, why=_damaged(newest), round=last)
 
     def checkpoint(self, accept_stale: bool = False) -> Path | None:
-        """Return the newest attempt's checkpoint; None if missing, stale or finished."""
+        """Return the newest attempt's checkpoint; None if missing or stale, or with a result."""
         newest = next(iter(self._attempts()[0]), None)
         if newest is None or not self._resumable(newest, accept_stale):
             return None
@@ -210,7 +210,7 @@ def _record(checkpoint: Path, written: int) -> _Source | None:
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
-    """Require each family's cells to have its newest result's data; return the cells not done."""
+    """Require a family's newest data of all its cells; return the cells that are not done then."""
     newest: dict[str, tuple[float, dict[str, str]]] = {}
     for family, state in zip((cell.family for cell in cells), states, strict=True):
         if state.attempt is not None and state.result is not None and state.result.get("data"):

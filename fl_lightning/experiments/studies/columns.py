@@ -56,7 +56,7 @@ def models_of(metric: str) -> str:
 
 
 def of_any_model(metric: str) -> str:
-    """Return the name of a metric for the server's model, such as ``test/accuracy``."""
+    """Return the metric of the server's model that corresponds to a metric of clients' models."""
     split, _, name = metric.removeprefix(SERVER).rpartition("/")
     return f"{split}/{name.partition('_')[2] if models_of(metric) else name}"
 

@@ -209,7 +209,7 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
                 bars = np.transpose(ranges)
                 seeds += [len(values) for _, values in done if len(values) > 1]
                 caps = 3 * bool(bars.any())  # a single seed has no bars
-                name = label if numeric else "_"  # labels that are words stand at the axis
+                name = label if numeric else "_"  # the axis shows labels that are words
                 axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=name)
             published = [(x, group["published"]) for x, _, group in drawn if group["published"] is not None]
             if published:

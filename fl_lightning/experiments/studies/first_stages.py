@@ -1,4 +1,4 @@
-"""First stages: runs that differ only in T*, as of FixBN, are equal until the smallest T*."""
+"""First stages: runs that differ only in T*, such as FixBN's, are equal until the smallest T*."""
 
 import json
 from collections.abc import Iterable

@@ -133,7 +133,7 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
 
 
 def resolved(attempt: Attempt) -> Config:
-    """Return a run's configuration; if it lacks the planned rounds (scripts), from other files.
+    """Return a run's configuration; add planned rounds that a script's lacks, from other files.
 
     Raises:
         ConfigurationError: The configuration cannot be read.

@@ -41,7 +41,7 @@ class _Life:
 
 
 class Runner:
-    """Runs each cell at most once, parents first.
+    """Runner of cells: each cell at most once, parents first.
 
     The runner waits for cells that other processes train, and skips cells that fail.
 

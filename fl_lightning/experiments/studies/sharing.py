@@ -1,4 +1,4 @@
-"""Sharing of first stages: cells that are equal until T* train the rounds until T* once."""
+"""Sharing of first stages: cells that are equal until T* train these rounds only once."""
 
 from collections.abc import Iterable
 

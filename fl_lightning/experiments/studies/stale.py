@@ -6,7 +6,7 @@ from collections.abc import Mapping
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
     """Name the sources and versions of a run that differ from ``now``; empty if all are equal.
 
-    Sources that the run did not use are ignored, as of methods after a shared first stage.
+    Source of methods that the run did not use is ignored, as after a shared first stage.
     """
     if not computed_by:
         return "it does not say what computed it"

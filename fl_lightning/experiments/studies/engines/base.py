@@ -35,7 +35,7 @@ class Job:
 
 
 class Engine(ABC):
-    """Runs command lines. Apart from its exit status, a cell's results are in its run directory.
+    """Base class of engines. Apart from its exit status, a cell's results are in its run directory.
 
     Attributes:
         cores: Number of CPU cores.

@@ -99,7 +99,7 @@ class ForkServer:
     def start(
         self, arguments: Sequence[str], log: BinaryIO, environment: Mapping[str, str]
     ) -> Iterator[Forked]:
-        """Fork a process that starts at the end of the ``with`` block, or ends if this process has.
+        """Fork a process that runs the module after the block, or exits if this process ends first.
 
         Args:
             arguments: Arguments of the module.

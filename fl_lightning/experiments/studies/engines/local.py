@@ -17,7 +17,7 @@ _GPU = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalEngine(Engine):
-    """Runs each cell in a separate process group, so that Ctrl-C reaches only the study.
+    """Engine that runs each cell in a process group of its own: Ctrl-C reaches only the study.
 
     On Linux, cells are forks of a server that has imported PyTorch, Lightning and this package;
     each number of threads has a separate server. If the server cannot start or has ended, a cell
@@ -58,7 +58,7 @@ class LocalEngine(Engine):
     def _fork(self, job: Job, environment: dict[str, str], log: BinaryIO) -> bool:
         """Start a job ``python -m MODULE`` as a fork; return False if that is not possible.
 
-        Only the GPU's variable is set in the fork. All other variables identify a server, since
+        Only the GPU's variable is set in the fork. The others are set when a server starts, since
         packages read some of them, such as ``OMP_NUM_THREADS``, when they are imported.
         """
         if not self._forks or [*job.command[:2]] != [sys.executable, "-m"]:

@@ -13,7 +13,7 @@ from fl_lightning.files import no_link
 
 
 class RayEngine(Engine):
-    """Runs cells as tasks of the cluster at ``RAY_ADDRESS``, else of a local cluster.
+    """Engine that runs cells as tasks of the cluster at ``RAY_ADDRESS``, else of a local cluster.
 
     A local cluster is started if needed. All nodes need this Python and the working directory at
     the same paths.

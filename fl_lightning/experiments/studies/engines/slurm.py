@@ -26,7 +26,7 @@ _ARRAY = 1000  # jobs in an array, Slurm's default limit
 
 
 class SlurmEngine(Engine):
-    """Runs cells as jobs that are requeued after preemption, a time limit or the loss of a node.
+    """Engine whose jobs are requeued after preemption, a time limit or the loss of a node.
 
     The environment variables of ``sbatch``, such as ``SBATCH_PARTITION``, ``SBATCH_ACCOUNT`` and
     ``SBATCH_TIMELIMIT``, set further options. All nodes need this Python and the working directory
