@@ -74,7 +74,7 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool
         path: The file, which is created if missing, or the folder; a link raises an error.
         folder: Whether to lock a folder.
         wait: Whether to wait while another process holds the lock.
-        certain: Whether to raise an error if the file system cannot lock, as some over networks.
+        certain: Whether to raise an error if the file system cannot lock (some network ones).
 
     Yields:
         The file descriptor.

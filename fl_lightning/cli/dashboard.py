@@ -48,7 +48,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def _metrics(folders: Sequence[str]) -> Metrics:
-    """Return the metrics of the runs' tasks, beginning with those of the first run."""
+    """Return the metrics of the runs' tasks, the first run's metrics first."""
     metrics: dict[str, dict[str, str]] = {}
     for folder in folders:
         attempt = Attempt(user_path("dashboard", folder))

@@ -16,8 +16,8 @@ def check_files(arguments: Sequence[str]) -> None:
         arguments: A command and its arguments.
 
     Raises:
-        ConfigurationError: An option of ``study`` is not valid, or a file is missing, is not YAML, or
-            is not a study.
+        ConfigurationError: An option of ``study`` is not valid, or a file is missing, is not YAML,
+            or is not a study.
     """
     fit_options = list(arguments[1:])
     if arguments[0] == "study":

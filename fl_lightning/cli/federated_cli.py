@@ -84,7 +84,7 @@ class FederatedCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the settings; raise an error for a value that would be misread silently."""
+        """Read the settings; raise errors for values that would be misread or overridden."""
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
@@ -211,12 +211,10 @@ class FederatedCLI(LightningCLI):
         self.prepared.run()
 
     def predict(self, **kwargs: Any) -> None:
-        """Write the predictions on the test data to ``predictions_round_N`` in the run directory."""
+        """Write predictions on the test data to ``predictions_round_N`` in the run directory."""
         raw: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
         if not self.trainer.is_global_zero:
             return
         outputs = [*map(self.model.task.scores, raw)]
-        batches = islice(
-            self.datamodule.predict_dataloader(), len(outputs)
-        )  # fewer with limit_predict_batches
+        batches = islice(self.datamodule.predict_dataloader(), len(outputs))  # limit_predict_batches
         print(write_predictions(self._predictions, outputs, batches, self.datamodule))

@@ -95,7 +95,7 @@ def place_in(file: str, line: int) -> str:
 
 
 def _check_class(tree: Config, name: str, place: str) -> None:
-    """Raise an error if a class has no name, settings outside ``init_args``, or settings without names."""
+    """Raise an error if a class has no name, unnamed settings, or settings outside ``init_args``."""
     kind, settings = tree["class_path"], tree.get("init_args") or {}
     if not isinstance(kind, str):
         raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class{place}")
@@ -155,7 +155,7 @@ def _value(text: str) -> Any:
 
 
 def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
-    """Replace ``configs/X.yaml`` in arguments by the shipped file, see :func:`~fl_lightning.files.shipped`."""
+    """Replace ``configs/X.yaml`` in arguments as :func:`~fl_lightning.files.shipped` does."""
 
     def located(argument: str) -> str:
         option, _, value = argument.rpartition("=")

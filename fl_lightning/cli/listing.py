@@ -1,4 +1,4 @@
-"""``python -m fl_lightning list``: names for a configuration, shipped files, and a model's parameters."""
+"""``python -m fl_lightning list``: names for a configuration, shipped files, model parameters."""
 
 import re
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ def main(args: Sequence[str]) -> None:
     """Print names of the given kinds with one-line descriptions, or the parameters of a model.
 
     Args:
-        args: Arguments after ``list``: kinds, empty for all kinds; or ``parameters`` and arguments of
-            ``fit``.
+        args: Arguments after ``list``: kinds, empty for all kinds; or ``parameters`` and arguments
+            of ``fit``.
     """
     if args[:1] == ["parameters"]:
         if not args[1:]:
@@ -84,7 +84,7 @@ def parameters(cli: FederatedCLI) -> str:
         cli: Command line with a model, from :func:`~fl_lightning.cli.command_line.build`.
 
     Raises:
-        ConfigurationError: The number of rounds is unknown, or the treatments of two methods conflict.
+        ConfigurationError: The number of rounds is unknown, or two methods' treatments conflict.
     """
     module: Any = cli.model
     callbacks = in_order(as_list(cli.config_init.fit.trainer.callbacks))

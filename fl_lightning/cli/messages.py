@@ -59,7 +59,7 @@ SHAPES = {
     "setting of no class": r"Given value: NestedArg\(key='(.+?)'",
     "what a class says": r"(?m)^ +- (?!Expected |Type |Import path |Not a|Not of|Problem with |Does not |a class path|a dict |invalid literal)(.+)",
 }
-"""Regular expressions for jsonargparse's messages, checked by ``tests/cli/test_jsonargparse.py``."""
+"""Regular expressions for jsonargparse's messages (``tests/cli/test_jsonargparse.py``)."""
 
 
 def explain(
@@ -273,7 +273,7 @@ class _Output:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Convert errors that a user can fix to ConfigurationErrors with the line of :func:`command`."""
+    """Convert errors that a user can fix to ConfigurationErrors with :func:`command`'s line."""
     quiet_host()
     try:
         yield
@@ -309,9 +309,9 @@ def _errors() -> TextIO:
 def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     """Print one line about an error and exit, with status 1 if the error is unforeseen.
 
-    Other errors exit with their ``exit_status`` (default 2). The traceback of an unforeseen error is
-    written to a file. If the environment variable ``FL_LIGHTNING_TRACEBACK`` is set, any traceback
-    is printed above the line.
+    Other errors exit with their ``exit_status`` (default 2). The traceback of an unforeseen error
+    is written to a file. If the environment variable ``FL_LIGHTNING_TRACEBACK`` is set, any
+    traceback is printed above the line.
 
     Args:
         error: Error that ends the command.

@@ -186,7 +186,7 @@ def new_lists(arguments: Sequence[str]) -> list[str]:
 
 
 def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
-    """Let ``--trainer.callbacks.freeze_round`` replace a file's ``freeze_fraction``, and vice versa."""
+    """Let the option ``freeze_round`` replace a file's ``freeze_fraction``, and vice versa."""
     options, result = [argument.partition("=")[0] for argument in arguments], []
     for option, argument in zip(options, arguments, strict=True):
         name, _, unit = option.rpartition("_")

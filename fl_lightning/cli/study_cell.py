@@ -38,8 +38,9 @@ def main(args: Sequence[str]) -> None:
     a scheduler may have started it twice.
 
     Args:
-        args: Configuration of the cell; optionally ``--branch`` with a parent's checkpoint, for a cell
-            without its own, ``--data`` with the required digests of the data, and ``--accept-stale``.
+        args: Configuration of the cell. Optional: ``--branch`` with a parent's checkpoint, for a
+            cell without a checkpoint; ``--data`` with the required digests of the data; and
+            ``--accept-stale``.
     """
     parser = ArgumentParser()
     parser.add_argument("file", type=Path)

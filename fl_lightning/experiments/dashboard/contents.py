@@ -47,7 +47,7 @@ def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dic
 def metrics_of(attempt: Attempt) -> dict[str, dict[str, str]]:
     """Return ``label`` and ``best`` of the metrics of a run's task, quality first.
 
-    For a run of an older version, they are a classification's.
+    A run of an older version is treated as a classification.
     """
     metrics: dict[str, dict[str, str]] | None = json.loads(attempt.identity.read_text()).get("metrics")
     return metrics or shown_metrics(Classification())

@@ -91,7 +91,7 @@ class FinishRound(L.Callback):
         _listen(note)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop all ranks if one got a signal; a stop within a round makes Lightning skip a batch."""
+        """Stop all ranks if one got a signal; stopping within a round would skip a batch."""
         ranks: Ranks = pl_module.ranks  # type: ignore[assignment]  # of FederatedModule
         if ranks.size > 1:
             asked = ranks.exchange(lambda: (self.signal, trainer.should_stop))
@@ -101,7 +101,7 @@ class FinishRound(L.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let signals stop at once again."""
+        """Restore the handler that stops at once."""
         _listen(_stop)
 
 

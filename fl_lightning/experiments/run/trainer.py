@@ -21,7 +21,7 @@ from fl_lightning.round.plan import RoundPlan, cohort_size
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""Smallest number of local steps per round for which several ranks save time; else they wait."""
+"""Smallest number of local steps in a round for which several ranks are faster than one."""
 
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""
@@ -42,8 +42,8 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
 
     Args:
         settings: The user's arguments of the trainer.
-        ranks: Number of ranks for ``devices: auto`` on CPUs. A GPU has 1 rank; ``torchrun`` decides
-            by the number of processes that it launches.
+        ranks: Number of ranks for ``devices: auto`` on CPUs. A GPU has 1 rank; under ``torchrun``,
+            each launched process is a rank.
         equipment: Arguments of the trainer that override ``settings``.
 
     Raises:
@@ -125,7 +125,7 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
 
 
 def as_list(setting: Any) -> list[Any]:
-    """Return a setting as a list: empty if the setting is, of one item for a single value."""
+    """Return a setting as a list: empty if missing, with one item for a single value."""
     if not setting:
         return []
     return list(setting) if isinstance(setting, list | tuple) else [setting]

@@ -227,7 +227,7 @@ class Training:
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
 
     def _has_this_plan(self, path: Path, rounds: int | None) -> bool:
-        """Return whether a run has these planned rounds, which set freezing and the rate's decay."""
+        """Return whether a run has these planned rounds, which decide freezing and rate decay."""
         if self.module.budget_epochs is not None or rounds in (None, -1):
             return True  # the data decide the rounds, and the hash covers the data
         planned = load_run(path)["fl_lightning"]["total_rounds"]
@@ -268,7 +268,7 @@ class Training:
     def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
         """Return the trainer's arguments for callbacks, loggers and folder."""
         callbacks = as_list(settings.get("callbacks"))
-        # true requests a default logger: metrics.jsonl, which is always written
+        # ignore true, Lightning's default logger: metrics.jsonl is always written
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())

@@ -93,7 +93,7 @@ class Attempt:
         """Lock this folder against other training processes, until the block or the process ends.
 
         Args:
-            certain: Whether to raise an error if the file system cannot lock, as some over networks.
+            certain: Whether to raise an error if the file system cannot lock (some network ones).
 
         Raises:
             ConfigurationError: Another process holds the lock.

@@ -148,8 +148,8 @@ class Scale:
     """A size at which a study is run.
 
     Attributes:
-        base: Configuration files of all cells, relative to the study's folder, or shipped ones such as
-            ``configs/quickstart.yaml``; later files win.
+        base: Configuration files of all cells, relative to the study's folder, or shipped ones such
+            as ``configs/quickstart.yaml``; later files win.
         settings: Settings of all cells by dotted name.
         axes: Labels of an axis at this scale, as a list or with further settings; for an axis of
             values, its values at this scale. An axis without an entry keeps all labels.

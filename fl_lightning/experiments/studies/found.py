@@ -91,7 +91,8 @@ class Verdict(TypedDict):
 
     Attributes:
         claim: Text of the claim.
-        verdict: ``holds``, ``does not hold``, ``undecided``, ``one pair agrees`` or ``one pair contradicts``.
+        verdict: ``holds``, ``does not hold``, ``undecided``, ``one pair agrees`` or
+            ``one pair contradicts``.
         words: Reason in words.
         p: Two-sided p-value.
         adjusted: P-value after Holm's correction in the claim's family.

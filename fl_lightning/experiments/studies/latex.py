@@ -87,8 +87,8 @@ def latex_table(
 ) -> str:
     r"""Return a ``table`` environment for ``\input``, after ``RULES``.
 
-    The numbers of a column are aligned at their ``$\pm$``. A cell that starts and ends with ``**`` is
-    bold.
+    The numbers of a column are aligned at their ``$\pm$``. A cell that starts and ends with ``**``
+    is bold.
 
     Args:
         header: Names of the columns.

@@ -32,7 +32,7 @@ def reported(rule: str, name: str, result: Result, rows: Sequence[Mapping[str, f
         rows: Lines of ``metrics.jsonl``.
 
     Raises:
-        ConfigurationError: The metric was not evaluated often enough during training, or has no best.
+        ConfigurationError: Training has evaluated the metric too rarely, or it has no best value.
     """
     last = metric_values(result)[name]
     if rule == LAST:
