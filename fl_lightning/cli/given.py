@@ -95,7 +95,7 @@ def place_in(file: str, line: int) -> str:
 
 
 def _check_class(tree: Config, name: str, place: str) -> None:
-    """Raise an error if a class has no name, unnamed settings, or settings outside ``init_args``."""
+    """Raise an error if a class has no name, or settings without names or outside ``init_args``."""
     kind, settings = tree["class_path"], tree.get("init_args") or {}
     if not isinstance(kind, str):
         raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class{place}")

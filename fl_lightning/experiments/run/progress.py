@@ -44,7 +44,7 @@ class RoundProgress(Recorded, ProgressBar):
         self._live: Live | None = None
         self._next_time = self._started_at = 0.0
         self._first_round = 0
-        self._metrics: dict[str, float] = {}  # newest value of each metric: not all rounds are evaluated
+        self._metrics: dict[str, float] = {}  # newest values, as not all rounds are evaluated
 
     def disable(self) -> None:
         """Hide the line on this rank; another rank shows it."""

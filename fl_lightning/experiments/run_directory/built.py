@@ -72,7 +72,7 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
 
     If the model's layers or weights do not follow from its arguments and the run's seed, a digest
     of them is added. Settings that were assigned after construction replace the module's arguments;
-    those of data and callbacks are added as an entry ``reassigned``.
+    for data and callbacks, they are the entry ``reassigned``.
     """
     tree = built(module, data, trainer)
     settings = tree["model"].get("init_args", tree["model"])

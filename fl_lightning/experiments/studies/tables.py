@@ -256,7 +256,7 @@ def remarks(group: Group) -> list[str]:
 
 
 def diverged_in_words(group: Group) -> str:
-    """Return how many runs diverged, such as ``"diverged in 2 of 3 seeds, round 17"``, or ``""``."""
+    """Return how many runs diverged, such as ``"diverged in 2 of 3 seeds, round 17"``; or empty."""
     runs = [run for run in group["runs"] if run.get("diverged")]
     rounds = sorted({run["diverged_round"] for run in runs if "diverged_round" in run})
     where = f", round {', '.join(map(str, rounds))}" if rounds else ""
