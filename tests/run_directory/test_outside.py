@@ -104,8 +104,8 @@ def test_how_often_the_server_evaluates_changes_nothing_but_the_bytes_of_who_sen
     """Metrics that only an evaluation has are compared where both runs evaluate."""
     row, found = METHODS[name], []
     for every in (1, 2):
-        settings = {"client_optimizer": SGD, "local_steps": 2, **row.module}
-        module = FederatedModule(small_cnn().double(), **settings)
+        steps = {} if "local_epochs" in row.module else {"local_steps": 2}
+        module = FederatedModule(small_cnn().double(), **{"client_optimizer": SGD, **steps, **row.module})
         trainer = {"accelerator": "cpu", "precision": "64-true", "enable_progress_bar": False}
         often = {"max_epochs": 4, "check_val_every_n_epoch": every}
         one = Run(module, blobs(), callbacks=[SHIPPED[name](**row.settings)], **trainer, **often)
