@@ -92,7 +92,8 @@ def test_every_method_keeps_to_the_device_and_its_local_steps_never_wait(row, ex
 
 @EVERY_ROW
 def test_a_run_that_a_cpu_began_goes_on_on_a_gpu(row, tmp_path):
-    settings = {"client_optimizer": SGD, "local_steps": 2, **row.module}
+    steps = {} if "local_epochs" in row.module else {"local_steps": 2}
+    settings = {"client_optimizer": SGD, **steps, **row.module}
     begun = FederatedModule(model(), **settings, executor=SequentialExecutor())
     fit_on_cpu(begun, digits(), 2, [method_of(row), SaveRounds(tmp_path)], precision="32-true")
     go_on = FederatedModule(model(), **settings, executor=VectorizedExecutor())
