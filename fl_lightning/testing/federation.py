@@ -1,4 +1,4 @@
-"""A tiny federation of label-skewed clients, computed from formulas: a method runs in a fraction of a second."""
+"""A tiny federation of label-skewed clients with synthetic data, for runs of less than a second."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,17 +14,17 @@ from fl_lightning.testing.models import small_cnn
 
 CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
 SIZES = (8, 16, 24, 8, 16)
-"""Training examples of each client: unequal, so that weights and steps differ."""
+"""Training examples of each client; unequal, so that weights and local steps differ."""
 
 
 class Disturbance(NamedTuple):
-    """Change of one client in one round, to see which clients it affects.
+    """Change of one client in one round, for tests of its effect on other clients.
 
     Attributes:
         client: The client.
         round: The round.
-        what: ``("data",)`` to change its inputs; otherwise treatments of the policy whose state
-            changes after the local steps, and ``"optimizer"`` for the state of its optimizer.
+        what: ``("data",)`` changes the client's inputs. Other values change its state after the
+            local steps: the treatments of the changed state, and ``"optimizer"``.
     """
 
     client: int
@@ -33,7 +33,7 @@ class Disturbance(NamedTuple):
 
 
 class MaterialisedClient(ClientDataModule):
-    """Client whose batches depend on the step and on ``identity``, which sets mean, scale and main class."""
+    """Client whose batches depend on the step; ``identity`` sets mean, scale and main class."""
 
     def __init__(self, identity: int, size: int, batch_size: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def federation(
     batch_sizes: Sequence[int] | None = None,
     disturbance: Disturbance | None = None,
 ) -> FederatedDataModule:
-    """Return a federation whose client i has the data, size and batch size of ``identities[i]``."""
+    """Return a federation whose client i has data, size and batch size number ``identities[i]``."""
     clients = [
         MaterialisedClient(identity, SIZES[identity], batch_sizes[identity] if batch_sizes else BATCH)
         for identity in identities
@@ -86,9 +86,9 @@ def federation(
 
 
 def reference_model(norm: str = "bn") -> nn.Sequential:
-    """Return :func:`~fl_lightning.testing.models.small_cnn` in float64, with the same weights at each call."""
+    """Return :func:`~fl_lightning.testing.models.small_cnn` in float64 with fixed weights."""
     model = small_cnn(norm, classes=CLASSES, channels=CHANNELS).double()
-    model[6] = nn.Identity()  # a run replaces dropout layers
+    model[6] = nn.Identity()  # instead of dropout, which a run would replace
     draw = generator(0, "verification model")
     with torch.no_grad():
         for layer in (model[0], model[3], model[8]):

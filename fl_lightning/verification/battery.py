@@ -1,4 +1,4 @@
-"""Battery of all rules and claims, and its verdict on one method."""
+"""Check of one method against all rules and claims."""
 
 import sys
 import tempfile
@@ -50,7 +50,7 @@ RULES: dict[str, Check] = {
         several_runs.client_numbers,
     )
 }
-"""Rules for all methods, by the name of their line."""
+"""Rules for all methods, by the name in the certificate."""
 
 REMEDIES: dict[str, str] = {
     "trains": "bound the step, and keep variances in their domain",
@@ -77,10 +77,10 @@ REMEDIES: dict[str, str] = {
     "observers": "draw from cohort.generators or the global generator of the hook",
     "client numbers": "use cohort.client_ids, not the row, to name a client",
 }
-"""Change that mends a method, by the rule that it fails."""
+"""Change that fixes a method, by the name of the failed rule."""
 
 NEEDED = ("trains", "runs repeat")
-"""Rules without which the others are meaningless."""
+"""Rules whose failure makes all other findings meaningless."""
 
 
 def certify(
@@ -88,13 +88,13 @@ def certify(
     references: bool = True,
     settings: Mapping[str, Any] | None = None,
 ) -> Certificate:
-    """Run the battery and return its certificate.
+    """Check all rules and claims of a method, and return the certificate.
 
     Args:
-        make: Makes the callback with its settings: a new object for each run.
+        make: Function that returns a new callback with its settings, called for each run.
         references: Whether equalities that the method does not claim are measured too.
-        settings: Settings of ``FederatedModule`` that replace the battery's, such as another
-            ``client_optimizer``. Set-ups of claims stay unchanged.
+        settings: Settings of ``FederatedModule`` that replace the usual ones in the checks of the
+            rules, such as another ``client_optimizer``. Claims are checked without them.
 
     Raises:
         ConfigurationError: The callback claims an unknown equality, or raises in an ordinary run.
@@ -164,7 +164,7 @@ def _equals(name: str, trials: Trials) -> str:
 
 
 def _in_words(error: BaseException, method: type[FederatedCallback]) -> str:
-    """Return an exception in one line: its type, its place in the method's code, its message."""
+    """Return an exception as one line: type, position in the method's code, message."""
     file = getattr(sys.modules.get(method.__module__), "__file__", None)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = (

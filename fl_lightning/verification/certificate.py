@@ -14,11 +14,11 @@ class Certificate:
 
     Attributes:
         method: The method with its settings.
-        paper: The paper that describes it.
+        paper: The method's paper.
         rules: Findings on the rules for all methods.
         claims: Findings on the method's claims.
         equals: Measured difference for each equality that the method does not claim.
-        beside_fedavg: Comparison of the usual run with FedAvg's.
+        beside_fedavg: Comparison of the method's usual run with FedAvg.
         seconds: Duration of the verification.
     """
 
@@ -32,7 +32,7 @@ class Certificate:
 
     @property
     def failed(self) -> list[Finding]:
-        """Return the lines that failed."""
+        """Return the findings of failed rules and claims."""
         return [finding for finding in (*self.rules, *self.claims) if finding.status == "FAILED"]
 
 
@@ -54,7 +54,7 @@ def print_certificate(certificate: Certificate) -> None:
 
 
 def print_summary(certificates: Sequence[Certificate]) -> None:
-    """Print one line for each certificate, and every line that failed."""
+    """Print one line per certificate, and the failed rules and claims."""
     print_table("Methods", {certificate.method: _verdict(certificate) for certificate in certificates})
     for certificate in certificates:
         if certificate.failed:

@@ -26,16 +26,16 @@ from fl_lightning.verification.trials import (
 )
 
 Gap = tuple[float, str]
-"""Largest difference between two computations, and the tensor that has it."""
+"""Largest difference between two computations, and the tensor in which it occurs."""
 
 
 def own_twin(trials: Trials) -> Gap:
-    """Compare with the same callback on the union batch, round by round: E = 1, equal batches."""
+    """Compare each round with the same callback on the union batch: E = 1, equal batches."""
     return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, centralised=True))
 
 
 def own_twin_when_frozen(trials: Trials) -> Gap:
-    """Compare like ``own_twin`` from the first frozen round on; the twin starts from the federated state."""
+    """Compare as in ``own_twin`` after the freeze; the second run resumes from the federated state."""
     federated = trials.run(ONE_STEP)
     frozen = [number for number, seen in enumerate(federated.rounds, 1) if seen.policy["mean"] == "frozen"]
     if not frozen:
@@ -45,7 +45,7 @@ def own_twin_when_frozen(trials: Trials) -> Gap:
 
 
 def own_twin_without_bn(trials: Trials) -> Gap:
-    """Compare like ``own_twin`` with Group Normalization, where ``g(union) = mean g_i``."""
+    """Compare as in ``own_twin``, but with Group Normalization, where ``g(union) = mean g_i``."""
     return _rounds_apart(trials.run(ONE_STEP, norm="gn"), trials.run(ONE_STEP, norm="gn", centralised=True))
 
 
@@ -55,11 +55,11 @@ def centralised_bn(trials: Trials) -> Gap:
 
 
 def union_statistics(trials: Trials) -> Gap:
-    """Compare server statistics with ``nn.BatchNorm2d``'s on the union of equal and of unequal batches.
+    """Compare server statistics with ``nn.BatchNorm2d`` on the union of equal or unequal batches.
 
-    They are ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)``, ``N = sum K_i``,
-    for one step. Weights are constant and only the first layer counts: its inputs do not depend on
-    how BN normalises.
+    One step is ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)`` with
+    ``N = sum K_i``. Weights are constant. Only the first BN layer is compared, as its inputs do not
+    depend on how BN normalises.
     """
     if trials.make().needs_joint_forward:
         raise NotApplicable("the method requires batches of equal size")
@@ -80,7 +80,7 @@ def weights_of_fedavg(trials: Trials) -> Gap:
 
 
 def fedavg_on_identical_clients(trials: Trials) -> Gap:
-    """Compare with FedAvg with BN where all clients take part with the same data: ``theta_i = theta_j``."""
+    """Compare with FedAvg with BN if all clients have equal data, so that ``theta_i = theta_j``."""
     alike = USUAL.but(identities=(1,) * len(CLIENTS), script=EVERYONE)
     return _rounds_apart(trials.run(alike), trials.run(alike, bare=True))
 
@@ -92,14 +92,14 @@ def one_client_is_plain_training(trials: Trials) -> Gap:
 
 
 def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
-    """Compare a client of weight 2p with two of weight p and the same data: every mean weighs by ``n_i / n``."""
+    """Compare a client of weight 2p with two of weight p: every mean must weight by ``n_i / n``."""
     one, two = (0, 1), (0, 1, 1)  # identities: the second client has twice the data of the first
     alike = trials.run(identities=two, script=((0, 1, 2),) * 4, weighting="uniform")
     return _rounds_apart(trials.run(identities=one, script=(one,) * 4), alike)
 
 
 def moments_of_the_mixture(trials: Trials) -> Gap:
-    """Compare statistics with ``mu = sum p_i mu_i`` and ``sum p_i (sigma_i^2 + mu_i^2) - mu^2`` of sent ones."""
+    """Compare with the sent ``mu = sum p_i mu_i`` and ``sum p_i (sigma_i^2 + mu_i^2) - mu^2``."""
     gaps = []
     for seen in trials.run().rounds:
         for name in (name for name in seen.sent if name.endswith("running_mean")):
@@ -112,7 +112,7 @@ def moments_of_the_mixture(trials: Trials) -> Gap:
 
 
 def server_keeps_the_mean(trials: Trials) -> Gap:
-    """Compare the server's memory with the mean over all clients, absent ones too: ``c = sum n_i / n c_i``."""
+    """Compare the server's memory with ``c = sum n_i / n c_i``, absent clients included."""
     gaps = []
     for seen in trials.run().rounds:
         server, clients = entries(seen.memory)
@@ -128,7 +128,7 @@ def server_keeps_the_mean(trials: Trials) -> Gap:
 
 
 def statistics_of_its_weights(trials: Trials) -> Gap:
-    """Compare evaluated statistics of rounds with equal weights; they must change if the weights change."""
+    """Compare evaluated statistics of two rounds: equal if and only if the weights are equal."""
     second, last = (trials.run(client_lr_schedule=rests_from(3)).rounds[number].server for number in (1, 3))
     names = [name for name in last if "running" in name]
     moving = trials.run().rounds
@@ -138,7 +138,7 @@ def statistics_of_its_weights(trials: Trials) -> Gap:
 
 
 def proximal_term(trials: Trials) -> Gap:
-    """Compare with a gradient plus ``mu (theta_i - theta)`` in the second local step: SGD without momentum."""
+    """Compare with plain SGD that adds ``mu (theta_i - theta)`` to the second step's gradient."""
     mu = getattr(trials.make(), "mu", None)
     if mu is None:
         raise NotApplicable("the method has no mu")
@@ -174,7 +174,10 @@ BITWISE = ("weights_of_fedavg",)
 
 
 def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -> Gap:
-    """Return the largest difference of the server's floats (or ``names``) over the last common rounds."""
+    """Return the largest difference between two runs' servers over the last rounds of both.
+
+    Compared are the tensors ``names``; default: all floats.
+    """
     common = min(len(first.rounds), len(second.rounds))
     pairs = zip(first.rounds[-common:], second.rounds[-common:], strict=True)
     names = names or [name for name, kind in first.kinds.items() if kind != "counter"]

@@ -1,4 +1,4 @@
-"""Comparison of two states: the largest difference, its place, and the verdict."""
+"""Comparison of two states: the largest difference, where it occurs, and the verdict."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 TOLERANCE = 1e-10
-"""Largest difference at which two float64 computations of one quantity count as equal."""
+"""Largest difference between two float64 values that are regarded as equal."""
 
 Status = Literal["PASSED", "FAILED", "does not apply"]
 
 
 class Violated(Exception):
-    """Violated rule or claim; the message states the demand, the measured difference and its place."""
+    """Violation of a rule or claim; the message states the rule, the difference and the tensor."""
 
 
 class NotApplicable(Exception):
-    """Rule or claim that does not apply to a method; the message states why."""
+    """Exception for a rule or claim that does not apply to a method; the message states why."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Finding:
 
 
 Leaves = dict[str, Any]
-"""Leaves of a tree by place."""
+"""Leaves of a tree by path, such as ``['momentum'][0]``."""
 
 
 def leaves(tree: Any) -> Leaves:
-    """Return the leaves of nested dicts and lists by place."""
+    """Return the leaves of nested dicts and lists by path."""
     return {keystr(place): leaf for place, leaf in tree_flatten_with_path(tree)[0]}
 
 
 def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> str | None:
-    """Return a place where two trees (or their entries ``names``) differ in any bit; None if they are equal."""
+    """Return where two trees (or their entries ``names``) differ most; None if they are equal."""
     if names is not None:
         first, second = ({name: state[name] for name in names} for state in (first, second))
     most, place = distance(leaves(first), leaves(second))
@@ -58,7 +58,7 @@ def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> s
 def distance(
     first: Mapping[str, object], second: Mapping[str, object], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
-    """Return the largest difference of two mappings in the entries ``names`` (default: all), and its entry."""
+    """Return the largest difference between two mappings, and its entry; over ``names`` or all."""
     chosen = {**first, **second} if names is None else names
     differences = {name: apart(first.get(name), second.get(name)) for name in chosen}
     name = max(differences, key=differences.__getitem__, default="")
@@ -66,7 +66,10 @@ def distance(
 
 
 def apart(one: Any, other: Any) -> float:
-    """Return the largest difference of two leaves; infinite if type or shape differ, or NaN meets a number."""
+    """Return the largest difference between two leaves.
+
+    The difference is infinite if types or shapes differ, or if only one of two values is NaN.
+    """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return inf

@@ -1,4 +1,4 @@
-"""The server's part of a method's ``state_dict``, and each client's."""
+"""The parts of a method's ``state_dict`` that belong to the server and to each client."""
 
 import re
 from typing import Any
@@ -10,15 +10,15 @@ from fl_lightning.testing.federation import SIZES
 from fl_lightning.verification.comparison import Leaves
 
 FEW = 8
-"""Floats below which memory of the server may cross the network undeclared: a choice, a count, a norm."""
+"""Size in floats below which a server tensor may be sent undeclared, such as a count or a norm."""
 
 
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
-    """Return the leaves of a memory by place: the server's, and each client's without its number.
+    """Return the server's leaves of a memory, and each client's leaves, by path without its number.
 
-    A client owns the entries under its number in a dict (int or text), and its row of a tensor with
-    as many rows as there are clients. If no client owns anything this way, it owns the entries
-    under a text that contains its number (``"client3"``). Negative numbers belong to the server.
+    A dict's entry belongs to the client that is its key (int or str). In a tensor with as many rows
+    as there are clients, row i belongs to client i. If no entry belongs to a client this way, keys
+    that contain a number are used (``"client3"``). Negative numbers belong to the server.
     """
     paths = tree_flatten_with_path(tree_map(_rows_by_client, memory))[0]
     server: Leaves = {}
@@ -45,7 +45,7 @@ def _rows_by_client(leaf: Any) -> Any:
 
 
 def large_of_server(memory: Any) -> Leaves:
-    """Return the server's tensors of at least :data:`FEW` floats in a memory, by place."""
+    """Return the server's tensors of at least :data:`FEW` floats in a memory, by path."""
     return {
         place: leaf
         for place, leaf in entries(memory)[0].items()
@@ -54,6 +54,6 @@ def large_of_server(memory: Any) -> Leaves:
 
 
 def shifted(memory: Any) -> Any:
-    """Return a memory whose :func:`large_of_server` has other values."""
+    """Return a memory with 0.25 added to the tensors of :func:`large_of_server`."""
     server = large_of_server(memory)
     return tree_map_with_path(lambda path, leaf: leaf + 0.25 if keystr(path) in server else leaf, memory)

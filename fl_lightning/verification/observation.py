@@ -1,4 +1,4 @@
-"""Record of each round, taken from outside: the method under test cannot detect it."""
+"""Record of each round; the method under test cannot detect the recording."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -28,25 +28,25 @@ class Round:
         shares: Expected aggregation weights n_i / n, ``[C]``.
         policy: Treatment of each kind and part of the state.
         treatments: Treatment of each tensor of the model.
-        undecided: Treatments by kind that begin in a round not yet found.
+        undecided: Treatments by kind that begin in a round that training has yet to determine.
         broadcast: The server's state at the start.
         start: The clients' rows before their first local step, ``[C, *shape]``.
         sent: The clients' rows before aggregation, ``[C, *shape]``.
-        aggregated: The server's state after a step along the aggregate with SGD(lr=1).
-        corrected: The same after ``on_after_aggregate``.
+        aggregated: The server's state if SGD(lr=1) stepped right after aggregation.
+        corrected: The server's state if SGD(lr=1) stepped after ``on_after_aggregate``.
         server: The server's state at the end.
         memory: The method's ``state_dict`` after the round.
         payload: Result of ``extra_payload``.
         exchanges: Result of ``extra_exchanges``.
         loss: Mean training loss.
-        received: Floats of optimizer state that are equal for all clients at the start, so that the
-            server must have sent them.
+        received: Floats of optimizer state that all clients share at the start: the server must
+            have sent them.
         steps: Local steps of each client.
-        trained: The clients' rows after their last local step, those of ``scratch`` too.
+        trained: The clients' rows after their last local step, with ``scratch`` buffers.
         losses: The clients' losses, ``[C]``.
         grads: The clients' gradients of each local step, ``[C, *shape]`` by name.
         late: Name and client of an entry of ``cohort.extra`` that changed after the client's last
-            step; empty if none did.
+            step; empty if no entry did.
     """
 
     clients: list[int]
@@ -72,14 +72,14 @@ class Round:
     late: str = ""
 
     def row(self, rows: State, client: int) -> State:
-        """Return one client's row of ``start`` or ``sent``."""
+        """Return one client's tensors in ``start`` or ``sent``, by name."""
         index = self.clients.index(client)
         return {name: value[index] for name, value in rows.items()}
 
 
 @dataclass
 class ScriptedPlan(RoundPlan):
-    """Plan whose cohorts are given round by round by ``script``."""
+    """Plan with the cohort of each round given in ``script``."""
 
     script: tuple[tuple[int, ...], ...] = ()
 
@@ -97,8 +97,9 @@ class Run(FederatedModule):
         error: Exception that stopped the run, if any.
         rounds: Records of the rounds.
         kinds: Kind of each persistent tensor of the model.
-        forced: Rows of one client before aggregation, set in a round: ``(round, client, record)``.
-        memory_of_server: Round before which the server's part of the method's memory is changed.
+        forced: ``(round, client, record)``: in this round the client sends the record's state.
+        memory_of_server: Round before which the server's part of the method's memory is changed; 0
+            for no change.
     """
 
     script: tuple[tuple[int, ...], ...] = ()
@@ -185,7 +186,7 @@ class Run(FederatedModule):
             seen.memory = deepcopy(contents(self.method.state_dict()))
 
     def _force(self, cohort: RoundCohort) -> None:
-        """Replace what a client has trained by the record of another run."""
+        """Replace a client's trained state and loss by those of the recorded round."""
         if self.forced is None or self.forced[0] != cohort.round:
             return
         _, client, seen = self.forced

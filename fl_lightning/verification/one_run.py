@@ -27,7 +27,7 @@ from fl_lightning.verification.trials import WITH_SERVER_MOMENTUM, Trials
 def trains(trials: Trials) -> str:
     """Check that losses and state stay finite and running variances >= 0, and that the weights change.
 
-    Messages of attackers may hold any values; attacks are tried with the median as aggregator.
+    Attackers may send any values; attacks are tried with the median as aggregator.
     """
     run, attacks = trials.attempt(), trials.make().role == "attack"
     for number, seen in enumerate(run.rounds, 1):
@@ -53,7 +53,7 @@ def trains(trials: Trials) -> str:
 
 
 def between_rounds(trials: Trials) -> str:
-    """Check that each round starts, bit for bit, from the server state with which the last one ended."""
+    """Check that each round starts from the previous round's final server state, bit for bit."""
     for number, (last, seen) in enumerate(pairwise(trials.run().rounds), 2):
         wrong = difference(last.server, seen.broadcast)
         if wrong:
@@ -62,11 +62,11 @@ def between_rounds(trials: Trials) -> str:
 
 
 def server_state(trials: Trials) -> str:
-    """Check that the server's averaged state, and its copy of local state, is sum p_i x_i with p_i = n_i / n.
+    """Check that averaged and local state at the server is sum p_i x_i with p_i = n_i / n.
 
-    The server optimizer is ``SGD(lr=1)``. ``on_after_aggregate`` may correct this state, and only
-    this hook may. Counters must be the clients' largest and stay int64; pooled state must change in
-    every round.
+    The server optimizer is ``SGD(lr=1)``. Only ``on_after_aggregate`` may correct this state.
+    Counters must be the maximum over the clients and stay int64. Pooled state must change in every
+    round.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attacks are tried with the median as aggregator")
@@ -104,10 +104,10 @@ def server_state(trials: Trials) -> str:
 
 
 def frozen_state(trials: Trials) -> str:
-    """Check that frozen state is constant bit for bit, and that other statistics change in every round.
+    """Check that frozen state is constant bit for bit, and that other statistics change each round.
 
-    This holds for any server optimizer. A :class:`~fl_lightning.methods.freezing.Freezing` must
-    freeze after its given or found T*.
+    Both must hold for any server optimizer. A :class:`~fl_lightning.methods.freezing.Freezing` must
+    freeze right after T*, whether T* is a setting or found in training.
     """
     frozen = set()
     for run in (trials.run(), trials.run(WITH_SERVER_MOMENTUM)):
@@ -141,7 +141,7 @@ def frozen_state(trials: Trials) -> str:
 
 
 def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
-    """Return the kinds of state that a freezing method freezes, and its given or found T*."""
+    """Return the kinds of state that a method freezes, and T* (set or found in training)."""
     if not isinstance(run.method, Freezing):
         return (), None
     milestone = getattr(run.method, "milestone", getattr(run.method, "freeze_round", None))
@@ -149,7 +149,7 @@ def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
 
 
 def local_state(trials: Trials) -> str:
-    """Check that a client starts from its last local state, a new client from the server's initial state."""
+    """Check that clients start from their last local state, new clients from the server's first."""
     run = trials.run()
     initial: State = {}
     last: dict[int, State] = {}
@@ -176,7 +176,7 @@ def local_state(trials: Trials) -> str:
 def one_broadcast(trials: Trials) -> str:
     """Check that all clients start a round from the same averaged, pooled and frozen state.
 
-    A client's BN batch counter grows by its local steps, or stays if its BN layers are frozen.
+    A client's BN batch counter must grow by its local steps, or stay if its BN layers are frozen.
     """
     for number, seen in enumerate(trials.run().rounds, 1):
         for name, kind in trials.run().kinds.items():
@@ -213,7 +213,10 @@ def done_clients(trials: Trials) -> str:
 
 
 def payload(trials: Trials) -> str:
-    """Check that ``extra_payload`` and ``extra_exchanges`` return counts >= 0 and declare optimizer state."""
+    """Check that ``extra_payload`` and ``extra_exchanges`` are integers >= 0.
+
+    ``extra_payload`` must include the optimizer state that clients receive.
+    """
     for number, seen in enumerate(trials.run().rounds, 1):
         up, down = seen.payload
         for count in (up, down, seen.exchanges):
@@ -231,7 +234,7 @@ def payload(trials: Trials) -> str:
 
 
 def absent_clients(trials: Trials) -> str:
-    """Check that an absent client's memory does not change, unless the method forgets all clients at once."""
+    """Check that an absent client's memory is constant, unless the method forgets all clients."""
     rounds = trials.run().rounds
     memories = [entries(seen.memory)[1] for seen in rounds]
     if not any(memories) or knows_no_client(trials):

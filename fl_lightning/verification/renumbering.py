@@ -8,7 +8,7 @@ from fl_lightning.verification.observation import Round, Run
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
 RELABELLED = (3, 2, 4, 0, 1)
-"""New number of each client, which moves every client of a cohort of ``SCRIPT`` to another row."""
+"""New number of each client. In a cohort of ``SCRIPT`` every client moves to another row."""
 
 
 def relabelled(trials: Trials) -> Run:
@@ -19,18 +19,18 @@ def relabelled(trials: Trials) -> Run:
 
 
 def knows_no_client(trials: Trials) -> bool:
-    """Return whether the memory ignores client numbers, so that numbers in it are layers or rounds, say."""
+    """Return whether renumbering leaves the memory equal; its numbers then mean layers, say."""
     pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
     return all(memory_apart(*rounds)[0] <= TOLERANCE for rounds in pairs)
 
 
 def memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return the largest difference between the method's memories after two rounds, and its place."""
+    """Return the largest difference between a method's memories after two rounds, and its path."""
     return distance(leaves(first.memory), leaves(second.memory))
 
 
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return :func:`memory_apart`, or after renumbering of the clients the difference client by client."""
+    """Return :func:`memory_apart`, or if this is too large, the difference by renumbered client."""
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))
 

@@ -1,4 +1,4 @@
-"""Runs of one method in many set-ups, each computed once, with callbacks that watch or disturb it."""
+"""Runs of one method in many set-ups, each computed once; callbacks that observe or disturb."""
 
 import random
 import warnings
@@ -40,17 +40,17 @@ CLIENTS = tuple(range(len(SIZES)))
 EVERYONE = (CLIENTS,) * 4
 CLIENT_LR = 0.05
 SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
-"""Cohorts of the rounds: clients return after an absence, some in another row; client r is absent in round r."""
+"""Cohort of each round: client r misses round r; after an absence some return in another row."""
 
 
 class Observer(FederatedCallback):
-    """Callback that reads all state in every hook and draws from every global and ``method`` generator."""
+    """Callback whose hooks read all state and draw from all global and ``method`` generators."""
 
     def __init__(self, method: FederatedCallback | None) -> None:
         self.method = method
 
     def look(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int = 0) -> None:
-        """Read the state and draw."""
+        """Read all state, and draw from all generators."""
         for rows in (*cohort.params.values(), *cohort.buffers.values()):
             rows.double().sum()
         torch.rand(3)
@@ -103,21 +103,21 @@ class Setup:
     momentum.
 
     Attributes:
-        bare: Run FedAvg without the method.
+        bare: Whether to run FedAvg without the method.
         script: The cohort of each round.
-        identities: Data of each client.
-        batch_sizes: Batch size of each client; None for equal ones.
+        identities: Number of the data set of each client.
+        batch_sizes: Batch size of each client; None for equal sizes.
         norm: The model's norm layers.
-        observed: Put an :class:`Observer` before and after the method.
-        disturbance: Change at a client.
-        forced: Whether the client sends what it sends without the disturbance.
-        memory_of_server: Round before which the server's part of the method's memory changes; 0
-            for none.
+        observed: Whether an :class:`Observer` runs before and after the method.
+        disturbance: Change of one client's data or state; None for no change.
+        forced: Whether the disturbed client sends the same state as without the disturbance.
+        memory_of_server: Round before which the server's part of the method's memory is changed; 0
+            for no change.
         ranks: Processes that share the clients.
         resume: Round after which to resume, from a checkpoint of the federated run of this set-up
-            (one of :data:`SAVED`); 0 for none.
+            (one of :data:`SAVED`); 0 to start anew.
         repetition: Number that distinguishes equal runs.
-        module: Settings of ``FederatedModule`` by name.
+        module: Settings of ``FederatedModule``, as pairs (name, value).
     """
 
     bare: bool = False
@@ -152,13 +152,13 @@ WITH_SERVER_MOMENTUM = USUAL.but(
     server_optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.02)
 )
 ONE_STEP = USUAL.but(script=EVERYONE, local_epochs=None, local_steps=1, weighting="samples")
-"""One local step of every client a round: federated and centralised training may be equal."""
+"""One local step of every client per round: federated can equal centralised training."""
 
 SAVED = (WITH_SERVER_MOMENTUM, ONE_STEP)
 """Set-ups whose runs write a checkpoint after each round."""
 
 _WITHOUT_METHOD: dict[Setup, Run] = {}
-"""Runs of FedAvg, shared by all methods."""
+"""Runs of FedAvg, shared by the trials of all methods."""
 
 
 @cache
@@ -171,9 +171,9 @@ class Trials:
     """Runs of a method in the set-ups that its rules and claims need.
 
     Args:
-        make: Makes the callback: a new object for each run.
+        make: Function that returns a new callback for each run.
         folder: Folder for checkpoints, created on demand.
-        settings: Settings of ``FederatedModule`` that replace those of the set-ups.
+        settings: Settings of ``FederatedModule`` that replace the set-ups' settings.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Trials:
         self._runs: dict[Setup, Run] = {}
 
     def attempt(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """Return the run of a changed set-up, even if an exception stopped it."""
+        """Return the run of a set-up with changes, even if an exception stopped the run."""
         setup = setup.but(**changes)
         known = _WITHOUT_METHOD if setup.bare and not self.settings else self._runs
         if setup not in known:
@@ -191,7 +191,7 @@ class Trials:
         return known[setup]
 
     def run(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """Return the finished run of a changed set-up.
+        """Return the finished run of a set-up with changes.
 
         Raises:
             Violated: The run rejected its configuration after a round had ended.
@@ -205,7 +205,7 @@ class Trials:
         return run
 
     def checkpoint(self, setup: Setup, round_number: int) -> Path:
-        """Return the checkpoint that a run of :data:`SAVED` has written after a round."""
+        """Return the checkpoint after a round of a set-up in :data:`SAVED`."""
         self.run(setup)
         return self.folder / str(SAVED.index(setup)) / f"epoch={round_number - 1}.ckpt"
 
@@ -232,7 +232,7 @@ class Trials:
             folder = self.folder / str(SAVED.index(setup))
             callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
         processes: dict[str, Any] = {}
-        if setup.ranks > 1:  # a longer wait is a deadlock
+        if setup.ranks > 1:  # timeout: a rank that waits for a minute is in a deadlock
             processes = {"devices": setup.ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with seeded(0), warnings.catch_warnings():
