@@ -17,8 +17,8 @@ class Communication:
     Attributes:
         clients: The round's cohort.
         local_steps: Local steps of each client of the cohort.
-        each: Bytes per client of the cohort, by kind of state or by the method that adds them.
-        beside: Bytes of single clients, in the cohort or not, by method or kind, and client.
+        each: Bytes that every client of the cohort sends and receives, by kind of state or method.
+        beside: Further bytes of single clients, in the cohort or not, by method or kind and client.
         exchanges: Synchronous exchanges: 1 for the averaged state plus the methods' exchanges.
     """
 
@@ -39,7 +39,7 @@ class Communication:
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return the total bytes of all clients, and the exchanges, by metric."""
+        """Return the total bytes of all clients, and the number of exchanges, by metric."""
         upload, download = total(self.by_kind().values())
         return {
             "comm/upload_bytes": float(upload),
@@ -63,6 +63,6 @@ def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:
 
 
 def total(pairs: Iterable[UpDown]) -> UpDown:
-    """Return the sums of uploads and of downloads."""
+    """Return the sum of uploads and the sum of downloads."""
     listed = list(pairs)
     return sum(up for up, _ in listed), sum(down for _, down in listed)

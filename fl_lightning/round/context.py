@@ -1,4 +1,4 @@
-"""The interface of a run for the parts of a round, executors, evaluations and methods."""
+"""The interface of a run that round code, executors, evaluations and methods use."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -28,7 +28,7 @@ class RunContext(ClientTask, Protocol):
         statistics: Rule that combines the clients' running statistics.
         weighting: Quantity that aggregation weights are proportional to.
         on_divergence: Reaction to a client's non-finite update.
-        min_clients: The fewest clients that the user wants in a round.
+        min_clients: Setting of the fewest clients in a round.
         centralised: Whether one client trains on the union of the cohort's batches.
         tf32: Whether a GPU may compute in TF32.
         task: Task with its loss and metrics.
@@ -66,7 +66,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def round(self) -> int:
-        """The communication round under way, from 1."""
+        """The current communication round, from 1."""
 
     @property
     def planned_rounds(self) -> int:
@@ -74,7 +74,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the model that a method's policy names in some round."""
+        """The parts of the model that the methods' policies name in any round."""
 
     @property
     def federated_callbacks(self) -> list[Any]:
@@ -91,10 +91,10 @@ class RunContext(ClientTask, Protocol):
         """Call a hook of every method."""
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some rows at a local step of the round."""
+        """Return the batches of the cohort's rows ``indices`` at a local step of the round."""
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some clients at a local step of the round, by a plan."""
+        """Return the batches of some clients at a local step of the round, drawn by ``plan``."""
 
     def server_step(self) -> None:
         """Step the server optimizer on the pseudo-gradient."""

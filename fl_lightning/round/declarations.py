@@ -17,20 +17,20 @@ class Declarations:
     Attributes:
         paper: The method's paper, for tables; empty for a new method.
         claims: The method's guarantees beyond the general rules; ``verify`` checks them.
-        examples: Constructor settings for pages, tests and ``verify``: the usual settings first,
-            the settings that show most of the method in a few rounds last.
+        examples: Constructor settings for pages, tests and ``verify``. The first are the usual
+            settings; the last show most of the method within a few rounds.
         needs_joint_forward: Whether the first local step of a round is one forward pass over all
             clients under any executor, so that layers may exchange values inside the pass (see
             ``fl_lightning.batch_norm.joint.cohort_mean``).
-        sends_for_evaluations: Whether traffic depends on the evaluated rounds, as in StaticBN; if
-            so, ``check_val_every_n_epoch`` is part of the run's name.
+        sends_for_evaluations: Whether evaluations cause traffic, as in StaticBN. Then
+            ``check_val_every_n_epoch`` is part of the run's name.
         role: Position in the order of hooks: methods, then attacks, which rewrite what clients
             send, then observers, which only read. Within a role the order is the list's.
-        takes: Resources that only one method of a run can control, in words (``"client drift"``),
-            each with the setting that avoids a conflict, empty if there is no such setting. Two
-            methods with the same resource are refused.
-        logs: Starts of the names of the metrics that it logs in rounds, such as ``("bn/",)``, and of
-            metrics of evaluations that row 0 lacks. Callbacks may monitor these.
+        takes: Resources that only one method of a run can control, such as ``"client drift"``, each
+            with the setting that avoids a conflict (empty if there is none). A run with two methods
+            that take the same resource is refused.
+        logs: Prefixes of the metrics that the method logs in rounds, such as ``("bn/",)``, and of
+            evaluation metrics that are missing before round 1. Callbacks may monitor these metrics.
     """
 
     paper: str = ""
@@ -50,15 +50,15 @@ class Declarations:
             total_rounds: Number of planned rounds.
 
         Returns:
-            Treatments by kind, or by part of the model (see ``fl_lightning.cohort.parts``), such as
-            ``{"mean": "frozen", "var": "frozen", "fc": "local"}``. Default of a kind: averaged.
+            Treatments by kind of state or part of the model (see ``fl_lightning.cohort.parts``),
+            such as ``{"mean": "frozen", "fc": "local"}``. Kinds without an entry are averaged.
         """
         return {}
 
     def undecided(self) -> Mapping[str, str]:
-        """Return the treatments by kind that begin in a round that only training determines.
+        """Return the treatments, by kind, whose first round only training determines.
 
-        The policy table states them in words, and methods that conflict with them are refused.
+        The policy table shows them in words. Methods that conflict with them are refused.
         """
         return {}
 
@@ -71,22 +71,22 @@ class Declarations:
             total_rounds: Number of planned rounds.
 
         Returns:
-            The round, >= 0; None if round 1 differs, or only training determines the round.
+            The round, >= 0; None if round 1 differs or only training determines the round.
         """
         return None
 
     def remark(self, module: RunContext) -> str:
-        """Return a remark for results and figures, such as "nothing frozen"."""
+        """Return a remark on the run for results and figures, such as "nothing frozen"."""
         return ""
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return the floats per client beyond the averaged state: (upload, download)."""
+        """Return the floats per client beside the averaged state: (upload, download)."""
         return 0, 0
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
-        """Return additional floats by client id, in the cohort or not: (upload, download)."""
+        """Return further floats by client id, in the cohort or not: (upload, download)."""
         return {}
 
     def extra_exchanges(self, cohort: Cohort) -> int:
-        """Return the number of exchanges with the server beyond the averaged state's."""
+        """Return the number of exchanges with the server beside that of the averaged state."""
         return 0

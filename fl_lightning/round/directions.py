@@ -1,4 +1,4 @@
-"""The direction of a metric: maximum or minimum."""
+"""The best values of a metric: the largest or the smallest."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,8 +13,8 @@ def best_is(metric: str, known: Mapping[str, str] = MappingProxyType({})) -> Lit
     """Return whether the largest or the smallest value of a metric is best.
 
     Args:
-        metric: The metric's name, such as ``"val/accuracy"``, or ``"test/loss_silobn"`` of a variant.
-        known: ``"max"`` or ``"min"`` of the metrics of the run's task by name.
+        metric: The metric's name, such as ``"val/accuracy"`` or a variant's ``"test/loss_silobn"``.
+        known: ``"max"`` or ``"min"`` for each metric of the run's task, by name.
 
     Returns:
         ``"min"`` for a loss, ``"max"`` for a quality, None for other metrics.

@@ -25,10 +25,10 @@ class ServerEvaluation:
 
     Attributes:
         metrics: ``loss`` and the task's metrics, such as ``accuracy``, of the last evaluation.
-        arrays: Metrics of the last evaluation that are no numbers, such as a confusion matrix, as lists.
-        diverged: Whether any output of the last evaluation was not finite.
+        arrays: Array metrics of the last evaluation, such as a confusion matrix, as nested lists.
+        diverged: Whether the last evaluation had a non-finite output.
         class_samples: Samples of each class in the last evaluation; empty without class labels.
-        class_quality: Quality by class, None for an absent class; empty without class labels.
+        class_quality: Quality of each class, None for an absent class; empty without class labels.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class ServerEvaluation:
         evaluate: Callable[[Any, "ServerEvaluation"], None],
         turn: int = 0,
     ) -> None:
-        """Evaluate a batch on one rank; :meth:`finish` shares results or an error with all ranks.
+        """Evaluate a batch on one rank; :meth:`finish` shares the result or error with all ranks.
 
         Args:
             run: The run whose model is evaluated.
@@ -85,7 +85,7 @@ class ServerEvaluation:
         except Exception as error:
             if ranks.size == 1:
                 raise
-            self._failure = error  # raised in finish, where the other ranks wait
+            self._failure = error  # finish raises it, where the other ranks wait
         finally:
             self._into = self._common
 
@@ -97,14 +97,15 @@ class ServerEvaluation:
         task: Task | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        """Add a batch without a wait for the device; all ranks add it unless in :meth:`divide`.
+        """Add a batch without waiting for the GPU; on all ranks, or on one within :meth:`divide`.
 
         Args:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
             targets: The batch's targets, such as class labels ``[b, ...]`` (integers).
             loss: Mean loss of the batch.
             task: Task that counts outputs. Default: the last batch's, or classification.
-            weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 1 if it counts.
+            weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 0 for ignored
+                targets, else 1.
         """
         self._is_new = True
         self._task = task = task or self._task
@@ -118,7 +119,7 @@ class ServerEvaluation:
             )
         # accumulate in the loss's dtype, at least float32
         samples = weights.reshape(len(weights), -1).to(torch.promote_types(loss.dtype, torch.float32)).mean(1)
-        # the mean loss of a batch without a target that counts is NaN
+        # if all targets of a batch are ignored, its mean loss is NaN
         loss_sum = (loss.where(samples > 0, 0) * samples).sum()
         self._into.add(counts, torch.stack([loss_sum, samples.sum()]).detach()[None])
         if task.measured:
@@ -127,7 +128,7 @@ class ServerEvaluation:
             append(self._into.states, task.measured, self._batch, states, merge=alone)
 
     def finish(self) -> dict[str, float]:
-        """Return the metrics since :meth:`start`; called by all ranks, cheap if repeated."""
+        """Return the metrics since :meth:`start`; called by all ranks. A repeated call is cheap."""
         finish_together([self])
         return self.metrics
 
@@ -137,7 +138,7 @@ class ServerEvaluation:
         for part in (self._common.on_cpu(), *self._of_all_ranks):
             total.add(*part)
         counts, losses, states = total.on_cpu()
-        # sorted: the sum must not depend on which rank computed which batch
+        # sort: the order of the sum must not depend on which rank computed which batch
         loss, samples = losses.double().sort(0).values.sum(0)
         self.diverged = bool(counts.pop("not finite", False))
         self.metrics = {"loss": (loss / samples).to(losses.dtype).item()} if samples > 0 else {}
@@ -172,7 +173,7 @@ def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
 
 
 class _Sums:
-    """Sums of a task's counts, the loss and weight of each batch ``[batches, 2]``, and states of metrics."""
+    """Sums of counts, losses and weights ``[batches, 2]`` of the batches, and states of metrics."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Tensor] = {}

@@ -9,11 +9,11 @@ from fl_lightning.recorded import Recorded
 
 
 class ClientFailures(Recorded):
-    """The failures of clients by round; a function of (seed, round, client) only.
+    """The failures of clients in each round; they depend on (seed, round, client) only.
 
-    A client that drops out is drawn into the cohort, but does not report: it takes no step, and
-    sends and receives no data. The aggregation weights sum to 1 over the clients that report.
-    Methods keep the client's state.
+    A client that drops out is drawn into the cohort but does not report: it takes no local steps
+    and exchanges no data. The aggregation weights sum to 1 over the clients that report. Methods
+    keep the state of clients that drop out.
 
     Args:
         dropout: Probability in [0, 1] that a client of the cohort does not report: a number for all
@@ -35,7 +35,7 @@ class ClientFailures(Recorded):
 
     def __init__(
         self,
-        # dict[Any, ...]: with int keys jsonargparse would convert 1.5 to 1
+        # dict[Any, ...]: for dict[int, ...] jsonargparse would convert a key 1.5 to 1
         dropout: float | dict[Any, float] = 0.0,
         schedule: dict[Any, list[list[int]]] | None = None,
         stragglers: float | dict[Any, float] = 0.0,
@@ -66,10 +66,10 @@ class ClientFailures(Recorded):
         self.dropout, self.schedule, self.stragglers = dropout, schedule, stragglers
 
     def check(self, num_clients: int) -> None:
-        """Refuse clients that do not exist.
+        """Check that all clients of the settings exist.
 
         Raises:
-            ConfigurationError: Names the setting and the client.
+            ConfigurationError: A setting names a client that does not exist.
         """
         for setting in ("dropout", "schedule", "stragglers"):
             given = getattr(self, setting)
@@ -94,7 +94,7 @@ class ClientFailures(Recorded):
 
 
 def _by_client(setting: str, given: Any) -> Any:
-    """Return a mapping with int keys, as files may hold strings; other values are unchanged."""
+    """Convert a mapping's keys to int, as files may hold strings; return other values as is."""
     if not isinstance(given, Mapping):
         return given
     for client in given:
@@ -109,8 +109,8 @@ def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: 
     """Return the fewest clients with which a round is aggregated.
 
     Args:
-        check: Function that raises if a number of clients is unsuitable, as ``Aggregator.check``.
-        min_clients: The fewest clients that the user wants.
+        check: Function that raises if a number of clients is unsuitable: ``Aggregator.check``.
+        min_clients: Setting of the fewest clients.
         cohort_size: Number of clients in a round without failures, which ``check`` accepts.
 
     Raises:

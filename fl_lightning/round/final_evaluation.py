@@ -7,7 +7,7 @@ from fl_lightning.round.module import FederatedModule
 
 
 def final_metrics(module: FederatedModule) -> dict[str, float]:
-    """Evaluate the final server model, and return its metrics by name, such as ``test/accuracy``.
+    """Evaluate the final server model, and return the metrics by name, such as ``test/accuracy``.
 
     Args:
         module: The trained module.
@@ -16,7 +16,7 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
     evaluations = []
     if not metrics and data.fit_split == "val" and data.val_dataloader():
-        # with limit_val_batches or limit_test_batches 0 an evaluation returns no metrics
+        # validate returns no metrics if limit_val_batches is 0, test if limit_test_batches is 0
         evaluations += trainer.validate(module, datamodule=data, verbose=False)
     if data.test_dataloader():
         evaluations += trainer.test(module, datamodule=data, verbose=False)
@@ -26,7 +26,7 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
 
 
 def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
-    """Return the final server model's quality by class, on test data or else on validation data.
+    """Return the final server model's quality by class, on test data if any, else validation data.
 
     Args:
         module: The trained module.
@@ -34,7 +34,7 @@ def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict
 
     Returns:
         The ``split``, the names of the ``classes``, their quality and their ``samples``; None if no
-        evaluation has the quality.
+        evaluation has measured the quality by class.
     """
     task = module.task
     split = next((split for split in ("test", "val") if f"{split}/{task.quality}" in metrics), None)

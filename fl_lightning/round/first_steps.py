@@ -21,25 +21,26 @@ from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.policy import resolve_policy
 
-_MOVE = 0.1  # length of the first step over the parameters': the second step must start elsewhere
-_TOLERANCE = 0.01  # allowed difference over a tensor's change
-_NOISE = 20  # allowed difference over the measured effect of rounding
+_MOVE = 0.1  # length of the first step / length of the parameters, so that the second step differs
+_TOLERANCE = 0.01  # allowed difference / change of the tensor
+_NOISE = 20  # allowed difference / measured effect of rounding
 
 
 def check_first_steps(run: RunContext) -> None:
     """Compare two local steps of the first two clients with plain PyTorch; restore the model.
 
-    The executor steps a cohort of two clients; PyTorch steps the model for one client at a time.
-    Batches, seeds, precision and BN layers (methods' layers included) are equal; methods' hooks are
-    not called. The optimizer is SGD with momentum and weight decay, at a rate whose first step is a
-    tenth as long as the parameters. PyTorch steps from rounded parameters give the tolerance.
+    The executor trains a cohort of two clients; PyTorch trains the model on one client at a time.
+    Both use the same batches, seeds, precision and BN layers (methods' layers included). Hooks are
+    not called. The optimizer is SGD with momentum and weight decay, with a rate at which the first
+    step is a tenth as long as the parameters. PyTorch steps from slightly changed parameters
+    measure the effect of rounding, which is tolerated.
 
     Args:
         run: The run at the start of training.
 
     Raises:
-        ConfigurationError: A parameter or buffer differs from PyTorch's by more than rounding, or
-            the executor has changed the server's. The message names the tensor.
+        ConfigurationError: A client's tensor differs from PyTorch's by more than rounding, or the
+            executor has changed a tensor of the server. The message names the tensor.
     """
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
@@ -85,7 +86,7 @@ def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
 
 
 def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchStack]) -> float:
-    """Take the steps as in a round, and return the learning rate."""
+    """Take the steps with the run's executor as in a round, and return the learning rate."""
     part, rate = cohort.part(), 0.0
     for step, batch in enumerate(batches):
         joint = run.joint_method if step == 0 else None
@@ -101,7 +102,7 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
 
 
 def _rate(cohort: RoundCohort) -> float:
-    """Return the learning rate whose step is a tenth as long as all parameters (at least 1)."""
+    """Return the rate of a step whose length is a tenth of the parameters' norm (at least 1)."""
     blocks = [
         (cohort.params.blocks[n].double(), cohort.grads.blocks[n].double()) for n in cohort.trained_blocks
     ]
@@ -116,7 +117,7 @@ def _rate(cohort: RoundCohort) -> float:
 def _by_torch(
     run: RunContext, cohort: RoundCohort, row: int, batches: Sequence[BatchStack], rate: float
 ) -> None:
-    """Take the steps of one client on the model itself."""
+    """Take the steps of one client in plain PyTorch, on the model itself."""
     model, client = run.model, cohort.client_ids[row]
     optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)
     model.zero_grad()
@@ -134,7 +135,7 @@ def _by_torch(
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Restore a module's tensors (values and memory) and its layers' attributes after the block."""
+    """Restore the values and memory of a module's tensors, and all attributes, after the block."""
     parts = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
     values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors if not is_lazy(x)]
@@ -167,7 +168,7 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Refuse a model in which a client's forward pass changes the server's tensors."""
+    """Raise an error if a client's forward pass has changed the server's tensors."""
     for name, now in _tensors(model).items():
         if now.shape != before[name].shape or _distance(now, before[name]):
             raise ConfigurationError(
@@ -192,9 +193,9 @@ def _compare(
     executors: Mapping[str, Tensor],
     noise: Mapping[str, float],
 ) -> None:
-    """Refuse an executor whose tensors differ from PyTorch's, and name the worst tensor."""
+    """Raise an error with the worst tensor if the executor's tensors differ from PyTorch's."""
     rounding = _rounding(run)
-    # a forward pass may replace a buffer by one number
+    # a forward pass may replace a buffer by one number: expand it to the shape of the row
     torchs = {
         name: x.expand_as(executors[name]) if x.numel() == 1 and name in executors else x
         for name, x in torchs.items()
@@ -214,7 +215,7 @@ def _compare(
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # floor: a tensor whose true change is 0 (a bias before BN, a mean of centred inputs) is all rounding
+        # floor: if the exact change is 0 (bias before BN), the computed one is all rounding
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)
@@ -236,7 +237,7 @@ def _compare(
 
 
 def _rounding(run: RunContext) -> float:
-    """Return the relative error of one operation in the precision of the run."""
+    """Return the relative rounding error of one operation in the run's precision."""
     precision = str(run.trainer.precision)
     if "bf16" in precision:
         return 2.0**-8
@@ -246,7 +247,10 @@ def _rounding(run: RunContext) -> float:
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
-    """Return the norm of a difference; equal infinities or NaN count 0, other NaN is infinite."""
+    """Return the norm of the difference.
+
+    Elements that are both NaN or the same infinity add 0. Any other NaN makes the norm infinite.
+    """
     first, second = first.double(), second.double()
     same = (first == second) | (first.isnan() & second.isnan())
     return float(torch.where(same, 0.0, first - second).norm().nan_to_num(nan=float("inf")))

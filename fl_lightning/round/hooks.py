@@ -15,13 +15,13 @@ from fl_lightning.round.idle import versions
 
 
 def in_order(callbacks: Iterable[Any]) -> list[Any]:
-    """Return the methods among a trainer's callbacks: by role, then as in the list."""
+    """Return the methods among a trainer's callbacks by role, in the list's order within a role."""
     methods = [callback for callback in callbacks if isinstance(callback, Declarations)]
     return sorted(methods, key=lambda method: ROLES.index(method.role))
 
 
 def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
-    """Call a hook of every method, seeded independently of executor and earlier draws."""
+    """Call a hook of every method, under a seed that ignores executor and earlier draws."""
     for method in run.federated_callbacks:
         name = f"{type(method).__name__}.{hook}"
         with run.clock.part("callbacks"), doing(f"{name}, round {cohort.round}"):
@@ -43,7 +43,7 @@ def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
 
 
 def attacked(run: RunContext, clients: Sequence[int], batches: BatchStack) -> BatchStack:
-    """Return the clients' batches after the run's attacks have changed them."""
+    """Return the clients' batches as changed by the run's attacks."""
     for method in run.federated_callbacks:
         if method.role == "attack":
             batches = method.change_batches(run, clients, batches)
@@ -64,7 +64,7 @@ def end_round(run: RunContext) -> None:
 
 
 def _shared_state(run: RunContext) -> dict[str, Any]:
-    """Return the state that must be equal on all ranks after a round, by name."""
+    """Return the state, by name, that must be equal on all ranks after a round."""
     shared = {
         "server model": run.state_dict(),
         "server optimizer": run.trainer.optimizers[0].state_dict(),

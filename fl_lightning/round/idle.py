@@ -1,4 +1,4 @@
-"""Methods of a user's own that change nothing: a fit says so when it ends."""
+"""Detection of the user's methods that change nothing; a fit names them at its end."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from fl_lightning.round.context import RunContext
 
 
 def versions(run: RunContext, cohort: RoundCohort) -> tuple[int, ...]:
-    """Return the version counters of the clients' and the server's tensors; a write in place raises one."""
+    """Return version counters of clients' and server tensors; in-place writes increase them."""
     rows = [cohort.params, cohort.grads, cohort.buffers]
     rows += [cohort.optimizer_state(key) for key in cohort.optimizer_state_keys]
     blocks = [block for state in rows for block in state.blocks.values()]
@@ -20,10 +20,10 @@ def versions(run: RunContext, cohort: RoundCohort) -> tuple[int, ...]:
 
 
 def idle_methods(run: RunContext) -> list[str]:
-    """Return the user's methods that cannot have changed the run, which began in this fit.
+    """Return the user's methods that cannot have changed the run; the run must begin in this fit.
 
-    The methods have FedAvg's policy, no hook of theirs wrote to a tensor of the run, and they override
-    none of the hooks in which a method may change the model, the optimizer or the evaluation.
+    Such a method has FedAvg's policy, and its hooks wrote to no tensor of the run. It overrides no
+    hook in which a method may change the model, the optimizer or the evaluation.
     """
     if any(isinstance(module, SwappedBatchNorm) for module in run.model.modules()):
         return []
@@ -32,7 +32,7 @@ def idle_methods(run: RunContext) -> list[str]:
 
 
 def _only_rounds(method: Any) -> bool:
-    """Return whether a method is the user's own and acts by its policy and the hooks of a round alone."""
+    """Return whether a user's method can act only through its policy and the hooks of a round."""
     elsewhere = [name for name in vars(L.Callback) if name.startswith(("on_", "setup"))]
     base = next(cls for cls in type(method).__mro__ if cls.__module__.startswith("fl_lightning."))
     changed = [name for name in (*elsewhere, "configure_batch_norm") if name not in _STATE]

@@ -1,4 +1,4 @@
-"""The label weights of a mean loss, which combine means of batches into the mean of all data."""
+"""The label weights of a mean loss: batch means must be weighted by them to give the mean loss."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +15,7 @@ _Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def ignored_label(loss: Any) -> int | None:
-    """Return the ``ignore_index`` of a loss, a partial function or an inner module, or None."""
+    """Return the ``ignore_index`` of a loss, of its partial function or inner module, else None."""
     if isinstance(loss, partial):
         given: int | None = loss.keywords.get("ignore_index")
         return ignored_label(loss.func) if given is None else given
@@ -26,11 +26,12 @@ def ignored_label(loss: Any) -> int | None:
 class LabelWeights:
     """The label weights of a user's loss, such as ``CrossEntropyLoss(weight=...)``.
 
-    The weights are measured, so any loss is supported. In a mean over samples with weights w, the
-    gradient by the outputs of sample i is w_i / sum(w) times the gradient of that sample's loss.
+    The weights are measured from gradients, so any loss is supported. If the loss is a mean with
+    weights w, its gradient by the outputs of sample i is w_i / sum(w) times the gradient of the
+    loss of sample i alone.
 
     Args:
-        loss: The user's loss; None for a task's loss, which weighs all labels alike.
+        loss: The user's loss; None for a task's loss, where all labels have equal weight.
     """
 
     def __init__(self, loss: _Loss | None) -> None:
@@ -39,11 +40,11 @@ class LabelWeights:
         self._shares: dict[int, Tensor | None] = {}
 
     def forget(self) -> None:
-        """Forget the measured weights, which may change between evaluations."""
+        """Discard the measured weights, as they may change between evaluations."""
         self._shares = {}
 
     def of(self, outputs: Any, targets: Any, ignored: int) -> tuple[Any, Tensor | None]:
-        """Weigh the targets of a batch.
+        """Return the targets of a batch and their weights.
 
         Args:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
@@ -51,9 +52,9 @@ class LabelWeights:
             ignored: The label that does not count.
 
         Returns:
-            The targets, where labels of weight 0 become ``ignored`` if the loss has no
-            ``ignore_index``, and the weight of each target. The weights are None if all are equal
-            or the loss is no such mean.
+            The targets, and the weight of each target. If the loss has no ``ignore_index``, labels
+            of weight 0 become ``ignored``. The weights are None if all are equal or if the loss is
+            not a weighted mean.
         """
         if self._loss is None or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return targets, None
@@ -78,7 +79,7 @@ class LabelWeights:
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
 def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """Return each label's share in the loss of one sample per label; None for other losses."""
+    """Return each label's relative weight (mean 1); None if the loss is not a weighted mean."""
     classes, places = outputs.shape[1], [1] * (outputs.dim() - 2)
     if classes < 2 or classes > torch.iinfo(targets.dtype).max:
         return None
@@ -87,7 +88,7 @@ def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | N
     draws = []
     with suppress(Exception):  # the loss may not accept these batches
         loss = deepcopy(loss)  # the loss may count its calls
-        for draw in range(2):  # two draws expose a loss that selects among its samples
+        for draw in range(2):  # for a loss that selects among its samples, two draws differ
             noise = torch.rand(classes, classes, *places, generator=generator(0, "label weights", draw))
             scores = ((0.5 + noise) / classes).to(outputs.device, dtype).requires_grad_()
             (joint,) = torch.autograd.grad(loss(scores, labels), scores)

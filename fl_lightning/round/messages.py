@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """One vector of every client.
+    """A vector that every client sends.
 
     Attributes:
         what: ``"parameters"``, ``"means"`` or ``"variances"``.
@@ -34,7 +34,7 @@ class Sent(NamedTuple):
         return torch.cat([piece - reference for piece, reference in pairs], 1)
 
     def write(self, rows: list[int], vectors: Tensor) -> None:
-        """Replace the vectors of some rows by ``[d]`` for all these rows, or ``[len(rows), d]``."""
+        """Replace the vectors of some rows: by one vector ``[d]``, or by ``[len(rows), d]``."""
         parts = torch.split(vectors, [piece.shape[1] for piece in self.pieces], -1)
         for piece, reference, part in zip(self.pieces, self.reference, parts, strict=True):
             piece[rows] = (part + reference).to(piece.dtype)
@@ -64,7 +64,7 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
 
 
 def sent_statistics_by_kind(kinds: Mapping[str, str], treatments: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of sent statistics, under ``"means"`` and ``"variances"``.
+    """Return the names of the statistics that clients send, as ``"means"`` and ``"variances"``.
 
     Args:
         kinds: The kind of each buffer by name.

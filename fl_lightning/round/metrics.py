@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics over the batches of an evaluation, for any number of ranks."""
+"""The user's torchmetrics in an evaluation, for any number of ranks."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +23,7 @@ _INPUTS = "inputs"
 
 
 def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str, MetricSetting]:
-    """Return the settings of metrics if their names are free.
+    """Check the names of the user's metrics, and return the settings.
 
     Raises:
         ConfigurationError: The task has a metric of this name, or a name is no identifier.
@@ -38,11 +38,11 @@ def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str
 
 
 def make_metrics(settings: Mapping[str, MetricSetting], num_classes: int | None) -> dict[str, Metric]:
-    """Make the metrics of a run, each with ``num_classes`` if it needs the number and the setting gives none.
+    """Make the metrics of a run, with the data's ``num_classes`` if a metric needs and lacks it.
 
     Args:
         settings: The settings by the metric's name.
-        num_classes: The number of classes of the data, None if it is unknown.
+        num_classes: Number of classes of the data, None if unknown.
 
     Raises:
         ConfigurationError: A setting makes no metric.
@@ -53,7 +53,7 @@ def make_metrics(settings: Mapping[str, MetricSetting], num_classes: int | None)
 def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of the memory that all predictions take
+            warnings.simplefilter("ignore", UserWarning)  # on the memory for all predictions
             metric: Any = deepcopy(setting) if isinstance(setting, Metric) else _called(setting, num_classes)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"model.metrics.{name}: {error}") from error
@@ -62,7 +62,7 @@ def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
             f"model.metrics.{name}: {type(metric).__name__} is no metric; give a class of torchmetrics"
         )
     metric.sync_on_compute = metric._to_sync = False  # ranks exchange states in ServerEvaluation
-    metric._dtype_convert = True  # set_dtype would convert counts too, which stay whole numbers
+    metric._dtype_convert = True  # instead of set_dtype, which would convert integer counts too
     metric._apply(lambda x: x.double() if x.is_floating_point() else x)
     metric._dtype_convert = False
     return metric
@@ -77,15 +77,15 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
         try:
             return make(num_classes=num_classes)
         except (TypeError, ValueError) as second:
-            # a metric without the setting complains about it, which the user has not given
+            # a metric without num_classes complains about it, though the user has not set it
             raise (error if "num_classes" in str(second) else second) from None
 
 
 def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> dict[str, State]:
-    """Return the state of each metric after one batch, none for a batch without targets.
+    """Return the state of each metric after one batch; empty for a batch without targets.
 
     Args:
-        metrics: The metrics by name; their own states are lost.
+        metrics: The metrics by name; their own states are overwritten.
         outputs: The outputs that the task evaluates, such as probabilities ``[n, classes]``.
         targets: The targets, such as labels ``[n]``.
 
@@ -117,14 +117,14 @@ def append(
     new: Mapping[str, State],
     merge: bool,
 ) -> None:
-    """Append the states of a batch.
+    """Append a batch's states to the states of earlier batches, or merge them.
 
     Args:
-        states: By metric its states with the number of their batch; states that are merged have that of the first.
-        metrics: The metrics by name; their own states are lost.
+        states: Pairs (batch number, state) by metric; a merged state has its first batch's number.
+        metrics: The metrics by name; their own states are overwritten.
         batch: The number of the batch.
         new: The states of the batch.
-        merge: Whether no other rank has batches between these: then states are merged at once.
+        merge: Whether to merge at once, as no other rank has batches in between.
     """
     for name, state in new.items():
         entries = states.setdefault(name, [])
@@ -139,7 +139,8 @@ def compute(metric: Metric, name: str, entries: Iterable[tuple[int, State]]) -> 
     """Compute a metric from the states of all batches, merged in the order of the batches.
 
     Returns:
-        The value by ``name``, or the values of a metric that returns several by ``<name>_<key>``: numbers, or lists of a tensor.
+        The value by ``name``; of a metric with several values, each value by ``<name>_<key>``.
+        Values are numbers, or nested lists for tensors.
 
     Raises:
         ConfigurationError: The metric cannot be computed.
@@ -153,7 +154,7 @@ def compute(metric: Metric, name: str, entries: Iterable[tuple[int, State]]) -> 
     metric.reset()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of a class without samples, in every round
+            warnings.simplefilter("ignore", UserWarning)  # on absent classes, in every round
             for outputs, targets in whole.get(_INPUTS, ()):
                 metric.update(outputs, targets)
             if _INPUTS not in whole:
@@ -169,7 +170,7 @@ def compute(metric: Metric, name: str, entries: Iterable[tuple[int, State]]) -> 
 
 
 def directions(metrics: Mapping[str, Metric]) -> dict[str, str]:
-    """Return ``"max"`` or ``"min"`` for each metric that knows which of its values are best."""
+    """Return ``"max"`` or ``"min"`` for each metric that declares its best values."""
     known = {name: metric.higher_is_better for name, metric in metrics.items()}
     return {name: "max" if higher else "min" for name, higher in known.items() if higher is not None}
 
@@ -193,13 +194,16 @@ def _plain(value: Any) -> float | list[Any]:
 
 
 def _merges(metric: Metric) -> bool:
-    """Return whether the states of batches can be merged; if not, the inputs are kept and the metric is computed anew."""
-    reductions = [*metric._reductions.values()]  # none of a wrapper of another metric
+    """Return whether states of batches can be merged.
+
+    If not, all outputs and targets are kept, and the metric is computed from them.
+    """
+    reductions = [*metric._reductions.values()]  # empty for a wrapper of another metric
     return metric.full_state_update is False and bool(reductions) and all(map(callable, reductions))
 
 
 def _is_exact(metric: Metric) -> bool:
-    """Return whether all states are sums of whole numbers, which do not depend on the order of the batches."""
+    """Return whether all states are integer sums, so that the order of batches does not matter."""
     return _merges(metric) and all(
         reduction is dim_zero_sum and isinstance(default, Tensor) and not default.is_floating_point()
         for reduction, default in zip(metric._reductions.values(), metric._defaults.values(), strict=True)

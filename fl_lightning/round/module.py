@@ -68,40 +68,42 @@ class FederatedModule(Recorded, L.LightningModule):
 
     Args:
         model: The server's model; every client trains a copy.
-        client_optimizer: Function that makes the client optimizer from parameters, anew each round.
+        client_optimizer: Function that makes the client optimizer from parameters, in each round.
         server_optimizer: Function that makes the server optimizer. Default: ``SGD(lr=1)``.
         local_steps: Local steps E of each client in a round; an alternative to ``local_epochs``.
         local_epochs: Passes over a client's own data in a round.
         participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
-        executor: Executor of the clients' passes. Default: the choice of
-            :func:`~fl_lightning.execution.choice.choose_executor` when training starts.
+        executor: Executor of the clients' passes. Default: chosen at the start of training by
+            :func:`~fl_lightning.execution.choice.choose_executor`.
         aggregator: Rule that combines the clients. Default: ``WeightedMean``.
         statistics_aggregator: Rule that combines running statistics. Default: ``aggregator``.
         statistics_domain: Coordinates in which running statistics are combined, see
             :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
         weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort),
             ``"uniform"``, or ``"samples"`` (proportional to the samples processed in the round,
-            estimated before local steps; one local step gives the union batch's gradient).
+            estimated before local steps; with one local step, the gradient of the union batch).
         task: Task with its loss and metrics. Default:
             :class:`~fl_lightning.round.tasks.Classification`.
-        metrics: Further metrics by name: classes of torchmetrics, functions that make a metric, or
-            metrics. ``num_classes`` comes from the data unless it is given.
+        metrics: Further metrics by name: torchmetrics classes, functions that make a metric, or
+            metric objects. The data give ``num_classes`` unless it is set.
         loss: Loss of (outputs, targets), averaged over the batch. Default: the task's.
-        client_lr_schedule: Factor on the client learning rate by (round, planned rounds).
+        client_lr_schedule: Function of (round, planned rounds): factor on the client learning rate.
         parameter_groups: Client optimizer settings by group (``batch_norm``, ``scalars``,
             ``bias``); ``lr_scale`` multiplies the rate.
         bn_momentum: ``momentum`` of every BN layer in (0, 1], the weight of a new batch. None keeps
-            the model's own (torch: 0.1).
+            the model's values (torch's default: 0.1).
         initial_weights: File with the initial weights, a state dict or the checkpoint of another
             run (see :func:`~fl_lightning.models.weights.load_weights`). A resume ignores it.
         budget_epochs: Passes over all training data, which set the number of rounds; the last round
             may be shorter.
         on_divergence: Reaction to a client's non-finite update: ``"error"`` stops and names the
             client, ``"record"`` continues and flags the run as diverged, ``"drop"`` leaves the
-            client out of the round. Under a robust rule the first two react to the aggregate.
+            client out of the round. With a robust aggregator, ``"error"`` and ``"record"`` react
+            to a non-finite aggregate instead.
         failures: Clients that drop out of rounds or take fewer local steps. Default: no failures.
         min_clients: Fewest clients to aggregate; with fewer the server keeps its state.
-        centralised: Whether one model trains on the union of batches, without communication.
+        centralised: Whether one model trains on the union of the clients' batches, without
+            communication.
         tf32: Whether a GPU may use TF32 (about 3 digits) for convolutions and matrix products.
         check_first_steps: Whether two local steps are compared with plain PyTorch before training,
             see :func:`~fl_lightning.round.first_steps.check_first_steps`.
@@ -110,10 +112,10 @@ class FederatedModule(Recorded, L.LightningModule):
     Attributes:
         total_rounds: Number of rounds planned at round 1, None before.
         record: Metrics and totals of the run.
-        clock: Time of each part of a round.
+        clock: Time of each stage of a round.
         accept_data: Whether a run may use data that differ from its checkpoint's.
         plan: Participation and local steps of every round; known from ``setup("fit")`` on.
-        slots: Places of a client's state in the model; known from the start of training on.
+        slots: The model's tensors, replaceable by a client's; known from the start of training on.
         executor_choice: The chosen executor and the reason; None if an executor was given.
         communication: Bytes and exchanges of the newest round.
         tracking_layers: BN layers that track statistics: all except those in eval mode.
@@ -146,7 +148,7 @@ class FederatedModule(Recorded, L.LightningModule):
         statistics_aggregator: Aggregator | None = None,
         statistics_domain: Domain | None = None,
         weighting: Weighting = "examples",
-        # nn.Module is a callable, named so that the command line knows torch's losses by their bare names
+        # nn.Module is callable; naming it lets the command line accept torch's losses by bare names
         loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
         task: Task | None = None,
         metrics: dict[str, MetricSetting] | None = None,
@@ -245,7 +247,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def round(self) -> int:
-        """The communication round under way, from 1."""
+        """The current communication round, from 1."""
         return self.trainer.current_epoch + 1
 
     @property
@@ -255,24 +257,24 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def planned_rounds(self) -> int:
-        """Number of rounds planned at round 1; fractions of a run refer to it."""
+        """Number of rounds planned at round 1; settings that are fractions of a run refer to it."""
         assert self.total_rounds is not None
         return self.total_rounds
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the model that a method's policy names in some round."""
+        """The parts of the model that the methods' policies name in any round."""
         if self._parts is None:
             self._parts = declared_parts(self.model, self.federated_callbacks, self.total_rounds or 1)
         return self._parts
 
     def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
-        """Call a hook of every method, seeded independently of executor and earlier draws."""
+        """Call a hook of every method, under a seed that ignores executor and earlier draws."""
         hooks.call(self, hook, cohort, *step)
 
     @property
     def federated_callbacks(self) -> list[Any]:
-        """The methods of this run in the order of hook calls: by role, then as in the list."""
+        """The methods of this run in the order of their hook calls."""
         return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # set in a trainer's helper
 
     @property
@@ -281,7 +283,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Run a round in the precision of the weights; only clients' passes use autocast."""
+        """Run a round in the precision of the weights, except clients' passes under autocast."""
         try:
             with torch.autocast(self.device.type, enabled=False):
                 communication_round(self)
@@ -318,26 +320,26 @@ class FederatedModule(Recorded, L.LightningModule):
         return cohort
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some rows at a local step, in device and precision of the run."""
+        """Return the batches of some rows at a local step, in the run's device and precision."""
         return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some clients at a local step, by the given plan."""
+        """Return the batches of some clients at a local step, drawn by ``plan``."""
         sources = plan.sources(clients, self.round, step)
         batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
 
     def client_loss(self, batch: Any) -> Tensor:
-        """Return a client's loss, a scalar; override it for batches beyond (inputs, targets)."""
+        """Return a client's loss, a scalar; override it if batches are not (inputs, targets)."""
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
 
     def weight_share(self, cohort: Cohort) -> float:
-        """Return the cohort's share of all clients' weight without failures (uniform: ``|S| / n``)."""
+        """Return the cohort's part of the weight without failures (uniform: ``|S| / n``)."""
         return self.plan.usual().weight_share(cohort.client_ids, self.round)
 
     def usual_weights(self, cohort: Cohort) -> Tensor:
-        """Return the weights ``[C]`` without failures, for means over rounds."""
+        """Return the weights ``[C]`` as in a round without failures, for means over rounds."""
         return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
 
     def server_step(self) -> None:
@@ -352,13 +354,13 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Convert weights to the run's precision, plan the local work, and let methods swap BN."""
-        # Lightning takes the rank from a scheduler's variables, even if its processes are separate runs
+        # Lightning reads the rank from a scheduler's variables, even if processes are separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         # Lightning converts after it loads a checkpoint: float64 weights would pass through float32
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
             for metric in (child for child in self.modules() if isinstance(child, Metric)):
-                metric.sync_on_compute = metric._to_sync = False  # every rank updates it with every batch
+                metric.sync_on_compute = metric._to_sync = False  # every rank has every batch
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
         for layer, training in self._modes.items():  # an exception in an evaluation left eval mode on
             layer.training = training
@@ -387,7 +389,7 @@ class FederatedModule(Recorded, L.LightningModule):
             method.configure_batch_norm(self)
 
     def prepare_metrics(self) -> None:
-        """Make the metrics of ``model.metrics``, which may need the number of classes of the data."""
+        """Make the metrics of ``model.metrics``, with the data's number of classes if needed."""
         classes = self.data.num_classes if self.task_metrics else None
         self.task.measured = make_metrics(self.task_metrics, classes)
 
@@ -421,7 +423,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self._cohort = None
 
     def on_train_start(self) -> None:
-        """Check monitors, the model's outputs and first steps, and record the data's digests."""
+        """Check monitored metrics, outputs and first local steps; record the data's digests."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_monitors(self.trainer, self, row, self.data.fit_split)
         self.output_check.before_training(self)
@@ -440,7 +442,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def on_train_end(self) -> None:
-        """Name the user's methods that changed nothing, if the run began in this fit."""
+        """Print the user's methods that changed nothing, if the run began in this fit."""
         began = self.trainer.ckpt_path is None and self.record.samples
         for name in idle_methods(self) if began else ():
             self.print(
@@ -449,7 +451,7 @@ class FederatedModule(Recorded, L.LightningModule):
             )
 
     def on_fit_end(self) -> None:
-        """Restore the BN layers: train mode and their original forward pass."""
+        """Restore the BN layers' train mode and original forward pass."""
         for layer in self.tracking_layers:
             layer.train()
         self._modes = {}
@@ -495,7 +497,7 @@ class FederatedModule(Recorded, L.LightningModule):
         """Load the planned rounds and the run's record.
 
         Raises:
-            ConfigurationError: The data differ, or the checkpoint is another module's.
+            ConfigurationError: The data differ, or the checkpoint belongs to another module.
         """
         state = checkpoint.get("fl_lightning")
         if state is None:
@@ -509,10 +511,10 @@ class FederatedModule(Recorded, L.LightningModule):
             self._check_data(checkpoint["global_step"])
 
     def _check_data(self, round_number: int) -> None:
-        """Check that the run's data equal the data of the loaded checkpoint.
+        """Check that the run's data equal those of the loaded checkpoint.
 
-        Training needs equal data; an evaluation needs equal evaluation data if they are drawn from
-        the clients' samples.
+        Training needs equal data. An evaluation needs equal evaluation data only if these are drawn
+        from the clients' samples.
         """
         trainer, known = self.trainer, True
         path, command = str(trainer.ckpt_path), trainer.state.fn
@@ -537,13 +539,13 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]  # keywords only
-        """Log a metric of this round; the round's line holds the last value of each name.
+        """Log a metric of this round; the last value of a name is kept.
 
         Args:
             name: Metric name, such as ``"bn/drift"``.
             value: A number, a one-element tensor or a torchmetrics metric.
             kwargs: Arguments of ``LightningModule.log``. In ``fit`` the default of ``logger`` is
-                False, as the loggers get the finished line.
+                False, as loggers get all metrics of a round at its end.
         """
         logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         self.record.add(name, value)
@@ -579,7 +581,7 @@ class FederatedModule(Recorded, L.LightningModule):
         """Add the model's outputs on a batch to an evaluation.
 
         Override it if batches are not ``(inputs, targets)``. Each batch is evaluated on one rank,
-        and only ``evaluation`` reaches the other ranks. Update metrics of your own in
+        and only ``evaluation`` is shared with other ranks. Update your own metrics in
         ``validation_step``, which every rank calls with every batch.
         """
         inputs, targets = batch
@@ -610,7 +612,7 @@ class FederatedModule(Recorded, L.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Log the evaluation; an evaluation before training is row 0."""
+        """Log the evaluation; an evaluation before training is round 0 of the metrics."""
         metrics = self._evaluated(self.data.fit_split)
         if self.trainer.sanity_checking:
             line = {**self.record.finish_line(0), **metrics}

@@ -24,16 +24,16 @@ _COUNTERS = ("epoch", "step")
 def check_monitors(
     trainer: L.Trainer, module: L.LightningModule, row: Mapping[str, float], split: str
 ) -> None:
-    """Refuse a monitored metric that a run cannot log; called before the first round.
+    """Raise an error if a callback monitors a metric that the run cannot log, before round 1.
 
-    The metrics of an evaluation are those of row 0, if there is one. The metrics of a round follow
-    from the callbacks' ``logs``. If the module or a callback is of a user's class, which may log
-    anything, nothing is refused.
+    An evaluation before round 1 shows the metrics of evaluations. The callbacks' ``logs`` declare
+    the metrics of rounds. If the module or a callback is of a user's class, which may log anything,
+    nothing is checked.
 
     Args:
         trainer: The trainer with its callbacks.
         module: The module.
-        row: The metrics of row 0; empty without an evaluation before round 1.
+        row: The metrics of the evaluation before round 1; empty without one.
         split: The evaluation data of ``fit``, ``"val"`` or ``"test"``.
 
     Raises:
@@ -47,7 +47,7 @@ def check_monitors(
     names = ["train/loss", *evaluated]
     starts = {*_ROUND, *(start for method in methods for start in method.logs)}
     starts |= set() if evaluated else {f"{split}/"}
-    variants = [f"{name}_" for name in evaluated if methods]  # row 0 may lack one
+    variants = [f"{name}_" for name in evaluated if methods]  # some variants begin with round 1
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         asks = isinstance(callback, Checkpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
@@ -61,7 +61,7 @@ def check_monitors(
 
 
 def _is_known(thing: object) -> bool:
-    """Return whether it is known what an object logs: the user's classes and functions may log anything."""
+    """Return whether an object's metrics are known; a user's class or function may log any."""
     if isinstance(thing, LambdaCallback | LearningRateMonitor):
         return False
     return type(thing).__module__.partition(".")[0] in ("fl_lightning", "lightning")

@@ -1,4 +1,4 @@
-"""A check that a model has one output per class; with too many outputs a loss raises no error."""
+"""A check that a model has one output per class; no loss raises an error for too many outputs."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -22,8 +22,8 @@ class OutputCheck:
     """A check of the outputs of the first evaluation, or of two training samples before round 1.
 
     Args:
-        applies: Whether outputs are class scores; False if a module overrides ``client_loss`` or
-            ``evaluate_batch``.
+        applies: Whether outputs are class scores; False disables the check for modules that
+            override ``client_loss`` or ``evaluate_batch``.
     """
 
     def __init__(self, applies: bool) -> None:
@@ -31,7 +31,7 @@ class OutputCheck:
         self._passed: int | None = None  # the number of classes of the last passed check
 
     def check(self, run: RunContext, outputs: Any, targets: Any) -> None:
-        """Check the number of a model's outputs; a user's own task and an unknown number of classes pass.
+        """Check the number of a model's outputs, except for a user's task or unknown classes.
 
         Args:
             run: The run.
@@ -58,18 +58,18 @@ class OutputCheck:
     def before_training(self, run: RunContext) -> None:
         """Check the outputs of training samples in eval mode, and compute ``model.metrics`` from them.
 
-        The model and the random generators are unchanged. Outputs that an evaluation has checked are not
-        checked again.
+        The model and the random generators do not change. If an evaluation has already checked the
+        outputs, only the metrics are computed.
 
         Raises:
-            ConfigurationError: See :meth:`check`; or a metric cannot be computed.
+            ConfigurationError: See :meth:`check`. Or a metric cannot be computed.
         """
         measured = run.task.measured if self.applies else {}
         if self._classes(run) in (None, self._passed) and not measured:
             return
         labelled: tuple[Any, Any] | None = None
         clients, _ = replace(run.plan, failures=None).trained(1)
-        with isolate_rng(), suppress(Exception):  # round 1 raises the same error and says where
+        with isolate_rng(), suppress(Exception):  # round 1 raises the same error, with its place
             batch = run.data.cohort_batch(clients[:1], [0]).map(run.on_device).batches()[0]
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
                 return
@@ -87,7 +87,7 @@ class OutputCheck:
                 measure(measured, *run.task.measurable(run.task.scores(outputs), targets))
 
     def _classes(self, run: RunContext) -> int | None:
-        """Return the required number of outputs, None if it is unknown."""
+        """Return the required number of outputs, None if unknown."""
         if not self.applies or type(run.task) not in (Classification, Segmentation):
             return None
         data = getattr(getattr(run, "_trainer", None), "datamodule", None)

@@ -34,8 +34,8 @@ class RoundPlan:
         weighting: Quantity that aggregation weights are proportional to.
         centralised: Whether one client trains on the union of the cohort's batches.
         failures: Clients that drop out or take fewer steps. Default: no failures.
-        min_clients: The fewest reports with which a round is aggregated.
-        last_round: The last round of a budget, None without a budget.
+        min_clients: Fewest reporting clients with which a round is aggregated.
+        last_round: The last round of the budget, None without a budget.
         last_round_steps: Upper bound on each client's local steps in ``last_round``.
     """
 
@@ -77,20 +77,21 @@ class RoundPlan:
         return min(steps, self.last_round_steps or steps) if round_number == self.last_round else steps
 
     def first_step(self, client_id: int, round_number: int) -> int:
-        """Return the position (round - 1) x E of a client's first batch; absences count too."""
+        """Return the position (round - 1) x E of a client's first batch, as if never absent."""
         return (round_number - 1) * self.full_steps(client_id)
 
     def trained(self, round_number: int) -> tuple[list[int], list[int]]:
         """Return the clients whose models a round trains, and their local steps.
 
-        In a centralised run client 0 stands for the cohort. Both are empty if the round is skipped.
+        In a centralised run this is client 0 with the most steps of the cohort. If the round is
+        skipped, both lists are empty.
         """
         members = self.cohort(round_number)
         steps = [self.steps(client, round_number) for client in members]
         return ([0], [max(steps)]) if self.centralised and members else (members, steps)
 
     def sources(self, client_ids: Sequence[int], round_number: int, step: int) -> tuple[list[int], list[int]]:
-        """Return the clients whose batches a local step uses, and the batches' positions.
+        """Return the clients whose batches a local step uses, and each batch's position.
 
         Args:
             client_ids: The clients that take the step.
@@ -103,16 +104,16 @@ class RoundPlan:
         return clients, [self.first_step(client, round_number) + step for client in clients]
 
     def weights(self, client_ids: Sequence[int], round_number: int) -> Tensor:
-        """Return the aggregation weights ``[C]`` of a round, estimated before its local steps."""
+        """Return a round's aggregation weights ``[C]``, as estimated before its local steps."""
         sizes = [1.0] if self.centralised else self._sizes(client_ids, round_number)
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
     def usual(self) -> "RoundPlan":
-        """Return the plan without failures and budget, whose weights are equal in every round."""
+        """Return the plan without failures and budget: every round has the same weights."""
         return replace(self, failures=None, last_round=None)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
-        """Return the share of clients S in all n clients' weight in a round (uniform: ``|S| / n``)."""
+        """Return the fraction of the total weight that clients S have (uniform: ``|S| / n``)."""
         if self.centralised:
             return 1.0
         sizes = self._sizes(range(self.data.num_clients), round_number)
@@ -126,13 +127,13 @@ class RoundPlan:
         return [self.data.samples_per_step(c) * self.steps(c, round_number) for c in client_ids]
 
     def limit(self, budget_epochs: float) -> int:
-        """Set and return the number of rounds in which ``budget_epochs`` passes over all data fit.
+        """Set and return the number of rounds that take ``budget_epochs`` passes over all data.
 
-        The last round is cut short if the budget ends inside it (FixBN, Appendix B.4: E x T x b x
+        The last round is shorter if the budget ends within it (FixBN, Appendix B.4: E x T x b x
         clients = epochs x data; at E=2,500 the 25.6 rounds of CIFAR-10 become 26).
 
         Raises:
-            ConfigurationError: The budget is below one local step, or never spent.
+            ConfigurationError: The budget is below one local step, or is never used up.
         """
         data, self.last_round = self.data, None
         everyone = range(data.num_clients)
@@ -198,11 +199,11 @@ def plan_rounds(
         seed: The run's seed.
         weighting: Quantity that aggregation weights are proportional to.
         centralised: Whether one client trains on the union of the cohort's batches.
-        failures: Clients that fail.
-        min_clients: The fewest clients with which a round is aggregated.
+        failures: Clients that drop out or take fewer steps.
+        min_clients: Fewest reporting clients with which a round is aggregated.
 
     Raises:
-        ConfigurationError: The number of clients does not suit the settings or an aggregator.
+        ConfigurationError: The number of clients contradicts a setting or an aggregator.
     """
     require_clients(data)
     size = cohort_size(data.num_clients, participation)
@@ -277,7 +278,7 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
 
 
 def sample_cohort(num_clients: int, size: int, seed: int, round_number: int) -> list[int]:
-    """Draw ``size`` client ids uniformly without replacement by (seed, round), and sort them."""
+    """Return ``size`` sorted client ids, drawn uniformly without replacement by (seed, round)."""
     if size == num_clients:
         return list(range(num_clients))
     return sorted(permutation(num_clients, seed, "participation", round_number)[:size].tolist())

@@ -1,4 +1,4 @@
-"""The policy of a round: the treatment of each kind of state and part of the model, merged from declarations."""
+"""The policy of a round: the treatment of each kind of state and part of the model."""
 
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -23,10 +23,10 @@ _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 
 
 def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_rounds: int) -> dict[str, str]:
-    """Return the treatment of each kind of state and part of the model in a round, merged from all declarations.
+    """Merge the declarations of all methods into one policy for a round.
 
-    The treatment of a part, such as ``"fc"`` or ``"layer1.*.conv1"``, precedes the treatment of its
-    kinds of state, and the treatment of a part within this part precedes it
+    For the tensors of a part, such as ``"fc"`` or ``"layer1.*.conv1"``, the part's treatment
+    overrides that of their kinds. A more specific part overrides a larger one
     (:func:`~fl_lightning.cohort.parts.match_parts`).
 
     Args:
@@ -72,7 +72,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
 
 
 def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int) -> tuple[str, ...]:
-    """Return the parts of the model that the policy of some round names, after a check of all rounds.
+    """Check the policies of all rounds, and return the parts of the model that they name.
 
     Args:
         model: The model.
@@ -80,7 +80,7 @@ def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_ro
         total_rounds: Number of planned rounds.
 
     Raises:
-        ConfigurationError: Treatments conflict, or a part is no part of the model.
+        ConfigurationError: Treatments conflict, or the model lacks a part.
     """
     callbacks, numbers = list(callbacks), range(1, total_rounds + 1)
     policies = {(*resolve_policy(callbacks, number, total_rounds).items(),) for number in numbers}
@@ -106,7 +106,7 @@ def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_ro
 
 
 def check_together(callbacks: Iterable[Declarations]) -> None:
-    """Raise ``ConfigurationError`` if two methods take one resource (``Declarations.takes``)."""
+    """Raise ``ConfigurationError`` if two methods take one resource (see ``Declarations.takes``)."""
     taken: dict[str, Declarations] = {}
     for callback in callbacks:
         for resource, remedy in callback.takes.items():
@@ -122,7 +122,7 @@ def check_together(callbacks: Iterable[Declarations]) -> None:
 def policy_table(
     model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int
 ) -> dict[str, list[Stage]]:
-    """Return the policy over a whole run for each kind of state that the model has, then for each part.
+    """Return the policy of a run for each kind of state in the model, then for each part.
 
     Args:
         model: The model.
@@ -130,8 +130,8 @@ def policy_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        The stages of each kind and part, such as ``[(1, "averaged"), (51, "frozen")]``. If a
-        method finds the round in training, its name replaces the round: ``("SlidingWindowFixBN", "frozen")``.
+        Pairs of first round and treatment by kind or part: ``[(1, "averaged"), (51, "frozen")]``.
+        If a method finds the round in training, its class name replaces the round.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
@@ -155,7 +155,7 @@ def policy_table(
 def treatment_table(
     model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int
 ) -> dict[str, list[Stage]]:
-    """Return the treatment of each tensor over a whole run, as a round's cohort treats it.
+    """Return the treatments of each tensor over a run.
 
     Args:
         model: The model.
@@ -163,7 +163,7 @@ def treatment_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        The stages of each trainable parameter and each buffer by name, as in :func:`policy_table`.
+        Pairs as in :func:`policy_table`, by the name of a trainable parameter or buffer.
     """
     callbacks = list(callbacks)
     policy: dict[str, str] = {}
@@ -183,7 +183,7 @@ def treatment_table(
 
 
 def stages_in_words(stages: Iterable[Stage]) -> str:
-    """Return a kind's stages in words, such as ``"averaged; frozen from round 51"``."""
+    """Return pairs of :func:`policy_table` in words, as ``"averaged; frozen from round 51"``."""
     return "; ".join(
         treatment
         if start == 1

@@ -20,7 +20,7 @@ class Origin(TypedDict):
     Attributes:
         checkpoint: Path of the checkpoint.
         round: The checkpoint's round.
-        differs: The old and the new value of each setting that differs, by dotted name.
+        differs: The old and the new value of each changed setting, by dotted name.
     """
 
     checkpoint: str
@@ -37,19 +37,19 @@ class RunRecord:
         upload_bytes: Bytes that clients have sent.
         download_bytes: Bytes that clients have received.
         seconds: Time spent in rounds.
-        diverged: Whether an aggregated update or an evaluation was ever not finite.
-        diverged_round: The first such round; None if there was none or the round is unknown.
+        diverged: Whether an aggregated update or an evaluation was ever non-finite.
+        diverged_round: The first round with a non-finite value; None if unknown or not diverged.
         not_finite: Number of non-finite updates by client, aggregated or not.
         clients: Rounds, local steps and last mean training loss, by client.
         holders: The clients that have received the frozen state; empty before the freeze.
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
-        description: The settings that decide results, by dotted name; empty if the run has none.
-        computed_by: The executor and other causes of rounding; empty if unknown.
+        description: The settings that determine results, by dotted name; may be empty.
+        computed_by: The executor and other settings that affect rounding; empty if unknown.
         provenance: The source and versions that computed the run, one entry per change
             (:func:`~fl_lightning.experiments.run_directory.source.provenance`).
         compiled: Whether clients' passes are compiled, None before the decision.
-        continued_from: Each checkpoint from which the run resumed with a change.
-        acting: The methods of this fit that wrote to a tensor of the run or have a policy; not saved.
+        continued_from: The checkpoints from which the run resumed with changed settings or data.
+        acting: The methods that have a policy or wrote to a tensor in this fit; not saved.
     """
 
     def __init__(self) -> None:
@@ -76,14 +76,14 @@ class RunRecord:
         self._pending[name] = float(value.compute() if isinstance(value, Metric) else value)
 
     def diverge(self, round_number: int, diverged: bool = True) -> None:
-        """Flag the run as diverged in this round, if ``diverged`` and not flagged before."""
+        """Flag the run as diverged in this round if ``diverged``, unless it is flagged already."""
         if diverged and not self.diverged:
             self.diverged, self.diverged_round = True, round_number
 
     def finish_round(
         self, cohort: RoundCohort, losses: Sequence[float], seconds: float, costs: Mapping[str, float]
     ) -> None:
-        """Add a round to the totals: its clients, losses, time, and bytes by metric."""
+        """Add a round's clients, losses, time, and bytes by metric to the totals."""
         for client, taken, loss in zip(cohort.client_ids, cohort.local_steps, losses, strict=True):
             rounds, steps, _ = self.clients.get(client, (0, 0, 0.0))
             self.clients[client] = (rounds + 1, steps + taken, loss)
@@ -99,12 +99,12 @@ class RunRecord:
         self.download_bytes += int(costs["comm/download_bytes"])
 
     def continue_from(self, checkpoint: str, round_number: int, differs: Mapping[str, list[object]]) -> None:
-        """Note that the run resumes with a change.
+        """Note that the run resumes with changed settings or data.
 
         Args:
             checkpoint: Path of the checkpoint.
             round_number: The checkpoint's round.
-            differs: The old and the new value of each setting that differs.
+            differs: The old and the new value of each changed setting.
         """
         last = self.continued_from[-1] if self.continued_from else None
         if last is not None and (last["checkpoint"], last["round"]) == (checkpoint, round_number):
@@ -123,7 +123,7 @@ class RunRecord:
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
         """Store a finished line as the newest metrics, and pass it to the loggers."""
         if self._logging_seconds is not None:
-            # the previous line's time: this line is not written yet
+            # the time of writing the previous line, as this line is not written yet
             line["time/logging_s"] = self._logging_seconds
         started = time.perf_counter()
         self.metrics = line
@@ -132,7 +132,7 @@ class RunRecord:
         self._logging_seconds = time.perf_counter() - started
 
     def go_on_with(self, data: dict[str, str], path: str, round_number: int, *, accept: bool) -> bool:
-        """Resume with data, and note a difference from the checkpoint's data.
+        """Compare a resumed run's data with the checkpoint's, and note any difference.
 
         Args:
             data: Digests of the data by name.
@@ -163,7 +163,7 @@ class RunRecord:
         return bool(trained)
 
     def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
-        """Check evaluation data that are drawn from the clients' samples against the checkpoint's.
+        """Compare evaluation data, drawn from the clients' samples, with the checkpoint's.
 
         Args:
             data: The data module.
@@ -195,7 +195,7 @@ class RunRecord:
         return {"row" if name == "metrics" else name: value for name, value in public.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the totals of a checkpoint."""
-        self.compiled = False  # checkpoints without this entry are older than compilation
+        """Load the totals and the newest metrics of a checkpoint."""
+        self.compiled = False  # checkpoints without this entry were written before compilation existed
         for name, value in state.items():
             setattr(self, "metrics" if name == "row" else name, value)

@@ -15,7 +15,7 @@ def log_round(run: RunContext, cohort: RoundCohort) -> None:
 
     Args:
         run: The run.
-        cohort: The clients that were aggregated; clients that were left out count as absent.
+        cohort: The aggregated clients; clients that were left out count as absent.
     """
     losses = cohort.losses.tolist()
     mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
@@ -40,7 +40,7 @@ def log_skipped_round(
 
     Args:
         run: The run.
-        dropped: Number of clients that were left out due to a non-finite update.
+        dropped: Number of clients left out due to a non-finite update.
         sent: Return values of the methods' ``on_round_skipped``, by method.
     """
     size = next(p for p in run.model.parameters() if p.requires_grad).element_size()
@@ -60,8 +60,8 @@ def log_skipped_round(
 def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
     """Return the learning rates of a round by metric.
 
-    ``client/lr`` includes the factor of the schedule. A group of ``parameter_groups`` with a rate of
-    its own has ``client/lr_<group>``, a later group of the server optimizer ``server/lr_<number>``.
+    ``client/lr`` includes the schedule's factor. Groups of ``parameter_groups`` that set a rate are
+    ``client/lr_<group>``. Further groups of the server optimizer are ``server/lr_<number>``.
     """
     rates = {}
     for group, rate in cohort.learning_rates().items():
@@ -73,7 +73,7 @@ def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
 
 
 def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
-    """Log how many clients have reported, if clients can fail."""
+    """Log the number of clients that reported, if clients can fail."""
     dropping = run.on_divergence == "drop"
     if run.plan.failures is None and not dropping:
         return
@@ -85,7 +85,7 @@ def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
 def round_communication(
     cohort: Cohort, callbacks: Sequence[Declarations], holders: Collection[int] = ()
 ) -> Communication:
-    """Return the traffic of a round under its policy, with the traffic that methods declare.
+    """Return the traffic of a round: state under the round's policy, and methods' declared traffic.
 
     Averaged and pooled state is sent both ways. Local and reset state and counters are not sent.
     Frozen state is sent to each client once, in its first round after the freeze.

@@ -43,7 +43,7 @@ def communication_round(run: RunContext) -> None:
 def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) -> list[int]:
     """Take the local steps of the clients that this rank computes.
 
-    Every rank takes as many steps as the cohort's busiest client.
+    Every rank takes as many steps as the client with the most steps in the cohort.
 
     Args:
         run: The run.
@@ -55,7 +55,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
     """
     last = max(cohort.local_steps) - 1
     for step in range(last + 1):
-        # all ranks must make a joint step's collective calls: a rank without clients computes row 0
+        # a joint step communicates between all ranks: a rank without clients computes row 0
         joint = step == 0 and run.joint_method is not None
         compute_gradients(run, cohort.part(slice(0, 1)) if joint and not part else part, step)
         run.call_hook("on_after_local_backward", part, step)
@@ -63,7 +63,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
             part.take_step()
         run.call_hook("on_local_step_end", part, step)
         part.finish_step(step, last)
-        # Lightning's own progress bars lack local_step
+        # Lightning's own progress bars have no local_step
         show = getattr(run.trainer.progress_bar_callback, "local_step", None)
         if show is not None:
             show(step + 1, last + 1)
@@ -71,7 +71,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
 
 
 def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
-    """Run the active clients' passes of a local step: fill their gradients and buffers."""
+    """Run the active clients' passes of a local step, which set their gradients and buffers."""
     if not (rows := cohort.begin_step(step)):
         return
     place = f"round {cohort.round}, local step {step + 1}"

@@ -53,16 +53,16 @@ def aggregate(
     aggregator: Aggregator,
     weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Aggregate values per parameter, with one vector per client, or per layer (``per``).
+    """Aggregate values per parameter: one vector per client, or one per layer (``per``).
 
     Args:
         cohort: The clients.
-        rows: Pairs of a parameter block's name and its values ``[C, columns]``, by any name.
+        rows: Pairs (name of a parameter block, values ``[C, columns]``) by any key.
         aggregator: The rule.
         weights: The clients' weights ``[C]``, sum 1. Default: the round's weights.
 
     Returns:
-        The aggregate ``[columns]`` by name.
+        The aggregate ``[columns]`` by the key in ``rows``.
     """
     weights = cohort.weights if weights is None else weights
     if aggregator.per != "layer":
@@ -83,7 +83,7 @@ def aggregate(
 
 
 def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
-    """Set the server's copy of local parameters to the clients' aggregate, for evaluations only."""
+    """Set the server's copies of local parameters to the aggregate, only for evaluations."""
     for name, block in cohort.params.blocks.items():
         if cohort.treatment(name) == "local":
             mean = aggregator(block, cohort.weights)
@@ -92,7 +92,7 @@ def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
 
 
 def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator) -> None:
-    """Set the server's buffers to the clients' aggregate, without the server optimizer.
+    """Set the server's buffers to the clients' aggregate, bypassing the server optimizer.
 
     Counters and other integer buffers become the maximum over the clients. Frozen, pooled and reset
     buffers are unchanged.
@@ -127,7 +127,7 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
 
 
 def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
-    """Refuse negative running variances of the server or, if ``clients``, of a client."""
+    """Raise an error if the server or, if ``clients``, a client has a negative running variance."""
     names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
     everyone = [f"client {client}" for client in cohort.client_ids] if clients else []
     of_a_client = (
@@ -144,7 +144,7 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
             continue
         for name, rows in variances.items():
             negative = (rows < 0).any(1).tolist()
-            if any(negative):  # otherwise amin was NaN
+            if any(negative):  # if none is negative, amin is NaN
                 raise ConfigurationError(
                     f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
                     f"{name.rpartition('.')[0]!r}; {remedy}"

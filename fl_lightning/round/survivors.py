@@ -12,11 +12,11 @@ from fl_lightning.round.context import RunContext
 
 
 class RoundSkipped(Exception):
-    """A round has too few clients: the server keeps its state, and the next round follows.
+    """Exception for a round with too few clients; the server keeps its state, the run continues.
 
     Args:
         reason: One line with the round, the number of clients and the required number.
-        dropped: Number of clients that were left out due to a non-finite update.
+        dropped: Number of clients left out due to a non-finite update.
     """
 
     def __init__(self, reason: str, dropped: int = 0) -> None:
@@ -25,7 +25,7 @@ class RoundSkipped(Exception):
 
 
 def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
-    """Return the cohort after the local steps, under ``drop`` without non-finite updates.
+    """Return the cohort after the local steps; ``drop`` removes clients with non-finite updates.
 
     Raises:
         RoundSkipped: Too few clients are left.
@@ -40,12 +40,12 @@ def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, di
     :func:`check_aggregate` then checks the aggregate.
 
     Returns:
-        The clients to aggregate, and for each non-finite update among them, by row, its first
-        layer.
+        The clients to aggregate, and the first non-finite layer by row, for rows whose update is
+        not finite.
 
     Raises:
         Diverged: A client's update is not finite.
-        ConfigurationError: A client's update is not finite, as its data are not.
+        ConfigurationError: A client's update is not finite because its data are not finite.
         RoundSkipped: Too few clients are left.
     """
     failed = not_finite(cohort)
@@ -71,7 +71,7 @@ def check_aggregate(run: RunContext, cohort: RoundCohort, failed: Mapping[int, s
     Args:
         run: The run.
         cohort: The clients that were aggregated.
-        failed: Rows whose update is not finite, as :func:`check_updates` returned them.
+        failed: Rows whose update is not finite, from :func:`check_updates`.
 
     Raises:
         Diverged: The aggregate is not finite, and ``on_divergence`` is not ``record``.
@@ -111,20 +111,20 @@ def too_few(run: RunContext, reported: int, dropped: int = 0) -> RoundSkipped:
 
 
 def robust_rules(run: RunContext) -> str:
-    """Return the names of the robust rules that combine the clients, or an empty string."""
+    """Return the names of the run's robust aggregators, or an empty string."""
     rules = (rule for rule in (run.aggregator, run.statistics.rule) if isinstance(rule, RobustAggregator))
     return " and ".join(dict.fromkeys(type(rule).__name__ for rule in rules))
 
 
 def not_finite(cohort: RoundCohort) -> dict[int, str]:
-    """Return the rows with non-finite parameters or BN statistics, with the first such layer.
+    """Return the first non-finite layer of each row with non-finite parameters or BN statistics.
 
     Other buffers, such as an attention mask, may hold infinities.
     """
     kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
     statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
     blocks = [*cohort.params.blocks.values(), *statistics]
-    # a finite sum has finite terms
+    # fast check: a finite sum has finite terms
     if bool(torch.stack([block.sum() for block in blocks]).sum().isfinite()):
         return {}
     finite = torch.stack([block.isfinite().all(1) for block in blocks]).all(0).tolist()
@@ -149,7 +149,7 @@ def _without(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str]) ->
 
 
 def _withstood(run: RunContext, cohort: RoundCohort) -> bool:
-    """Return whether all non-finite values are combined by robust rules."""
+    """Return whether robust rules combine all state that is not finite."""
     parameters = isinstance(run.aggregator, RobustAggregator)
     if not parameters and not all(bool(block.isfinite().all()) for block in cohort.params.blocks.values()):
         return False
@@ -162,12 +162,12 @@ def _statistics(cohort: RoundCohort) -> list[str]:
 
 
 def _first_layer(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the layer of the first tensor that is not finite, None if all are finite."""
+    """Return the layer of the first non-finite tensor, None if all tensors are finite."""
     return next((n.rpartition(".")[0] for n, value in tensors.items() if not value.isfinite().all()), None)
 
 
 def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], consequence: str) -> None:
-    """Count non-finite updates by client, and name each client the first time."""
+    """Count each client's non-finite updates, and print a line at a client's first one."""
     for row, layer in failed.items():
         client, counted = cohort.client_ids[row], run.record.not_finite
         if client not in counted:

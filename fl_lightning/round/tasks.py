@@ -22,12 +22,12 @@ Counts = dict[str, Tensor]
 class Task(Recorded, ABC):
     """A learning task: its loss and its metrics.
 
-    A user's task defines :meth:`loss`; its metrics may all come from ``model.metrics``.
+    A user's task must define :meth:`loss`; all its metrics may come from ``model.metrics``.
 
     Attributes:
         quality: Name of the main metric, such as ``"accuracy"``, or a name of ``model.metrics``.
         by_class: Name of the quality of a single class.
-        shown: Labels in figures, by name, of metrics in [0, 1] whose maximum is best, such as ``quality``.
+        shown: Figures' labels of metrics in [0, 1] where 1 is best, by name.
         ignored: The target that does not count.
         measured: Metrics of ``model.metrics`` by name, set by the module.
 
@@ -47,7 +47,7 @@ class Task(Recorded, ABC):
 
     @property
     def best(self) -> dict[str, str]:
-        """``"max"`` or ``"min"`` of each metric whose best values are known, by name."""
+        """``"max"`` or ``"min"`` for each metric whose best values are known, by name."""
         known = {**dict.fromkeys([self.quality, *self.shown], "max"), "loss": "min"}
         return known | directions(self.measured)
 
@@ -56,29 +56,29 @@ class Task(Recorded, ABC):
         """Return the mean loss of a batch, a scalar."""
 
     def scores(self, outputs: Any) -> Any:
-        """Return the outputs to evaluate: the first if the model returns several."""
+        """Return the outputs to evaluate: the first one if the model returns several."""
         if isinstance(outputs, Mapping):
             outputs = [*outputs.values()]
         return outputs[0] if isinstance(outputs, Sequence) else outputs
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return which targets count, bool, of the shape of ``targets``."""
+        """Return the mask of targets that count, bool, in the shape of ``targets``."""
         return targets.long() != self.ignored  # uint8 cannot represent -100
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the predictions and targets that ``model.metrics`` are computed from. Default: as given."""
+        """Return the predictions and targets for ``model.metrics``. Default: the arguments."""
         return scores, targets
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return a batch's counts, summed over batches. Default: none."""
+        """Return a batch's counts, which are summed over batches. Default: no counts."""
         return {}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return the metrics of the sums by name; metrics without samples are left out. Default: none."""
+        """Return metrics of summed counts by name, only those with samples. Default: no metrics."""
         return {}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Return the samples and the quality of each class; None for an absent class. Default: no classes."""
+        """Return each class's samples and quality, None if absent. Default: no classes."""
         return [], []
 
 
@@ -119,18 +119,18 @@ class Classification(Task):
         return cross_entropy(outputs, targets, ignore_index=self.ignored)
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return which targets count: labels in [0, classes) except ``ignored``."""
+        """Return the mask of targets that count: labels in [0, classes) except ``ignored``."""
         labels = targets.long()  # uint8 cannot represent -100
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return probabilities ``[n, classes]`` and labels ``[n]``; targets that are no labels as given."""
+        """Return probabilities ``[n, classes]`` and labels ``[n]``; other targets are unchanged."""
         if targets.is_floating_point() or targets.dim() != scores.dim() - 1:
             return scores, targets
         return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the correct and all samples of each class, ``[classes, 2]``.
+        """Return the number of correct samples and of all samples per class, ``[classes, 2]``.
 
         A sample with non-finite outputs counts as wrong, as the argmax of NaN may equal the label.
 
@@ -148,7 +148,7 @@ class Classification(Task):
         labels = targets.long().where(self.counted(scores, targets), classes)  # uint8 cannot represent 256
         right = (scores.argmax(1) == labels) & scores.isfinite().all(1)
         pairs = torch.stack([right, torch.ones_like(right)], -1).long().flatten(0, -2)
-        # torchmetrics' bincount would wait for the GPU
+        # not torchmetrics' bincount, which waits for the GPU
         counts = torch.zeros(classes + 1, 2, dtype=torch.int64, device=pairs.device)
         return {"by class": counts.index_add_(0, labels.flatten(), pairs)[:classes]}
 
@@ -168,8 +168,8 @@ class Classification(Task):
 class Segmentation(Task):
     """Classification of each pixel, measured by mean intersection over union and pixel accuracy.
 
-    A model may return several outputs, as a sequence or a mapping: the prediction first, then the outputs
-    of auxiliary heads. Smaller outputs are interpolated to the targets' size (bilinear).
+    A model may return several outputs, as a sequence or a mapping: the prediction, then those of
+    auxiliary heads. Smaller outputs are enlarged to the targets' size by bilinear interpolation.
 
     Args:
         ignored: The label of pixels that do not count; 255 in Cityscapes.
@@ -193,7 +193,7 @@ class Segmentation(Task):
         self.auxiliary_weights = list(auxiliary_weights)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the mean cross-entropy of the pixels that count, summed over heads; 0 without such pixels."""
+        """Return the mean cross-entropy of pixels that count (0 if none do), summed over heads."""
         heads = outputs.values() if isinstance(outputs, Mapping) else outputs
         heads = [heads] if isinstance(heads, Tensor) else [*heads]
         weights = [1.0, *self.auxiliary_weights]
@@ -222,13 +222,13 @@ class Segmentation(Task):
         return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the confusion matrix ``[truth, prediction]`` with a last column for non-finite outputs."""
+        """Return the confusion matrix ``[truth, prediction]``; its last column: non-finite outputs."""
         scores, classes = enlarged(scores, targets), scores.shape[1]
         guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
         counted = targets != self.ignored
         if targets.device.type == "cpu" and bool(
             (targets[counted] >= classes).any()
-        ):  # a GPU would have to wait
+        ):  # on a GPU the check would have to wait for the result
             raise ConfigurationError(
                 f"Segmentation: label {int(targets[counted].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
                 f"{self.ignored} for pixels that do not count"
@@ -239,7 +239,7 @@ class Segmentation(Task):
         return {"confusion": confusion[:classes]}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return ``mean_iou``, over classes that occur in truth or prediction, and ``pixel_accuracy``."""
+        """Return ``mean_iou`` (over classes in truth or prediction) and ``pixel_accuracy``."""
         if not counts or not counts["confusion"].sum():
             return {}
         known = [iou for iou in self.classes(counts)[1] if iou is not None]
@@ -264,7 +264,7 @@ QUALITIES = {task.quality: task.shown[task.quality] for task in SHIPPED}
 
 
 def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities ``[n, classes]`` in float64 and labels ``[n]`` of the targets that count.
+    """Return float64 probabilities ``[n, classes]`` and labels ``[n]`` of targets that count.
 
     Non-finite outputs become a certain prediction of a wrong class.
 

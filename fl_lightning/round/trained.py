@@ -1,4 +1,4 @@
-"""Marks on trained models and methods, since a new run must not start from trained state."""
+"""Marks on trained models and methods: a new run must not start from trained state."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,11 +14,11 @@ MARK = "_trained_by_a_run"
 def mark_trained(objects: Iterable[Any]) -> None:
     """Mark models and methods as trained."""
     for trained in objects:
-        object.__setattr__(trained, MARK, True)  # bypass nn.Module and frozen classes
+        object.__setattr__(trained, MARK, True)  # bypasses nn.Module's and frozen classes' __setattr__
 
 
 def refuse_trained(methods: Iterable[Any], model: nn.Module | None = None) -> None:
-    """Raise ``ConfigurationError`` if the model or a method is trained; observers are exempt."""
+    """Raise ``ConfigurationError`` if the model or a method is marked; observers are exempt."""
     for method in methods:
         if getattr(method, MARK, False) and getattr(method, "role", "method") != "observer":
             name = type(method).__name__

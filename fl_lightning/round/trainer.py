@@ -38,7 +38,7 @@ _REFUSED: dict[type[L.Callback], str] = {
     ThroughputMonitor: "would count rounds as batches; read time/samples_per_s of each round",
     SpikeDetection: "gets no loss of a batch; use EarlyStopping with check_finite, or model.on_divergence",
 }
-"""Lightning's callbacks that a round cannot use, each with the reason and a remedy."""
+"""Lightning's callbacks that a round does not support, each with the reason and a remedy."""
 
 _NEVER_CALLED = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 """Lightning's hooks around a backward pass, which executors compute for several clients at once."""
@@ -80,7 +80,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def _check_callbacks(callbacks: Iterable[L.Callback]) -> None:
-    """Raise ``ConfigurationError`` for callbacks that a round would ignore or that change its model."""
+    """Raise ``ConfigurationError`` for callbacks that a round ignores or that change the model."""
     for callback in callbacks:
         name = type(callback).__name__
         for kind, remedy in _REFUSED.items():
