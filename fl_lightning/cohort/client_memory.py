@@ -1,4 +1,4 @@
-"""Methods' state of clients between rounds, in memory or, above a limit, in files."""
+"""State of clients that methods keep between rounds, in memory or (above a limit) in files."""
 
 import io
 import os
@@ -25,17 +25,17 @@ _RECORD = "files of a ClientMemory"
 
 
 class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
-    """A method's state of clients between rounds: a mapping of client ids to named tensors.
+    """A method's state of clients between rounds: a mapping from client ids to named tensors.
 
-    Entries are replaced, ``memory[client] = {"name": tensor}``, and immutable. A method holds a
+    Entries are immutable; replace them by ``memory[client] = {"name": tensor}``. A method holds a
     memory as an attribute, returns it in ``state_dict()``, and makes a new one in
     ``load_state_dict``.
 
-    Entries lie in the memory of every rank and in checkpoints. Above :data:`LIMIT` bytes they move
-    to files, one per client, in ``memory/`` of the trainer's ``default_root_dir``, which all ranks
-    must be able to read. One rank per client writes its file at the end of a round, so a round's
-    cost depends only on its cohort. Checkpoints then have a folder of hard links to these files.
-    Negative ids belong to the server and stay in memory.
+    Entries are kept in RAM on every rank, and in checkpoints. Above :data:`LIMIT` bytes they move
+    to files, one per client, in ``memory/`` of the trainer's ``default_root_dir``; all ranks must
+    be able to read it. At the end of a round one rank writes each changed client's file, so the
+    cost depends only on the cohort. Checkpoints then have a folder of hard links to the files.
+    Entries with negative ids belong to the server and stay in RAM.
 
     Args:
         state: State from a checkpoint, or entries by client id.
@@ -92,7 +92,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._written.discard(client)
 
     def setdefault(self, client: int, default: Any = MappingProxyType({})) -> Mapping[str, Tensor]:
-        """Return a client's entry, after storing the default if it is missing."""
+        """Return a client's entry; if it is missing, store the default first."""
         if client not in self:
             self[client] = default
         return self[client]
@@ -104,7 +104,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         return len({**self._entries, **self._sums})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ClientMemory":
-        """Return a copy in memory."""
+        """Return a copy that is kept in RAM."""
         return ClientMemory(deepcopy(contents(self), memo))
 
     def open(self, folder: Path, ranks: Ranks) -> None:
@@ -121,9 +121,9 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             self._folder = self._live
 
     def flush(self) -> None:
-        """Write changed entries above the limit; all ranks call it at the end of a round.
+        """Write changed entries to files above the limit; all ranks call it at the end of a round.
 
-        Written entries stay in memory until the next call, as other ranks may still write.
+        Written entries stay in RAM until the next call, as other ranks may still be writing theirs.
         """
         if self._folder is None:
             if self._live is None or self._bytes <= LIMIT:
@@ -140,7 +140,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._changed = set()
 
     def saved(self, round_number: int) -> dict[Any, Any]:
-        """Return the state for a checkpoint, after linking its files; called by all ranks.
+        """Link the files for a checkpoint, and return its state; called by all ranks.
 
         Args:
             round_number: The round after which the checkpoint is written.
@@ -165,13 +165,13 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     @contextmanager
     def labelled(self, label: str, round_number: int) -> Iterator[None]:
-        """Label the block's checkpoint, then remove files of earlier checkpoints with this label.
+        """Label the checkpoint that the block writes; then remove earlier files of the label.
 
         Args:
             label: Name of the checkpoint.
             round_number: The round after which the checkpoint is written.
         """
-        self._label = label  # an attribute, as Lightning's hooks do not pass a name to ``saved``
+        self._label = label  # an attribute, as Lightning's hooks cannot pass a label to ``saved``
         try:
             yield
         finally:
@@ -183,7 +183,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
                     shutil.rmtree(folder)
 
     def checksum(self) -> int:
-        """Return a checksum of the contents; only entries changed since the last call are read."""
+        """Return a checksum of the contents; reads only entries changed since the last call."""
         server = {client: _sum(entry) for client, entry in self._entries.items() if client < 0}
         for client in self._entries.keys() - server.keys():
             if client in self._changed or client not in self._sums:
@@ -214,13 +214,13 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_bytes(content.getbuffer())
-            os.replace(temporary, path)  # not in place: checkpoints link to the old file
+            os.replace(temporary, path)  # not written in place, as checkpoints link to the old file
         except OSError as error:
             raise unwritable(path, error) from error
         self._unsynced.add(client)
 
     def _link(self, source: Path, target: Path) -> None:
-        """Link the clients' files into a folder, once all ranks have written their files."""
+        """Link the clients' files into a folder after all ranks have written their files."""
 
         def link() -> None:
             if self._ranks.rank:
@@ -241,7 +241,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
 
 def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
-    """Return the memories of callbacks by a name that is valid for a folder."""
+    """Return the memories of callbacks, by a name that is valid as a folder's name."""
     named: dict[str, ClientMemory] = {}
     for callback in callbacks:
         for name, value in vars(callback).items():
@@ -252,17 +252,17 @@ def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
 
 
 def contents(tree: Any) -> Any:
-    """Return a tree with the entries of memories in place of the memories."""
+    """Return a tree in which each memory is replaced by its entries, as a dict."""
     return _each(tree, lambda memory: {client: dict(entry) for client, entry in memory.items()})
 
 
 def saved(tree: Any, round_number: int) -> Any:
-    """Return a tree with :meth:`ClientMemory.saved` of memories in place of the memories."""
+    """Return a tree in which each memory is replaced by its :meth:`ClientMemory.saved`."""
     return _each(tree, lambda memory: memory.saved(round_number))
 
 
 def locate(tree: Any, checkpoint: Any) -> None:
-    """Update the run's folder in the records of memories, if the run was moved with its files.
+    """Correct the run's folder in the memories' state, if the run was moved with its files.
 
     Args:
         tree: The checkpoint's state, changed in place.
@@ -278,12 +278,12 @@ def locate(tree: Any, checkpoint: Any) -> None:
 
 
 def link_files(run: Path, name: str, other: Path, other_name: str) -> None:
-    """Link the files of a checkpoint for its copy under another name, or in another run.
+    """Link the memory files of a checkpoint for a copy of the checkpoint.
 
     Args:
-        run: The folder of the checkpoint's run.
+        run: The run folder of the checkpoint.
         name: Name of the checkpoint's files: label and round.
-        other: The folder of the copy's run.
+        other: The run folder of the copy.
         other_name: Name of the copy's files.
     """
     for folder in run.glob(f"memory/*/{name}"):

@@ -1,4 +1,4 @@
-"""The cohort for methods: the state of a round's clients, stacked along dimension 0."""
+"""The cohort as methods see it: the state of a round's clients, stacked along dimension 0."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -16,16 +16,16 @@ from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
 
 SERVER = -1
-"""The client id of the server, for a method's server state or the clients' initial state."""
+"""Client id for the server's own entry in a method's memory, or for the clients' initial state."""
 
 
 class Cohort:
-    """The state of the clients that take part in one communication round.
+    """The state of the clients that participate in one communication round.
 
-    Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group and part,
-    buffers in one block per kind and part. ``params``, ``grads`` and ``buffers`` give views ``[C, *shape]`` by name,
-    and their ``blocks``. Row i belongs to ``client_ids[i]``. The module uses the subclass
-    :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
+    Trainable parameters are stored in one contiguous block ``[C, columns]`` per parameter group and
+    part of the model, buffers in one block per kind and part. ``params``, ``grads`` and ``buffers``
+    map names to views ``[C, *shape]``, and have the ``blocks``. Row i belongs to ``client_ids[i]``.
+    The module uses the subclass :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
 
     On several ranks the hooks of a local step get only the rank's rows, possibly none.
 
@@ -34,17 +34,17 @@ class Cohort:
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group.
         copies: Number of processes on this machine that hold all rows.
-        parts: Parts of the model with a treatment in some round (see ``fl_lightning.cohort.parts``).
+        parts: Parts of the model with their own treatment (see ``fl_lightning.cohort.parts``).
 
     Raises:
         ConfigurationError: The rows need more memory than the device has.
 
     Attributes:
         client_ids: The clients, in increasing order.
-        rows: Index of these rows in the round's cohort: all rows, except in local steps and after
-            clients are left out (``on_divergence: drop``).
-        extra: A method's tensors ``[C, ...]`` by name, set in ``on_round_start`` and used in local
-            steps; gathered for ``on_before_aggregate``, empty at the start of a round.
+        rows: Index of these rows in the round's entire cohort. They are a subset in local steps on
+            several ranks, and after clients are left out (``on_divergence: drop``).
+        extra: Methods' tensors ``[C, ...]`` by name for local steps: empty at the start of a round,
+            set in ``on_round_start``, gathered from all ranks before ``on_before_aggregate``.
         weights: Aggregation weights p_i, shape ``[C]``, sum 1.
         round: The communication round, from 1.
         step: The current local step, from 0.
@@ -54,10 +54,10 @@ class Cohort:
         buffers: Buffers, ``[C, *shape]`` by name: running statistics, counters and others.
         server: The server's parameters at the start of the round, ``[*shape]`` by name.
         server_rows: The parameters of ``server`` as blocks ``[1, columns]``.
-        server_parameters: The server model's parameters by name, which the server step changes.
+        server_parameters: The server model's parameters by name; the server step changes them.
         server_buffers: The server model's buffers by name; a method may write pooled statistics.
-        pseudo_gradient: The gradients for the server optimizer, of averaged parameters only, ``[1,
-            *shape]`` by name; known from ``on_after_aggregate`` on, which may change them in place.
+        pseudo_gradient: Gradients of averaged parameters for the server optimizer, ``[1, *shape]``
+            by name; known from ``on_after_aggregate`` on. This hook may change them in place.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind and part of the state (see ``fl_lightning.round.policy``).
@@ -106,7 +106,7 @@ class Cohort:
         return len(next(iter(self.params.blocks.values())))
 
     def treatment(self, block: str) -> str:
-        """Return the round's treatment of a block of parameters or buffers, by the block's name."""
+        """Return the round's treatment of the block of parameters or buffers with this name."""
         layout = {**self.params.layout, **self.buffers.layout}[block]
         return treatment(self.policy, layout.kind, layout.parts)
 
@@ -117,14 +117,14 @@ class Cohort:
         return {name: self.treatment(block) for block, layout in layouts for name in layout.shapes}
 
     def is_trained(self, block: str) -> bool:
-        """Return whether a parameter block is trained in this round, that is, not frozen."""
+        """Return whether a parameter block is trained (not frozen) in this round."""
         return self.treatment(block) != "frozen"
 
     def mean(self, stacked: Tensor) -> Tensor:
         """Return the weighted mean over the clients, ``[C, *shape] -> [*shape]``.
 
         Raises:
-            ConfigurationError: The call is in a local step, where clients are independent.
+            ConfigurationError: The call is within a local step, in which clients are independent.
         """
         if self._in_local_steps:
             raise ConfigurationError(
@@ -135,7 +135,7 @@ class Cohort:
 
     @property
     def active(self) -> Tensor:
-        """Mask of the clients in the current local step, bool ``[C]``; all True after the steps."""
+        """Mask of the clients that take the current local step, bool ``[C]``; later all True."""
         return torch.tensor([self._over or self.step < steps for steps in self.local_steps])
 
     def active_rows(self) -> list[int]:
@@ -143,14 +143,14 @@ class Cohort:
         return [row for row, steps in enumerate(self.local_steps) if self.step < steps]
 
     def index(self, rows: list[int]) -> slice | Tensor:
-        """Return ascending rows as an index that no device waits for, a slice if consecutive."""
+        """Return an index of ascending rows, made without a GPU wait; a slice if consecutive."""
         if not rows or rows[-1] - rows[0] + 1 == len(rows):
             return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
         index, device = torch.tensor(rows), next(iter(self.params.blocks.values())).device
         return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
     def generators(self, purpose: str) -> list[torch.Generator]:
-        """Return a generator per row, a function of (seed, purpose, round, client, local step).
+        """Return one generator per row, seeded by (seed, purpose, round, client, local step).
 
         Args:
             purpose: Name of the random numbers, such as ``"noise"``; purposes are independent.
@@ -165,7 +165,7 @@ class Cohort:
     def optimizer_state(self, key: str) -> Rows:
         """Return the optimizer state ``key``, such as "momentum_buffer", ``[C, *shape]`` by name.
 
-        The views can be read and written. They start each round at zero.
+        The tensors are writable views. They are zero at the start of each round.
 
         Raises:
             ConfigurationError: The client optimizer has no such state.
@@ -180,7 +180,7 @@ class Cohort:
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 
     def _everyones(self, key: str) -> dict[str, Tensor]:
-        """Return the client optimizer's state of all ranks, by block."""
+        """Return the client optimizer's state of all rows, by block."""
         return self._optimizer.states()[key]
 
     @property
@@ -199,17 +199,17 @@ class Cohort:
         self._optimizer.restore_steps(steps)
 
     def restart_optimizer(self) -> None:
-        """Give every client a fresh client optimizer, without state."""
+        """Reset the state of every client's optimizer."""
         self._optimizer.restart()
 
     def recall(self, memory: MutableMapping[int, Any]) -> None:
         """Restore each client's ``local`` state from a memory.
 
-        A client without an entry gets the server's initial state, which the first call stores in
-        ``memory`` under :data:`SERVER`.
+        The first call stores the server's initial state under :data:`SERVER`. A client without an
+        entry gets this state.
 
         Args:
-            memory: Rows ``[columns]`` by block, by client id, from :meth:`remember`: a
+            memory: By client id, the rows ``[columns]`` by block from :meth:`remember`; a
                 :class:`~fl_lightning.cohort.client_memory.ClientMemory` or a dict.
         """
         blocks = self._local_blocks()
@@ -221,10 +221,10 @@ class Cohort:
                 block[index].copy_(entry.get(name, initial[name]))
 
     def remember(self, memory: MutableMapping[int, Any]) -> None:
-        """Store the cohort's ``local`` state for :meth:`recall`.
+        """Store each client's ``local`` state for :meth:`recall`.
 
         Args:
-            memory: The callback's memory, part of its ``state_dict()``.
+            memory: The callback's memory, which its ``state_dict()`` must include.
         """
         blocks = self._local_blocks()
         for index, client in enumerate(self.client_ids):

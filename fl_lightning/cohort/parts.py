@@ -1,4 +1,4 @@
-"""Parts of a model: state by the names of modules and tensors, beside the kinds of state."""
+"""Parts of a model: state selected by the names of modules and tensors, instead of by kind."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -9,7 +9,7 @@ from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError, nearest
 
 LAST_LAYER = "last layer"
-"""The part that is the last module with trainable parameters of its own, in the order of ``named_modules``."""
+"""The part that is the last module in ``named_modules`` with trainable parameters of its own."""
 
 
 def match_parts(
@@ -18,8 +18,9 @@ def match_parts(
     """Return the parts that contain each tensor of a model, the most specific part first.
 
     A part is the qualified name of a module, parameter or buffer, or :data:`LAST_LAYER`. A module
-    contains the tensors of its submodules. A segment ``*`` stands for any one segment, as in
-    ``"layer1.*.conv1"``. The name with more segments is more specific, then the name with fewer ``*``.
+    contains the tensors of its submodules. A segment ``*`` matches any one segment, as in
+    ``"layer1.*.conv1"``. A name with more segments is more specific; among equally long names, the
+    name with fewer ``*``.
 
     Args:
         model: The model.
@@ -27,7 +28,7 @@ def match_parts(
         owner: Declaration or setting that names the parts, for messages.
 
     Returns:
-        The parts by tensor; trainable parameters and buffers outside of all parts are left out.
+        The parts by tensor, without tensors that belong to no part.
 
     Raises:
         ConfigurationError: A part is empty, or two parts are equally specific for a tensor.
@@ -77,8 +78,8 @@ def treatment(policy: Mapping[str, str], kind: str, parts: Iterable[str] = ()) -
     Args:
         policy: Treatments by kind and part, from ``fl_lightning.round.policy.resolve_policy``.
         kind: The kind of the state.
-        parts: The parts that contain the state, the most specific first; the first one in the
-            policy precedes the kind.
+        parts: The parts that contain the state, the most specific first. The first part with an
+            entry in the policy overrides the kind.
     """
     return "reset" if kind == "scratch" else next(policy[key] for key in (*parts, kind) if key in policy)
 

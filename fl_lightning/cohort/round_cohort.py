@@ -1,4 +1,4 @@
-"""The cohort for the module, with the operations of a communication round."""
+"""The cohort as the module sees it, with the operations of a communication round."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -18,7 +18,7 @@ from fl_lightning.ranks import Ranks
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's storage and the tensor's offset in it."""
+    """Return the address of a tensor's storage, and the tensor's offset in the storage."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
@@ -26,10 +26,10 @@ class RowState(NamedTuple):
     """One client's state as views of stacked rows.
 
     Attributes:
-        tensors: Parameters, as autograd leaves, and buffers by name.
-        places: The row's views with their memory, by name.
+        tensors: Parameters (autograd leaves) and buffers by name.
+        places: Pairs (view of the row, address of its memory) by name.
         trained: The trained parameters.
-        gradients: Views for the gradients of ``trained``.
+        gradients: Views in which the gradients of ``trained`` are stored.
     """
 
     tensors: dict[str, Tensor]
@@ -46,11 +46,11 @@ class RoundCohort(Cohort):
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group. Default: empty.
         ranks: The processes that share the clients. Default: a single process.
-        parts: Parts of the model with a treatment in some round. Default: none.
+        parts: Parts of the model with their own treatment. Default: none.
 
     Attributes:
         parameter_groups: Client optimizer settings by parameter group.
-        parts: Parts of the model with a treatment in some round.
+        parts: Parts of the model with their own treatment.
         buffer_aggregate: Storage of the clients' aggregated buffers, ``[1, *shape]`` by name.
         own_rows: The rows that this rank computes.
         samples: Training samples that each client has processed in this round.
@@ -149,7 +149,7 @@ class RoundCohort(Cohort):
         }
 
     def part(self, rows: slice | None = None) -> Self:
-        """Return some rows (default: this rank's) as a cohort in shared memory, for local steps."""
+        """Return some rows (default: this rank's) as a cohort of views, for local steps."""
         part, rows = copy(self), rows or self.own_rows
         for name in ("params", "grads", "buffers"):
             setattr(part, name, getattr(self, name).part(rows))
@@ -160,7 +160,7 @@ class RoundCohort(Cohort):
         return part
 
     def finish_steps(self, part: Self, samples: Sequence[int], *, weigh_samples: bool = False) -> None:
-        """End the local steps: gather the rows of all ranks, and average the losses.
+        """Finish the local steps: gather the rows of all ranks, and average the losses.
 
         Args:
             part: The clients that this rank has computed.
@@ -178,11 +178,11 @@ class RoundCohort(Cohort):
         return (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def subset(self, rows: list[int], weights: Tensor | None) -> Self:
-        """Return some clients as a cohort after the local steps, when other clients are left out.
+        """Return a cohort of some clients after the local steps, if other clients are left out.
 
         Args:
             rows: The clients' rows, ascending.
-            weights: Aggregation weights, shape ``[len(rows)]``, sum 1. None: by samples.
+            weights: Aggregation weights, shape ``[len(rows)]``, sum 1. None: from the samples.
         """
         cohort = copy(self)
         for name in ("params", "grads", "buffers"):
@@ -208,7 +208,7 @@ class RoundCohort(Cohort):
     def begin_step(self, step: int) -> list[int]:
         """Begin a local step, and return the rows that take it.
 
-        Other rows get a zero gradient; dropout layers get their keys.
+        The gradients of the other rows are set to zero. Dropout layers get the step's random keys.
 
         Args:
             step: The local step, from 0.
@@ -226,11 +226,11 @@ class RoundCohort(Cohort):
         return self.active_rows()
 
     def row_state(self, row: int) -> RowState:
-        """Return one client's state for a forward and backward pass, cached."""
+        """Return one client's state for a forward and backward pass; the result is cached."""
         if row not in self._row_state:
             params, buffers, gradients = self.params.row(row), self.buffers.row(row), self.grads.row(row)
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-            # detach: ``x.data = y`` in a forward pass must not change the rows' views
+            # detach: if a forward pass sets ``x.data = y``, the rows' views must not change
             detached = {name: value.detach() for name, value in buffers.items()}
             self._row_state[row] = RowState(
                 tensors={**leaves, **detached},
@@ -241,7 +241,7 @@ class RoundCohort(Cohort):
         return self._row_state[row]
 
     def take_up(self, row: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors that a forward pass has replaced or moved (``x.data = y``) to a row.
+        """Copy the tensors that a forward pass has replaced, also by ``x.data = y``, to a row.
 
         Args:
             row: The client's row.
@@ -270,11 +270,11 @@ class RoundCohort(Cohort):
             del self._row_state[row]
 
     def put_gradients(self, row: int, gradients: Sequence[Tensor | None]) -> None:
-        """Store a client's gradients; parameters without gradient are skipped, as in plain PyTorch.
+        """Store a client's gradients; the step skips parameters without one, as in plain PyTorch.
 
         Args:
             row: The client's row.
-            gradients: Gradient of each trained parameter, None if the loss lacks it.
+            gradients: Gradient of each trained parameter, None if the loss does not depend on it.
         """
         views = self.grads.row(row)
         used = [(views[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
@@ -285,7 +285,7 @@ class RoundCohort(Cohort):
             )
 
     def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
-        """Skip parameters of some rows in this local step, unless a method sets their gradient."""
+        """Let some rows skip parameters in this local step, unless a method sets a gradient."""
         for row in rows:
             self._unused[row] = [*names]
             for name in names:
@@ -304,17 +304,18 @@ class RoundCohort(Cohort):
             self.samples[row] += size
 
     def take_step(self) -> None:
-        """Step the client optimizer of every row, except for parameters that a row skips."""
+        """Step the client optimizer of all rows; parameters that a row skips stay unchanged."""
         before = [(view, view.clone()) for view in self._skipped()]
         self._optimizer.step()
         for view, value in before:
             view.copy_(value)
 
     def _skipped(self) -> Iterator[Tensor]:
-        """Yield the parameters, and their optimizer state, that the current local step skips.
+        """Yield the parameters that the current local step skips, and their optimizer state.
 
         Raises:
-            ConfigurationError: A skipped parameter is used again, but the optimizer counts steps.
+            ConfigurationError: A parameter is used again after a skipped step, and the optimizer
+                counts steps.
         """
         left = {
             row: {name for name in names if not self.grads.row(row)[name].any()}
@@ -333,7 +334,7 @@ class RoundCohort(Cohort):
                 yield from (views[name] for name in names if name in views)
 
     def finish_step(self, step: int, last: int) -> None:
-        """Save the state of clients whose last local step was ``step``, if others continue."""
+        """Save the state of clients that have finished with ``step``, if other clients continue."""
         if step < last:
             for row, steps in enumerate(self.local_steps):
                 if step + 1 == steps:

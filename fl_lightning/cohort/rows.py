@@ -18,13 +18,13 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors of one kind, dtype and part, side by side in the columns of ``[C, columns]``.
+    """Tensors of one kind, dtype and part of the model, concatenated in a block ``[C, columns]``.
 
     Attributes:
         kind: The kind of state (see ``fl_lightning.batch_norm.kinds``).
-        group: The parameter group from :func:`parameter_groups`; the kind for buffers.
+        group: The parameter group from :func:`parameter_groups`; for buffers the kind.
         dtype: The dtype of the tensors.
-        shapes: The shape of each tensor at one client, by qualified name.
+        shapes: The shape of each tensor of one client, by qualified name.
         parts: The parts of the model that contain the tensors, the most specific first.
     """
 
@@ -36,11 +36,11 @@ class Block:
 
 
 Layout = Mapping[str, Block]
-"""Blocks by name: the group's name, with ``@<part>`` of a part, and the dtype for a second dtype."""
+"""Blocks by name: ``<group>``, plus ``@<part>`` in a part, plus the dtype if it is a second one."""
 
 
 class Rows(Mapping[str, Tensor]):
-    """Tensors ``[C, *shape]`` by name: views of columns of contiguous blocks ``[C, columns]``.
+    """Tensors ``[C, *shape]`` by name, as views of contiguous blocks ``[C, columns]``.
 
     Args:
         layout: The tensors of each block.
@@ -69,11 +69,11 @@ class Rows(Mapping[str, Tensor]):
         return cls(layout, blocks)
 
     def zeros_like(self) -> "Rows":
-        """Return rows of the same layout filled with zeros."""
+        """Return rows of zeros in the same layout."""
         return Rows(self.layout, {name: torch.zeros_like(block) for name, block in self.blocks.items()})
 
     def part(self, rows: slice) -> "Rows":
-        """Return some rows in the same memory; the newest result is cached."""
+        """Return some rows as views; the last result is cached."""
         if rows == slice(0, len(next(iter(self.blocks.values()), ()))):
             return self
         if self._part is None or self._part[0] != rows:
@@ -82,7 +82,7 @@ class Rows(Mapping[str, Tensor]):
         return self._part[1]
 
     def columns_by_layer(self, blocks: Iterable[str]) -> dict[str, list[tuple[str, slice]]]:
-        """Return the pairs (block, columns) of each layer's tensors in some blocks, by layer."""
+        """Return where the tensors of each layer are, as pairs (block, columns) by layer."""
         places: dict[str, list[tuple[str, slice]]] = {}
         for block in blocks:
             stop = 0
@@ -96,7 +96,7 @@ class Rows(Mapping[str, Tensor]):
         return Rows(self.layout, {name: block[rows] for name, block in self.blocks.items()})
 
     def row(self, index: int) -> dict[str, Tensor]:
-        """Return the views ``[*shape]`` of one row by name, cached."""
+        """Return views ``[*shape]`` of one row, by name; the result is cached."""
         if index not in self._by_row:
             self._by_row[index] = {name: view[index] for name, view in self._views.items()}
         return self._by_row[index]
@@ -104,7 +104,7 @@ class Rows(Mapping[str, Tensor]):
     def copies(self, index: slice | Tensor) -> dict[str, Tensor]:
         """Return copies ``[n, *shape]`` of some rows by name, with one operation per block.
 
-        Each copy from a block of vectors, such as BN's, is contiguous, or BN would copy it again.
+        Copies from a block of vectors, such as BN's, are contiguous, as BN would copy others again.
 
         Args:
             index: The rows.
@@ -120,16 +120,16 @@ class Rows(Mapping[str, Tensor]):
             pieces = torch.split(rows.flatten()[order], sizes)
             for (tensor, shape), piece in zip(shapes.items(), pieces, strict=True):
                 copies[tensor] = piece.view(len(rows), *shape)
-        # .data: the tensors must not share autograd's version counter
+        # .data gives each tensor its own autograd version counter
         return {name: value.data for name, value in copies.items()}
 
     def write(self, index: slice | Tensor, block: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write all tensors of a block to some of its rows.
+        """Write values of all tensors of a block to some rows.
 
         Args:
             index: The rows.
             block: The block's name.
-            tensors: Values ``[n, *shape]`` by name; shape and dtype are converted as by ``copy_``.
+            tensors: Values ``[n, *shape]`` by name, broadcast and converted as by ``copy_``.
         """
         storage = self.blocks[block]
         columns = [
@@ -142,7 +142,7 @@ class Rows(Mapping[str, Tensor]):
             storage[index] = torch.cat(columns, dim=1)
 
     def _order(self, block: str, num_rows: int) -> Tensor:
-        """Return the order of elements in which each tensor is contiguous, cached."""
+        """Return the order of a block's elements in which each tensor is contiguous (cached)."""
         storage = self.blocks[block]
         if block not in self._orders or len(self._orders[block]) != num_rows * storage.shape[1]:
             places = torch.arange(num_rows * storage.shape[1], device=storage.device).view(num_rows, -1)
@@ -163,9 +163,9 @@ class Rows(Mapping[str, Tensor]):
 def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, str]:
     """Return the parameter group of each trainable parameter.
 
-    BN layers' gamma and beta are always the group ``batch_norm``. Parameters with one element
-    (``scalars``) and biases (``bias``) are groups if ``overrides`` has the key. All other
-    parameters are ``weights``.
+    BN layers' gamma and beta are always in ``batch_norm``. If ``overrides`` has these keys,
+    parameters with one element are in ``scalars`` and biases in ``bias``. All other parameters are
+    in ``weights``.
     """
     groups = {}
     for name, kind in parameter_kinds(model).items():
@@ -187,7 +187,7 @@ def parameter_layout(model: nn.Module, overrides: GroupSettings, parts: Sequence
     Args:
         model: The model.
         overrides: Client optimizer settings by parameter group.
-        parts: Parts of the model with a treatment (see ``fl_lightning.cohort.parts``).
+        parts: Parts of the model with their own treatment (see ``fl_lightning.cohort.parts``).
     """
     groups, within = parameter_groups(model, overrides), match_parts(model, parts)
     return _layout(dict(model.named_parameters()), parameter_kinds(model), groups, within)
@@ -227,12 +227,12 @@ def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> No
     """Check that the rows fit into the memory of the device or machine.
 
     Args:
-        tensors: The tensors that each client has a copy of, all on one device.
+        tensors: The tensors of which each client has a copy, all on one device.
         clients: Number of rows.
-        copies: Number of processes on this machine that hold all rows; GPUs are not shared.
+        copies: Number of processes on this machine that hold all rows. Each has its own GPU.
 
     Raises:
-        ConfigurationError: The rows need more memory than there is.
+        ConfigurationError: The rows need more memory than the device or machine has.
     """
     if not tensors or not hasattr(os, "sysconf"):  # sysconf is missing on Windows
         return
@@ -275,5 +275,5 @@ def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, 
 def join_columns(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], out: Tensor | None = None
 ) -> Tensor:
-    """Concatenate the tensors of a client or the server into a block's vector ``[columns]``."""
+    """Concatenate tensors of a client, or of the server, into a block's vector ``[columns]``."""
     return torch.cat([tensors[name].detach().reshape(-1) for name in shapes], out=out)

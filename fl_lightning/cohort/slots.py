@@ -1,4 +1,4 @@
-"""The places of a client's parameters and buffers in the server's model during a forward pass."""
+"""Replacement of the server model's parameters and buffers by a client's in a forward pass."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class StateSlots:
-    """The places of a model's parameters and buffers, which can hold a client's tensors.
+    """The entries of a model's parameters and buffers, which can hold a client's tensors.
 
     Args:
-        model: The server's model. Tied tensors have several places.
+        model: The server's model. Tied tensors have several entries.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +27,7 @@ class StateSlots:
 
     @contextmanager
     def filled(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put ``tensors`` (by qualified name) in place of the server's for the block."""
+        """Replace the server's tensors by ``tensors`` (by qualified name) within the block."""
         try:
             for store, attribute, name, server in self._places:
                 store[attribute] = tensors.get(name, server)
@@ -37,6 +37,6 @@ class StateSlots:
                 store[attribute] = server
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the current tensors by name, which a forward pass may have replaced."""
+        """Return the model's current tensors by name; a forward pass may have replaced them."""
         places = ((name, *self._place_of[name]) for name in names)
         return {name: store[attribute] for name, store, attribute in places}

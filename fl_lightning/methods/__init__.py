@@ -1,4 +1,4 @@
-"""The hooks of methods, what a method reports, and bases that several methods share."""
+"""The hooks of methods, the reports of callbacks, and base classes of several methods."""
 
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.fine_tuning import fine_tuned

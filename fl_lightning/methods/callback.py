@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class FederatedCallback(Recorded, Declarations, L.Callback):
     """A method: it declares the treatment of state (``policy``) and changes a round by hooks.
 
-    A run without the method is another algorithm. One round is ::
+    Without the method a run is another algorithm. One round is ::
 
         setup                                          # once: configure_batch_norm(pl_module)
         for round in 1, 2, ..., total_rounds:
@@ -36,28 +36,28 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             server <- one step of the server optimizer
             on_round_end(trainer, pl_module, cohort)
 
-    Every tensor of the cohort has the client axis first. State of clients that a method keeps
-    between rounds belongs in its ``state_dict()``, as tensors and numbers by client id.
+    The first dimension of every tensor of the cohort is the client. State of clients that a method
+    keeps between rounds belongs in its ``state_dict()``, as tensors and numbers by client id.
 
-    Under ``on_divergence: drop`` clients with a non-finite update are left out before and after
-    ``on_before_aggregate``: later hooks get fewer clients, and ``cohort.rows`` holds their rows. If
-    too few clients report or are left, ``on_round_skipped(trainer, pl_module)`` replaces the
+    With ``on_divergence: drop`` clients with a non-finite update are left out before and after
+    ``on_before_aggregate``. Later hooks get the remaining clients, with rows ``cohort.rows``. If
+    too few clients report or remain, ``on_round_skipped(trainer, pl_module)`` replaces the
     remaining hooks.
 
     Before each hook torch's global generator is seeded from (seed, class, hook, round, step), so
     random numbers depend on neither the executor nor earlier draws, and are equal after a resume.
 
-    A run on several ranks gives the numbers of a run on one rank if hooks follow these rules:
+    Runs on several ranks and on one rank give the same numbers if hooks follow these rules:
 
     - ``on_round_start``, ``on_before_aggregate``, ``on_after_aggregate``, ``on_round_end`` and
-      Lightning's hooks get the entire cohort and must act equally on every rank: no clock, no
-      process number, and no random numbers but torch's global ones.
+      Lightning's hooks get the entire cohort, and must do the same on every rank: they may not use
+      a clock, a rank, or random numbers other than those of torch's global generator.
     - ``on_after_local_backward`` and ``on_local_step_end`` get the rank's rows ``cohort.rows``,
-      possibly none, and change only these rows; ``cohort.mean`` raises. State for the local steps
-      belongs in ``cohort.extra``, which ``on_round_start`` fills with tensors ``[C, ...]``, not on
-      ``self``. Random numbers come from ``cohort.generators``.
+      possibly none, and change only these rows; ``cohort.mean`` raises an error. State for local
+      steps is not kept on ``self`` but in ``cohort.extra``, which ``on_round_start`` fills with
+      tensors ``[C, ...]``. Random numbers come from ``cohort.generators``.
 
-    An unknown hook name (``on_rond_start``) is an error when the class is defined, in a mixin too.
+    A class with an unknown hook name (``on_rond_start``), even from a mixin, is an error.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -78,21 +78,21 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                 )
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Swap BN modules of ``pl_module.model``, the only way to change a forward pass."""
+        """Swap BN modules of ``pl_module.model``; a method can change a forward pass only so."""
 
     def change_batches(
         self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: BatchStack
     ) -> BatchStack:
-        """Return an attack's replacement of ``batches``; called only for the role ``attack``."""
+        """Return changed ``batches`` of an attack; called only if the role is ``attack``."""
         return batches
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act when every row of the cohort is a copy of the server's state."""
+        """Act before the local steps, when every row is a copy of the server's state."""
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
     ) -> None:
-        """Act when ``cohort.grads`` holds the gradients of local step ``step`` (from 0)."""
+        """Act after local step ``step`` (from 0) has set the gradients ``cohort.grads``."""
 
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
@@ -100,7 +100,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Act after the client optimizer has taken local step ``step`` (from 0)."""
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act after the last local step, when the rows are what the clients send."""
+        """Act after the last local step; the hook may change the rows, which the clients send."""
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
         """Correct the server's update, ``cohort.pseudo_gradient`` or averaged ``server_buffers``."""
@@ -111,9 +111,9 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Act when a round is skipped, in place of the remaining hooks.
+        """Act if the round is skipped, instead of in the remaining hooks.
 
         Returns:
-            Floats by client (see ``extra_traffic``) and exchanges (see ``extra_exchanges``).
+            The floats by client (see ``extra_traffic``), and exchanges (see ``extra_exchanges``).
         """
         return {}, 0

@@ -1,4 +1,4 @@
-"""Fine-tuning of copies of the server's model on clients' training data, for evaluations."""
+"""Fine-tuning of copies of the server's model on the training data of clients, for evaluations."""
 
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[str, Tensor]:
-    """Return the server's state after training on a client's data, on the CPU by name.
+    """Return a copy of the server's state after training on a client's data, on the CPU, by name.
 
-    The steps are those of the client optimizer at its initial learning rate on all trainable
-    parameters, without ``parameter_groups`` and dropout. BN normalises with the client's batches.
-    The server's model and training's random numbers do not change.
+    The client optimizer steps all trainable parameters at its initial learning rate, without
+    ``parameter_groups`` and dropout. BN normalises with the client's batches. The server's model
+    and the random numbers of training do not change.
 
     Args:
         pl_module: The federated module.

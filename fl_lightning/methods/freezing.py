@@ -1,4 +1,4 @@
-"""Freezing of BN state after a round T*; the base of methods that choose T*."""
+"""Freezing of BN state after a round T*: the base class of methods that choose T*."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _HARMLESS = frozenset(
 
 
 class Freezing(FederatedCallback):
-    """A method that freezes the server's BN state after training with batch statistics to round T*.
+    """A method that trains with batch statistics up to round T*, then freezes server BN state.
 
     Subclasses define T*.
 
@@ -56,7 +56,7 @@ class Freezing(FederatedCallback):
         return {kind: "averaged" for kind in self.kinds if kind != "counter"}
 
     def same_until(self, total_rounds: int) -> int | None:
-        """Return T* if it is known before training and the subclass changes only the choice of T*."""
+        """Return T* if it is known before training and the subclass overrides only its choice."""
         checked = [name for name in dir(Freezing) if not name.startswith("_") and name not in _HARMLESS]
         if any(getattr(type(self), name) != getattr(Freezing, name) for name in checked):
             return None
@@ -72,7 +72,7 @@ class Freezing(FederatedCallback):
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Print a line if T* is not before the last round of this fit."""
+        """Print a line if no round of this fit comes after T*."""
         if self.remark(pl_module):
             last, rounds = self.last_batch_round(pl_module.planned_rounds), _last_round(pl_module)
             name = type(self).__name__
@@ -81,7 +81,7 @@ class Freezing(FederatedCallback):
             )
 
     def remark(self, module: RunContext) -> str:
-        """Return "nothing frozen" if T* is not before the last round."""
+        """Return "nothing frozen" if no round comes after T*."""
         if module.total_rounds is None:
             return ""
         last = self.last_batch_round(module.planned_rounds)
@@ -100,7 +100,7 @@ def _last_round(module: RunContext) -> int:
 
 
 class FoundFreezing(Freezing):
-    """A freezing method that finds T* in training.
+    """A freezing method that finds T* during training.
 
     Attributes:
         freeze_round: T*, None until the method finds it; part of ``state_dict()``.
@@ -113,7 +113,7 @@ class FoundFreezing(Freezing):
         return self.freeze_round
 
     def undecided(self) -> Mapping[str, str]:
-        """Declare that the kinds will freeze, until the method finds T*."""
+        """Declare, until the method finds T*, that the kinds will freeze."""
         return dict.fromkeys(self.kinds, "frozen") if self.freeze_round is None else {}
 
     def freeze_after(self, pl_module: "FederatedModule", round_number: int) -> None:

@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 
 
 class PersonalEvaluation(VariantEvaluation):
-    """A method whose clients have models of their own, the variants named by client id.
+    """A method whose clients have models of their own, as variants named by client id.
 
-    A subclass defines ``variants`` for :meth:`evaluated_clients`. The clients' models are evaluated
-    whenever the server's model is, except in a centralised run:
+    A subclass defines ``variants`` for :meth:`evaluated_clients`. Every evaluation of the server's
+    model also evaluates the clients' models, except in a centralised run:
 
-    - ``val/personal_accuracy`` (or ``test/``): mean over the clients' models on the server's data.
-    - ``val/own_accuracy``: mean over the clients' models, each on data like the client's own: the client's
-      ``val_dataloader()`` (or ``test_dataloader()``), else the server's data with classes weighted by the
-      client's class histogram. Left out if the data module has neither.
+    - ``val/personal_accuracy`` (or ``test/``): mean accuracy of the clients' models on the server's
+      data.
+    - ``val/own_accuracy``: mean accuracy of the clients' models, each on the client's
+      ``val_dataloader()`` (or ``test_dataloader()``). Without one, each on the server's data, with
+      classes weighted by the client's class histogram. Without both, the metric is left out.
 
     Args:
-        evaluate_clients: Number of clients' models to evaluate, evenly spaced by id; each costs as much
-            as the server's evaluation. Default: all.
+        evaluate_clients: Number of clients' models to evaluate, evenly spaced by id. Each costs as
+            much as an evaluation of the server. Default: all.
 
     Raises:
         ConfigurationError: ``evaluate_clients`` is below 1.
@@ -55,7 +56,7 @@ class PersonalEvaluation(VariantEvaluation):
         self.evaluate_clients = evaluate_clients
 
     def evaluated_clients(self, pl_module: "FederatedModule") -> list[int]:
-        """Return the clients whose models are evaluated."""
+        """Return the ids of the clients whose models are evaluated."""
         if pl_module.centralised:
             return []
         clients = pl_module.data.num_clients
@@ -65,7 +66,7 @@ class PersonalEvaluation(VariantEvaluation):
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Return ``personal_<metric>`` and ``own_<metric>`` of the task's quality and of ``model.metrics``."""
+        """Return ``personal_<metric>`` and ``own_<metric>`` of quality and ``model.metrics``."""
         quality = pl_module.task.quality
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
 
@@ -90,22 +91,22 @@ class PersonalEvaluation(VariantEvaluation):
 
 
 class LocalState(PersonalEvaluation):
-    """A method whose clients keep some state, which is neither sent nor averaged.
+    """A method whose clients keep some state locally, neither sent nor averaged.
 
-    A subclass defines ``kinds``. A client starts a round with the local state of its previous round, or
-    with the initial state. A client's model is the server's model with the client's local state; the
+    A subclass defines ``kinds``. A client starts a round with its last local state, or with the
+    initial state. A client's model is the server's model with the client's local state. The
     server's copy of local state is the mean over the round's clients.
 
     Args:
         evaluate_clients: Number of clients' models to evaluate. Default: all.
 
     Raises:
-        ConfigurationError: ``evaluate_clients`` is below 1, or the model lacks a part or all kinds.
+        ConfigurationError: ``evaluate_clients`` is below 1, or the model lacks the state.
 
     Attributes:
         kinds: The kinds of state and parts of the model that clients keep (see
             ``fl_lightning.round.policy``).
-        memory: Local state by client id, a row ``[columns]`` per block; ``SERVER`` is the initial state.
+        memory: Local state by client id, a row ``[columns]`` per block; ``SERVER``: initial state.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -127,7 +128,7 @@ class LocalState(PersonalEvaluation):
         return dict.fromkeys(self.kinds, "local")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has this state."""
+        """Check that the model has the state of ``kinds``."""
         model = pl_module.model
         parts = [kind for kind in self.kinds if kind not in KINDS]
         match_parts(model, parts, type(self).__name__)

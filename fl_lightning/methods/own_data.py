@@ -1,4 +1,4 @@
-"""Evaluation of clients' own data, and adaptation of the server's model to unlabelled data."""
+"""Evaluation on clients' own data, and adaptation of the server's model to unlabelled data."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
@@ -27,21 +27,21 @@ def adapted_state(
 ) -> dict[str, Tensor]:
     """Return the parameters and buffers of an adapted copy of the server's model, by name.
 
-    The model and the training's random numbers do not change.
+    The model and the random numbers of training do not change.
 
     Args:
         pl_module: The federated module.
         adapt: The adaptation.
-        loader: Batches of evaluation data; labels, the second entries of batches, are removed.
+        loader: Batches of evaluation data; only the inputs, their first entries, are used.
         name: Name of the adaptation. Its random numbers depend on seed, name, round and client.
-        client: The client whose data these are, -1 for the server's.
+        client: The client that owns the data, -1 for the server.
     """
 
     def inputs() -> Iterator[Any]:
         for batch in loader:
             batch = pl_module.on_device(batch)
             batch = batch[0] if isinstance(batch, list | tuple) else batch
-            # clone: a tensor that an evaluation has cached cannot take part in gradients
+            # clone: autograd rejects tensors that an evaluation has cached in inference mode
             yield tree_map_only(Tensor, torch.clone, batch)
 
     with (
@@ -62,17 +62,17 @@ def evaluate_client(
     split: str,
     evaluate: Callable[[Any, ServerEvaluation], None],
 ) -> ServerEvaluation | None:
-    """Evaluate a client's own data, on the rank that calls it.
+    """Evaluate a model on a client's own data, only on the calling rank.
 
     Args:
         pl_module: The federated module.
         client: The client.
         split: ``"val"`` or ``"test"``.
-        evaluate: Function that adds a batch to an evaluation; it and the loader run under a seed from
-            (seed, client).
+        evaluate: Function that adds a batch to an evaluation. The function and the loader run under
+            a seed from (seed, client).
 
     Returns:
-        The finished evaluation, None if the client has no such data.
+        The finished evaluation, None if the client has no data of this split.
     """
     evaluation = ServerEvaluation()
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
@@ -89,7 +89,7 @@ def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[f
     """Return the accuracy on data with the given class proportions.
 
     Args:
-        class_accuracy: Accuracy of each class; None leaves a class out.
+        class_accuracy: Accuracy of each class; None leaves the class out.
         weights: Frequency of each class, in any unit.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Additions of a callback to a run's report: pictures, tables, histograms and result lines."""
+"""Pictures, tables, histograms and result lines that a callback adds to a run's report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Report:
 
     Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and W&B keys
     (``<name>``, ``<name>_table``), so a picture and its table may share a name. All methods are
-    called when a fit ends, is stopped or fails, and must work before the first round too.
+    called when a fit ends, stops or fails, possibly before the first round.
 
     Example:
         >>> class Steps(Report):
@@ -50,7 +50,7 @@ class Report:
         """Return pictures by name.
 
         Args:
-            rows: Rows of ``metrics.jsonl``, of this run and of the run that it resumed.
+            rows: Rows of ``metrics.jsonl``, including those of the run that this run resumed.
         """
         return {}
 
@@ -59,7 +59,7 @@ class Report:
         return {}
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Return values by name, whose distribution W&B shows."""
+        """Return values by name; W&B shows their histogram."""
         return {}
 
     def result(self) -> Mapping[str, float]:

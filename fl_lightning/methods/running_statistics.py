@@ -1,4 +1,4 @@
-"""Running statistics of all BN layers, as tensors whose last axis joins the layers' channels."""
+"""Running statistics of all BN layers, concatenated along the channels."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -32,10 +32,10 @@ def split_statistics(
     """Split means and variances, each ``[channels]``, into buffers by qualified name.
 
     Args:
-        buffers: A model's buffers by name, for the sizes.
+        buffers: A model's buffers by name, which give the sizes.
         kinds: The buffers' kinds, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
-        mean: Means of all layers.
-        variance: Variances of all layers.
+        mean: Means of all layers, concatenated.
+        variance: Variances of all layers, concatenated.
     """
     pieces: dict[str, Tensor] = {}
     for names, joined in zip(_names(kinds), (mean, variance), strict=True):

@@ -1,4 +1,4 @@
-"""BN statistics under the server's weights, measured in a pass over training or evaluation data."""
+"""BN statistics of the server's weights, measured in a pass over training or evaluation data."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,33 +29,33 @@ Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_tota
 - ``per_client``: the mean over all clients' batches, which misses the variance between clients.
 - ``per_client_total_variance``: the clients' moments, merged by the law of total variance.
 
-In the first BN layer both total variances equal the variance of all clients' data. Deeper layers
-differ: per-client batches normalise differences between clients away, union batches keep them, as
-in training on the union.
+In the first BN layer both total variances equal the variance of all clients' data. In deeper layers
+they differ: batches of single clients lose differences between clients by normalisation, while
+union batches keep these differences, as in training on the union.
 """
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance ``[channels]`` by the qualified name of the BN layer."""
 
 Sums = tuple[Tensor, Tensor, Tensor]
-"""Count, mean, sum of squared deviations; or number of batches, sums of means and of variances."""
+"""Count, mean and sum of squared deviations; or number of batches, sum of means, sum of variances."""
 
 
-@torch.inference_mode(mode=False)  # data modules may cache tensors that training needs
+@torch.inference_mode(mode=False)  # data modules may cache tensors here that training needs later
 @torch.no_grad()
 def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     """Measure the inputs of BN layers in one pass over the training data of all clients.
 
-    The pass runs the server's weights and leaves the model unchanged. BN layers normalise with the
-    batch; BN layers in eval mode are not measured. All other layers are in eval mode, so dropout is
-    off, as when the statistics are used (HeteroFL's pass is in training mode, but its networks have
-    no dropout). The statistics depend only on weights, data and the data's seed. The batches are
-    each client's first epoch, augmented as in training; ``drop_last`` drops a remainder.
+    The pass uses the server's weights and leaves the model unchanged. BN layers normalise with the
+    batch; BN layers in eval mode are not measured. All other layers are in eval mode. So dropout is
+    off, as in evaluations that use the statistics (HeteroFL's pass is in training mode, but its
+    networks have no dropout). The batches are each client's first epoch, augmented as in training;
+    ``drop_last`` drops a remainder. The statistics depend only on weights, data and data seed.
 
     Args:
         pl_module: The federated module, attached to a trainer whose federated data are set up.
-        mode: The average, see :data:`Mode`. ``pooled`` and ``per_client`` average unbiased
-            variances of batches, as BN with ``momentum=None``; total variances are biased.
+        mode: The average, see :data:`Mode`. ``pooled`` and ``per_client`` average the unbiased
+            variances of batches, like BN with ``momentum=None``. Total variances are biased.
 
     Returns:
         Mean and variance of each BN layer's inputs.
@@ -85,8 +85,8 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
 def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
     """Measure the inputs of BN layers in a pass over the server's evaluation data, without labels.
 
-    As in :func:`collect`, the pass runs the server's weights and BN layers normalise with the
-    batch. The moments are taken over all values, as in AdaBN (Li et al., "Revisiting Batch
+    As in :func:`collect`, the pass uses the server's weights, and BN layers normalise with the
+    batch. Mean and variance are over all values, as in AdaBN (Li et al., "Revisiting Batch
     Normalization For Practical Domain Adaptation", arXiv 1603.04779).
 
     Args:
@@ -118,8 +118,8 @@ def measured_statistics(
 ) -> dict[str, Tensor]:
     """Return measured running statistics for an evaluation, by the buffer's name.
 
-    They come from :func:`collect`, or for ``"evaluation"`` from :func:`collect_evaluation` on the
-    data of the current evaluation. Before the first round the mapping is empty.
+    :func:`collect` measures them, or for ``"evaluation"`` :func:`collect_evaluation` on the data of
+    the current evaluation. Before the first round the mapping is empty.
     """
     if trainer.sanity_checking:
         return {}
@@ -128,7 +128,7 @@ def measured_statistics(
         statistics = collect_evaluation(pl_module, split)
     else:
         if trainer.state.fn != TrainerFn.FITTING:
-            pl_module.data.setup("fit")  # validate and test do not set up clients
+            pl_module.data.setup("fit")  # trainer.validate and trainer.test do not set up clients
         statistics = collect(pl_module, mode)
     means = {f"{layer}.running_mean": mean for layer, (mean, _) in statistics.items()}
     return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}
@@ -138,7 +138,7 @@ def measured_statistics(
 def _measuring(
     pl_module: "FederatedModule", forward: Callable[[Any], object], total: bool
 ) -> Iterator[Callable[[int, Iterable[Any]], dict[str, Sums]]]:
-    """Yield a function of (index, batches) that returns sums by BN layer, float64 on the CPU."""
+    """Yield a function of (index, batches) that returns float64 CPU sums by BN layer."""
     model, precision, sums = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
@@ -155,7 +155,7 @@ def _measuring(
 
     def measure(index: int, batches: Iterable[Any]) -> dict[str, Sums]:
         sums.clear()
-        # seeded: a model's random numbers must not shift the global generators
+        # seeded: a model that draws random numbers must not advance the global generators
         with seeded(derive_seed(pl_module.seed, "statistics pass", index)):
             for batch in batches:
                 forward(pl_module.on_device(batch))
@@ -174,7 +174,7 @@ def _measuring(
 
 
 def _joined(pl_module: "FederatedModule", parts: list[dict[str, Sums]], total: bool) -> Statistics:
-    """Return the mean and variance of each BN layer from the sums of the parts."""
+    """Return the mean and variance of each BN layer's inputs from the sums of all parts."""
     statistics = {}
     for layer in dict.fromkeys(layer for part in parts for layer in part):
         seen = zip(*(part[layer] for part in parts if layer in part), strict=True)

@@ -1,4 +1,4 @@
-"""Evaluation of variants of the server's model on the same batches as the server's model."""
+"""Evaluation of variants of the server's model, on the same batches as the server's model."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,17 +24,17 @@ BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class VariantEvaluation(FederatedCallback):
-    """A method or a diagnostic that evaluates the server's model with some of its state replaced.
+    """A method or observer that evaluates variants: the server's model with some state replaced.
 
-    Every evaluation of the server's model (in ``fit``, as row 0 before training, in ``validate``
-    and in ``test``) evaluates each variant on the same batches by the same rules: in eval mode,
-    non-finite outputs count as wrong. The metrics of a variant ``calibrated`` are
-    ``val/accuracy_calibrated`` and ``val/loss_calibrated``. Variants do not affect training.
+    Every evaluation of the server's model (before training, in ``fit``, ``validate`` and ``test``)
+    evaluates each variant on the same batches by the same rules: in eval mode, non-finite outputs
+    count as wrong. The metrics of a variant ``calibrated`` are ``val/accuracy_calibrated`` and
+    ``val/loss_calibrated``. Variants do not affect training.
 
     A variant may also be an :data:`~fl_lightning.methods.own_data.Adaptation`, a function that
     adapts a copy of the server's model to the inputs of the evaluation data before the evaluation.
-    Its ``val/own_accuracy_calibrated`` is the mean over the clients' own evaluation data, each
-    under the copy that was adapted to them.
+    Then ``val/own_accuracy_calibrated`` is the mean over clients of the accuracy on the client's
+    own evaluation data, by a copy that was adapted to these data.
 
     A subclass defines :meth:`variants`, and may override :meth:`variant_metrics`.
 
@@ -51,8 +51,8 @@ class VariantEvaluation(FederatedCallback):
         """Return the variants to evaluate; called at the start of each evaluation.
 
         Returns:
-            By variant, the tensors that replace the server's parameters or buffers of the same
-            qualified name and shape; :data:`BATCH_STATISTICS`; or an adaptation.
+            By variant: tensors that replace the server's parameters or buffers of the same
+            qualified name and shape, or :data:`BATCH_STATISTICS`, or an adaptation.
         """
         raise NotImplementedError(f"{type(self).__name__} must define variants(trainer, pl_module)")
 
@@ -83,7 +83,7 @@ class VariantEvaluation(FederatedCallback):
         variants = self.variants(trainer, pl_module)
         self._adaptations = {name: variant for name, variant in variants.items() if callable(variant)}
         loader = f"{'test' if trainer.testing else pl_module.data.fit_split}_dataloader"
-        # tensors of a checkpoint are on the CPU
+        # tensors from a checkpoint are on the CPU
         self._tensors = {
             name: adapted_state(pl_module, variant, getattr(pl_module.data, loader)(), name)
             if callable(variant)
@@ -105,7 +105,7 @@ class VariantEvaluation(FederatedCallback):
     ) -> None:
         """Evaluate every variant on a batch, without effect on the server's evaluation."""
         with isolate_rng():
-            # turn: with few batches, the variants of a batch are spread over the ranks
+            # turn: spreads the variants of a batch over the ranks, as there may be few batches
             for turn, (name, tensors) in enumerate(self._tensors.items()):
                 evaluate = partial(self.evaluate, pl_module, tensors)
                 self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
@@ -125,7 +125,7 @@ class VariantEvaluation(FederatedCallback):
     def _adapted_to_clients(
         self, pl_module: "FederatedModule", split: str, name: str, adapt: Adaptation
     ) -> dict[str, float]:
-        """Return the means of quality and ``model.metrics`` over the clients' own evaluation data."""
+        """Return the means over clients of quality and ``model.metrics`` on own evaluation data."""
 
         def own(client: int) -> tuple[Mapping[str, float], bool]:
             loader = pl_module.data.own_dataloader(client, split)
