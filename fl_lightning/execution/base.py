@@ -37,7 +37,7 @@ class ClientTask(Protocol):
     Attributes:
         model: The server's model, which holds a client's state while its loss is computed.
         loss: Loss of (outputs, targets).
-        slots: The places of the client's state in the model.
+        slots: The model's tensors, replaceable by a client's.
         seed: The run's seed.
         trainer: Lightning's trainer, whose precision plugin wraps the losses.
     """
@@ -59,7 +59,7 @@ class ClientTask(Protocol):
 
 
 class Executor(Recorded, ABC):
-    """Computation of a local step's losses and gradients for rows of a cohort.
+    """Base class: computation of a local step's losses and gradients for rows of a cohort.
 
     Attributes:
         compilation: Whether passes are compiled, set by the module before the first round.
@@ -86,7 +86,7 @@ class Executor(Recorded, ABC):
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """Decide whether a run's passes are compiled; by default they are not.
+        """Decide whether a run's passes are compiled. Default: not compiled.
 
         Args:
             module: The federated module.
@@ -97,7 +97,7 @@ class Executor(Recorded, ABC):
         return Compilation(False)
 
     def clients_together(self, clients: int) -> int | None:
-        """Return how many of ``clients`` share one pass; None if each client has its own."""
+        """Return how many of ``clients`` share one pass; None if each client has its own pass."""
         return None
 
     def close(self) -> None:  # most executors hold no resources
@@ -106,7 +106,7 @@ class Executor(Recorded, ABC):
 
 @contextmanager
 def computing(module: ClientTask, batch: Any) -> Iterator[None]:
-    """Add the model, loss and batch to an exception; explain inputs that do not fit the model."""
+    """Add model, loss and batch to exceptions of the block; explain inputs that do not fit."""
     try:
         with doing(lambda: _computation(module, batch)):
             yield
@@ -136,7 +136,7 @@ def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
 
 
 def _computation(module: ClientTask, batch: Any) -> str:
-    """Describe the model, the loss and the batch, and valid batches, for an error message."""
+    """Return the model, the loss, the batch and valid batches in words, for an error message."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
     return (
@@ -166,14 +166,14 @@ def client_loss(module: ClientTask, batch: Any) -> Tensor:
 
 
 def client_losses(module: ClientTask, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return a client's reported loss, and its sum with all terms of ``add_loss``, to differentiate."""
+    """Return a client's reported loss, and the loss plus all ``add_loss`` terms, for gradients."""
     with collecting() as terms:
         loss = client_loss(module, batch)
     return loss, sum(terms, loss)
 
 
 def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize | None:
-    """Return an error that names a remedy if ``torch.func.vmap`` cannot run a model, else None."""
+    """Return an error with a remedy if ``error`` means that vmap cannot run the model, else None."""
     message = str(error)
     if not any(words in message for words in ("atching rule not implemented", "vmap", "functorch transform")):
         return None

@@ -30,10 +30,10 @@ class Choice(NamedTuple):
 
 
 def choose_executor(module: ClientTask, num_clients: int) -> Choice:
-    """Choose the probably fastest executor; the choice changes results by rounding alone.
+    """Choose the probably fastest executor; the choice affects only rounding.
 
-    On a GPU, clients run all at once if the model and its batches allow it. Otherwise, and on
-    other devices, clients run one after the other.
+    On a GPU, all clients are computed at once if the model and its batches allow it. Otherwise
+    clients are computed one after the other.
 
     Args:
         module: The federated module, on its device.
@@ -56,7 +56,7 @@ def decide_compilation(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> bool:
-    """Decide whether an executor compiles: on all ranks, or on none if one rank cannot.
+    """Decide whether an executor compiles on all ranks; if one rank cannot, none compiles.
 
     Args:
         task: The federated module.
@@ -91,5 +91,5 @@ def usable_cores() -> int:
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, min(allowed, ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no such file, or "max": no quota
+    except (OSError, ValueError):  # the file is missing, or it says "max", that is, no quota
         return allowed

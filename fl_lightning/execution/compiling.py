@@ -13,16 +13,16 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Least values in a run's BN layers: at 3 ns each (one thread), compiling saves ten times its 40 s."""
+"""Fewest input values of BN layers in a run. Compiling saves 3 ns each, ten times its cost of 40 s."""
 
 _FEWEST_STEPS = 1000
-"""Least local steps in a run; with fewer, values are not counted."""
+"""Fewest local steps in a run; with fewer steps, values are not counted."""
 
 _KNOWN = ("fl_lightning", "torch", "torchvision", "timm")
 """Packages whose layers are static and therefore safe to compile."""
 
 _MOST_GRAPHS = 64
-"""Most graphs (one per shape and mode) of a model; more mean that it changes in each step."""
+"""Maximum number of graphs (one per shape and mode); more mean that the model changes every step."""
 
 
 def decide(
@@ -34,7 +34,7 @@ def decide(
 ) -> Compilation:
     """Decide whether passes are compiled, from the plan and the machine's compiler alone.
 
-    The decision ignores timings and the number of ranks: neither may change results.
+    The decision ignores timings and the number of ranks, since neither may change results.
 
     Args:
         setting: The setting ``compile`` of the executor.
@@ -48,8 +48,8 @@ def decide(
     """
     if setting is False:
         return Compilation(False)
-    # Start autograd's threads before the compiler asks for a GPU, whether there is one or not. Otherwise
-    # autograd would start a thread for it, and forks of this process could not compute gradients.
+    # Start autograd's threads before the compiler queries the GPU. Otherwise autograd would start a
+    # thread for it (even without a GPU), and forks of this process could not compute gradients.
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     if setting != "auto":
         choice = Compilation(setting)
@@ -87,9 +87,9 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
 
 
 class _Values(NamedTuple):
-    """Input values of BN layers and of max pooling in a forward pass.
+    """Number of input values of BN layers, and of max pooling, in a forward pass.
 
-    Compiling makes max pooling slower by twice the time per value that it saves in BN.
+    Compiling saves time per value in BN, but costs twice this time per value in max pooling.
     """
 
     normalised: int
@@ -110,25 +110,25 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
 
 def _count(module: ClientTask, batch: Any) -> _Values | None:
-    """Count values in a forward pass of fake tensors; return None if the model needs real ones."""
+    """Count values in a forward pass with fake tensors; None if the model needs real tensors."""
     state = dict([*module.model.named_parameters(), *module.model.named_buffers()])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _Counting() as counting:
         fake = {name: mode.from_tensor(value) for name, value in state.items()}
         try:
             with module.slots.filled(fake):
                 module.client_loss(batch)
-        except Exception:  # noqa: BLE001  # the first local step explains a user's mistake
+        except Exception:  # noqa: BLE001  # the first local step explains a mistake of the user
             return None
     return _Values(counting.normalised, counting.pooled)
 
 
 def _trouble() -> str | None:
-    """Return why compiling fails on this machine, None if it works."""
-    # imported late: it takes a second, and few runs need it
+    """Return why compiling fails on this machine, None if compiling works."""
+    # imported late: the import takes a second, and few runs need it
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    AsyncCompile.pool.cache_clear()  # a fork of a process that has compiled inherits a pool without threads
+    AsyncCompile.pool.cache_clear()  # a fork inherits the pool, but not its threads
     try:
         get_cpp_compiler()
         _try()
@@ -146,13 +146,13 @@ def _try() -> None:
 @contextmanager
 def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
     """Run compiled code for the model's calls, one graph per shape, whatever shapes came before."""
-    # torch stops compiling beyond its default limit, which a resumed run would reach in another step
+    # torch's default limit ends compilation; a resumed run would reach it at another step
     settings = {
         "recompile_limit": _MOST_GRAPHS,
         "accumulated_recompile_limit": 1_000_000,
         "fail_on_recompile_limit_hit": True,
     }
-    eager_draws = {"fallback_random": True}  # the model draws the same random numbers as without compiling
+    eager_draws = {"fallback_random": True}  # draw the same random numbers as without compiling
     before = model._compiled_call_impl
     model._compiled_call_impl = compiled
     try:

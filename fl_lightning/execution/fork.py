@@ -28,14 +28,14 @@ from fl_lightning.launched import silence
 from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MISSES_ANOTHER = 3  # exit code of a rank that has lost another rank
+_MISSES_ANOTHER = 3  # exit code of a rank that has lost its connection to another rank
 _FOLDER = "fl_lightning-ranks-"  # prefix of the folder's name
 _FRESH = 60.0  # seconds after which the folder of a running run is certainly locked
 _PIPE_BYTES = 65536  # capacity of a pipe
 
 
 class OneMachine(LightningEnvironment):
-    """Environment of ranks that a run starts itself on one machine; it ignores a scheduler's.
+    """Environment of ranks that a run starts itself on one machine, independent of a scheduler.
 
     Attributes:
         own_rank: Rank of this process.
@@ -49,15 +49,15 @@ class OneMachine(LightningEnvironment):
         return self.own_rank
 
     def node_rank(self) -> int:
-        """Return 0: there is one machine."""
+        """Return 0, as there is one machine."""
         return 0
 
 
 class ForkLauncher(_Launcher):
-    """Launcher of the other ranks of this machine as forks of this process, with its memory.
+    """Launcher of this machine's other ranks, as forks that share this process's memory.
 
-    This process stays rank 0 of its machine and alone has loggers, the terminal and signals. The
-    other ranks end with it, or with the launched function. On CPUs every rank uses one thread.
+    This process is rank 0 of its machine and alone has loggers, the terminal and signals. The other
+    ranks end with rank 0 or with the launched function. On CPUs every rank uses one thread.
 
     Args:
         strategy: The ``CohortStrategy`` of the ranks.
@@ -69,7 +69,7 @@ class ForkLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Return True: notebooks can use the launcher."""
+        """Return True, as notebooks can use the launcher."""
         return True
 
     def launch(
@@ -112,7 +112,7 @@ class ForkLauncher(_Launcher):
     def kill(self, signum: Any) -> None:
         """Send a signal to the other ranks and wait for their end."""
         for pid, pipe in self._others.values():
-            with suppress(ProcessLookupError):  # the process may have been waited for elsewhere
+            with suppress(ProcessLookupError):  # the process may have ended
                 os.kill(pid, signum)
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
@@ -122,11 +122,11 @@ class ForkLauncher(_Launcher):
     def _fork(self, rank: int, run: Callable[[], Any], trainer: L.Trainer | None) -> tuple[int, int]:
         """Fork this process; return the fork's process id and the pipe for its failure report."""
         ours, theirs = os.pipe()
-        # the fork blocks these signals for good: only rank 0 decides when a stopped run ends its round
+        # the fork blocks these signals for good: only rank 0 decides when a run stops
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of forks beside threads; a rank takes no lock that a thread may hold
+                # Python 3.12 warns of forks beside threads; a rank needs no lock of a thread
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -142,7 +142,7 @@ class ForkLauncher(_Launcher):
         return pid, ours
 
     def why_one_ended(self) -> Exception | None:
-        """Return why a rank of this machine has ended, other than for a lost rank; else None."""
+        """Return why a rank of this machine ended, unless it lost another rank; else None."""
         for rank, (pid, pipe) in self._others.items():
             ended = status = 0
             with suppress(ChildProcessError):
@@ -161,9 +161,9 @@ class ForkLauncher(_Launcher):
 
 @contextmanager
 def _meeting_folder() -> Iterator[str]:
-    """Make a folder in which ranks find each other, after removing the folders of killed runs.
+    """Remove the folders of killed runs, and make a folder in which ranks find each other.
 
-    The folder is locked while its run lives: the system releases the lock with the last rank.
+    The folder is locked while its run lives; when the last rank ends, the system releases the lock.
     """
     for left in Path(gettempdir()).glob(f"{_FOLDER}*"):
         with suppress(OSError), locked(left, folder=True, wait=False, certain=True) as file:
@@ -171,14 +171,14 @@ def _meeting_folder() -> Iterator[str]:
             if state.st_uid == os.getuid() and time.time() - state.st_mtime > _FRESH:
                 shutil.rmtree(left)
     with TemporaryDirectory(prefix=_FOLDER) as folder, ExitStack() as held:
-        # on a file system without locks, no folder is removed
+        # on a file system without locks, folders of killed runs stay
         held.enter_context(locked(Path(folder), folder=True))
         yield folder
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
     """Run a function as another rank, without loggers and output, and exit."""
-    gc.freeze()  # collecting an earlier run's process group would wait for threads that a fork lacks
+    gc.freeze()  # freeing an earlier run's process group would wait for threads that a fork lacks
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:

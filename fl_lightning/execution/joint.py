@@ -1,4 +1,4 @@
-"""The executor of one forward pass over the clients of all ranks."""
+"""The executor of a local step in which one forward pass joins the clients of all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +20,8 @@ def joint_executor(method: str, ranks: Ranks | None = None) -> VectorizedExecuto
 
     Args:
         method: Name of the method, for messages.
-        ranks: Ranks that take part, each with its clients. A rank without clients computes another
-            rank's client, whose values it does not send. None: this process has all clients.
+        ranks: The participating ranks, each with its clients. A rank without clients computes a
+            client of another rank, but sends no values. None: this process has all clients.
     """
     return _JointExecutor(method, ranks or Ranks())
 

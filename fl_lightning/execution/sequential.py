@@ -16,13 +16,13 @@ from fl_lightning.randomness import derive_seed, seed_global
 
 
 class SequentialExecutor(Executor):
-    """One client after the other: the reference, and the right choice on one core.
+    """Executor of one client after the other: the reference, and the fastest on one core.
 
     Args:
         compile: Whether the model is compiled (``torch.compile``), once for all clients. Compiling
-            takes half a minute at the start, again for other shapes of batches and when a method
-            freezes BN statistics; results differ by rounding. ``"auto"`` compiles on a CPU if the
-            run has enough steps and enough BN. Evaluation is not compiled.
+            takes half a minute at the start, for each new batch shape, and when a method freezes BN
+            statistics. Results differ by rounding. ``"auto"`` compiles on a CPU if the run has
+            enough steps and enough BN. Evaluation is not compiled.
 
     Raises:
         ConfigurationError: ``compile`` is neither true, false nor ``"auto"``.
@@ -40,7 +40,7 @@ class SequentialExecutor(Executor):
         self._compiled: tuple[nn.Module, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the compiled model: a copy compiles its own."""
+        """Drop the compiled model, as a copy compiles its own."""
         return {**vars(self), "_compiled": None}
 
     def decide_compilation(
@@ -73,16 +73,16 @@ class SequentialExecutor(Executor):
         return compiled_calls(*self._compiled)
 
     def _client(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
-        """Compute a client's step, return its loss and free its memory, against fragmentation."""
+        """Compute a client's step and return its loss; free memory here, against fragmentation."""
         state = cohort.row_state(row)
-        # The model's own draws, such as stochastic depth, are a function of (seed, round, client, step).
+        # seed the model's own random numbers (stochastic depth) by (seed, round, client, step)
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
-            # inside: checkpointed layers and hooks need the client's state in the backward pass, too
+            # within the block: in a backward pass checkpointed layers and hooks need the client's state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
-        cohort.take_up(row, updated)  # last: a compiled backward pass may read the replaced tensors
+        cohort.take_up(row, updated)  # after the backward pass, which may read the replaced tensors
         cohort.put_gradients(row, gradients)
         return loss.detach()

@@ -1,4 +1,4 @@
-"""The strategy for several devices or cores: ranks share the clients and replicate the server."""
+"""The strategy for several devices or cores: ranks divide the clients and replicate the server."""
 
 import os
 from collections.abc import Callable
@@ -22,29 +22,29 @@ from fl_lightning.execution.choice import usable_cores
 from fl_lightning.execution.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
-_MORE_THAN_CORES = 8  # most ranks beyond one per core, so that a small machine can try many ranks
+_MORE_THAN_CORES = 8  # ranks allowed beyond one per core, to try many ranks on a small machine
 _POLL = 0.1  # seconds between checks whether a rank has ended
 
 
 class CohortStrategy(ParallelStrategy):
-    """Strategy in which ranks share the clients' local steps; each computes the server's update.
+    """Strategy in which ranks divide the clients' local steps; each computes the server's update.
 
-    The module is not wrapped: gradients are not reduced, buffers not broadcast, samplers not
-    replaced. With SequentialExecutor, equal threads per rank and equal CPU capability, results
-    equal those of one process bit for bit. Ranks on one machine are forks of the process, with one
-    CPU thread each, unless ``torchrun`` or Slurm starts them. CPUs use gloo, GPUs NCCL.
+    The module is not wrapped: gradients are not reduced, buffers are not broadcast, and samplers
+    are not replaced. With SequentialExecutor, as many threads per rank and the same CPU capability,
+    results equal those of one process bit for bit. Ranks on one machine are forks of the process
+    with one CPU thread each, unless ``torchrun`` or Slurm starts them. CPUs use gloo, GPUs NCCL.
 
     Args:
-        timeout: Time limit for waiting for another rank.
-        accelerator: The accelerator; this and all further arguments are set by the trainer.
+        timeout: Longest wait for another rank.
+        accelerator: The accelerator. The trainer sets this and all further arguments.
         parallel_devices: Devices of this machine's ranks.
         cluster_environment: Addresses and numbers of the ranks.
         checkpoint_io: The plugin that writes checkpoints.
         precision_plugin: The precision plugin.
 
     Attributes:
-        ranks: The ranks of the run; a single one outside of ``fit`` and similar calls.
-        meeting_place: File in which forked ranks find each other; None: they use an address.
+        ranks: The ranks of the run; a single rank outside of ``fit``, ``validate`` and ``test``.
+        meeting_place: File in which forked ranks find each other; None: ranks use an address.
     """
 
     is_distributed = True  # read by Lightning
@@ -77,7 +77,7 @@ class CohortStrategy(ParallelStrategy):
         return len(self.parallel_devices or ())
 
     def set_world_ranks(self) -> None:
-        """Set this process's rank and the number of ranks in the environment and in Lightning."""
+        """Tell the environment and Lightning this process's rank and the number of ranks."""
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -109,7 +109,7 @@ class CohortStrategy(ParallelStrategy):
         self.meet()
 
     def meet(self) -> None:
-        """Connect to the other ranks, if there are any and no connection exists.
+        """Connect to the other ranks, unless there are none or the ranks are connected.
 
         Raises:
             ConfigurationError: A rank has ended or does not connect in time.
@@ -118,7 +118,7 @@ class CohortStrategy(ParallelStrategy):
             return
         if not dist.is_initialized():
             store = self._wait_for(self._find_others)
-            if self.root_device.type == "cuda":  # in this thread: the current device is set per thread
+            if self.root_device.type == "cuda":  # in this thread, as the current device is per thread
                 self._join(store)
             else:
                 self._wait_for(lambda: self._join(store))
@@ -127,7 +127,7 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _wait_for(self, compute: Callable[[], Any]) -> Any:
-        """Compute in a thread, since signals and ended ranks cannot interrupt waiting in C++."""
+        """Compute in a thread, as neither signals nor ended ranks interrupt a wait in C++."""
         future: Future[Any] = Future()
         Thread(target=_fulfil, args=(future, compute), daemon=True).start()
         while not wait([future], _POLL).done:
@@ -212,7 +212,7 @@ class CohortStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor unchanged: every rank already has the result of the whole run."""
+        """Return the tensor unchanged, as every rank already has the result of the entire run."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -21,9 +21,9 @@ _log = logging.getLogger("fl_lightning")
 
 
 class VectorizedExecutor(Executor):
-    """All clients of a block at once with ``torch.func.vmap``.
+    """Executor of all clients of a block at once, with ``torch.func.vmap``.
 
-    If a GPU runs out of memory, blocks are halved from then on.
+    If a GPU runs out of memory, the block size is halved from then on.
 
     Args:
         block_size: Clients in a block; None: the whole cohort. Smaller blocks need less memory.
@@ -48,7 +48,7 @@ class VectorizedExecutor(Executor):
         self.block_size, self.where_possible = block_size, where_possible
         self._largest: int | None = None
         self._warned: set[str] = set()
-        # for messages: the component that needs equal batches, and the remedy
+        # for messages: the class that needs batches of equal shape, and the remedy
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
@@ -78,18 +78,18 @@ class VectorizedExecutor(Executor):
                     self._warned.add(str(reason))
                     _log.warning("one client after the other: %s", reason)
                 one_by_one, size = True, len(rows) - done
-            if one_by_one:  # outside of the handlers, which must not catch errors of this fallback
+            if one_by_one:  # after the try, whose handlers must not catch errors of this fallback
                 rest = BatchStack(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
             done += size
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def clients_together(self, clients: int) -> int:
-        """Return the size of a block, halved as far as memory required it."""
+        """Return the size of a block, halved as often as memory required."""
         return min(self.block_size or clients, self._largest or clients, clients)
 
     def close(self) -> None:
-        """Forget the halved block size."""
+        """Reset the halved block size."""
         self._largest = None
 
     def _stacked(self, batch: BatchStack) -> Any:
@@ -136,7 +136,7 @@ class VectorizedExecutor(Executor):
         }
         if unused := [name for name, g in zip(trained, gradients, strict=True) if g is None]:
             cohort.leave_out(rows, unused)
-        for block, layout in cohort.params.layout.items():  # parameters that the forward pass changed
+        for block, layout in cohort.params.layout.items():  # write back what the forward pass changed
             if any(params[name]._version != versions[name] for name in layout.shapes):
                 cohort.params.write(index, block, params)
         for block in cohort.trained_blocks:
@@ -148,7 +148,7 @@ class VectorizedExecutor(Executor):
 
 @contextmanager
 def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Set ``momentum=None`` (cumulative average) to 1/(k+1): vmap cannot read the counter k."""
+    """Replace ``momentum=None`` (cumulative average) by 1/(k+1), as vmap cannot read counter k."""
     seen: dict[str, int] = {}
     cumulative = {name: layer for name, layer in batch_norm_layers(model).items() if layer.momentum is None}
     try:

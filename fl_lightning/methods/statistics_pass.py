@@ -38,7 +38,7 @@ Statistics = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance ``[channels]`` by the qualified name of the BN layer."""
 
 Sums = tuple[Tensor, Tensor, Tensor]
-"""Count, mean and sum of squared deviations; or number of batches, sum of means, sum of variances."""
+"""Count, mean, sum of squared deviations; or number of batches, sum of means, sum of variances."""
 
 
 @torch.inference_mode(mode=False)  # data modules may cache tensors here that training needs later
