@@ -9,7 +9,7 @@ from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Move at which the iteration ends, in units of the point's median distance to the rows."""
+"""Step length at which the iteration ends, relative to the point's median distance to the rows."""
 
 _SMOOTHING = 1e-10
 _ITERATIONS = 10_000
@@ -19,16 +19,16 @@ class GeometricMedian(MixingRule):
     """Geometric median: the point whose distances to all clients have the smallest sum.
 
     Smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for Federated Learning",
-    arXiv 1912.13445) to convergence. The point is a mean of the rows, with shares inverse to their
-    distances. The distances follow from the rows' inner products, so the iteration updates n
-    numbers, not d. Rows with a non-finite value are left out. If weighted, each distance counts by
-    its client's weight. Only ``pre`` may need ``f``. See
+    arXiv 1912.13445) to convergence. The point is a mean of the rows, with shares inversely
+    proportional to their distances. The distances follow from the rows' inner products, so the
+    iteration updates n numbers instead of d. Rows with a non-finite value are left out. If
+    weighted, each distance is multiplied by its client's weight. Only ``pre`` may need ``f``. See
     :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
     """
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
         """Return the rows' shares in their geometric median."""
-        # on the host: a GPU would launch a kernel for each of thousands of steps on n numbers
+        # on the CPU: a GPU would launch kernels for thousands of steps on only n numbers
         finite = ~distances.rejected.cpu()
         shares = torch.full((len(finite),), 1 / len(finite), dtype=torch.float64)
         if finite.any():
@@ -42,11 +42,11 @@ class GeometricMedian(MixingRule):
 
 
 def _median_rows(gram: Tensor, squared: Tensor, weights: Tensor) -> Tensor | None:
-    """Return the shares ``[n]`` of rows at the geometric median, None if it lies at no row.
+    """Return shares ``[n]`` if the geometric median is one of the rows, else None.
 
-    The iteration would creep there. A row is a geometric median if the weighted sum of the unit
-    vectors to the other rows is no longer than the weight at its place. An even number of rows on a
-    line has two such places: the result is between.
+    Near a row the iteration would converge slowly. A row is a geometric median if the weighted sum
+    of the unit vectors to the other rows is no longer than the weight of all rows at this point. An
+    even number of rows on a line has two such points: the result is between them.
     """
     inverse = torch.where(squared > 0, squared.rsqrt(), 0) * weights
     units = inverse - inverse.sum(1).diag()
@@ -72,16 +72,16 @@ def _iterate(gram: Tensor, weights: Tensor) -> Tensor:
 
 
 class CenteredClipping(MixingRule):
-    """Centred clipping: a start point plus the mean of the deviations from it, clipped to tau.
+    """Centred clipping: a start point plus the mean of the clients' clipped deviations from it.
 
     Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", arXiv
-    2012.10333. The paper starts at the last round's result; this rule keeps no state and **starts
+    2012.10333. The paper starts at the last round's result. This rule keeps no state and **starts
     at the coordinate-wise median**, so the result is equivariant to translation. Rows with a
-    non-finite value are left out. All clients count alike.
+    non-finite value are left out. All clients have equal weight.
 
     Args:
-        tau: Largest L2 norm of a client's deviation, in the parameters' unit; positive.
-        iterations: Number of moves of the point, 1 or more.
+        tau: L2 norm to which a client's deviation is clipped, in the parameters' unit; positive.
+        iterations: Number of iterations, 1 or more; each starts from the last result.
         f: Byzantine clients to withstand in a round. Only ``pre`` may need it.
         pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
@@ -106,7 +106,7 @@ class CenteredClipping(MixingRule):
         self.tau, self.iterations = tau, iterations
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """Return the rows' shares, clip factors / n after one iteration; the start has the rest."""
+        """Return the rows' shares: clip factors / n after one iteration; the start has the rest."""
         gram = distances.gram.masked_fill(distances.rejected | distances.rejected[:, None], 0)
         finite = (~distances.rejected).double()
         if not finite.any():

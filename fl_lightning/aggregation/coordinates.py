@@ -1,9 +1,9 @@
 """Coordinate-wise rules: median and trimmed mean (Yin et al. 2018, arXiv 1803.01498) and others.
 
-Each column is sorted in full, by numpy on a CPU. At 100 rows, with AVX-512, numpy's sort is 14
-times as fast as torch's. A partial selection (numpy's, torch's) or a sorting network over rows
+Each column is sorted completely, on a CPU by numpy: at 100 rows with AVX-512, numpy's sort is 14
+times as fast as torch's. A partial selection (numpy's or torch's) or a sorting network over rows
 takes at least twice as long. At 10 rows the network would take half the time, 7 ms less for 270,000
-columns. Columns are processed in chunks to bound memory.
+columns. Columns are processed in chunks to limit memory.
 """
 
 from abc import abstractmethod
@@ -24,13 +24,13 @@ _LARGE_CHUNK = 2**24  # other devices: few kernel launches
 
 
 class CoordinateRule(RobustAggregator):
-    """A rule that averages each column's values with shares that depend on their order."""
+    """A rule that averages each column's values with shares by their rank in the column."""
 
     @abstractmethod
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
         """Return the shares ``[c, n]`` of the values of sorted columns ``[c, n]``.
 
-        ``weights`` has the shape ``[c, n]``, or ``[1, n]`` if all clients count alike.
+        ``weights`` has the shape ``[c, n]``, or ``[1, n]`` if all clients have equal weight.
         """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
@@ -51,9 +51,9 @@ class CoordinateRule(RobustAggregator):
 class Median(CoordinateRule):
     """Coordinate-wise median; for an even number of clients the mean of the two middle values.
 
-    NaN counts as the largest value, so fewer than n/2 NaNs in a column leave its median within the
-    other values. The weighted median is the value at half of all weight, or the mean of two values
-    if half lies between them. Only ``pre`` may need ``f``. See
+    NaN is the largest value in the order, so with fewer than n/2 NaNs in a column the median is
+    within the other values. The weighted median is the value at half of the total weight, or the
+    mean of two values if half lies between them. Only ``pre`` may need ``f``. See
     :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
     """
 
@@ -69,9 +69,9 @@ class Median(CoordinateRule):
 class TrimmedMean(CoordinateRule):
     """Coordinate-wise trimmed mean: the mean without the f smallest and the f largest values.
 
-    NaN counts as the largest value, so up to f NaNs in a column are dropped. With f = 0 the rule is
-    the mean. If weighted, the weight of the f heaviest clients is trimmed at either end, and the
-    rows at the ends count in part. Settings:
+    NaN is the largest value in the order, so up to f NaNs in a column are dropped. With f = 0 the
+    rule is the mean. If weighted, the weight of the f heaviest clients is trimmed at either end; a
+    row at the edge keeps a part of its weight. Settings:
     :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
@@ -96,14 +96,14 @@ class TrimmedMean(CoordinateRule):
             n, result = len(block), block.new_empty(block.shape[1])
             for columns in chunks(block):
                 ascending = _sorted(block[:, columns])
-                # deviations from the middle value: exact if all averaged values are equal
+                # average deviations from the middle value: exact if all averaged values are equal
                 middle = ascending[:, n // 2, None]
                 result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
             results.append(result)
         return results
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return equal shares of the values that are not trimmed, by weight."""
+        """Return shares, proportional to the weights that are not trimmed."""
         trimmed = byzantine_mass(weights[0], self.f, "TrimmedMean.f")
         return within(weights, trimmed, 1 - trimmed)
 
@@ -113,7 +113,7 @@ class MeanAroundMedian(CoordinateRule):
 
     Xie et al. 2018, "Generalized Byzantine-tolerant SGD", arXiv 1802.10116. Of two values equally
     far from the median the lower one is taken. Non-finite values are the farthest. With f = 0 the
-    rule is the mean. All clients count alike.
+    rule is the mean. All clients have equal weight.
 
     Args:
         f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
@@ -127,11 +127,11 @@ class MeanAroundMedian(CoordinateRule):
         super().__init__(f, pre, per)
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return 1 / (n - f) for each value closest to the median; they are neighbours in order."""
+        """Return 1 / (n - f) for the values closest to the median, which are consecutive."""
         n = ascending.shape[1]
         count = n - self.f
         middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
-        # the window of values moves up while the next value above is closer than its lowest value
+        # move the window up while the value above it is closer to the median than its lowest value
         first = (ascending[:, count:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
         place = torch.arange(n, device=ascending.device)
         return ((place >= first) & (place < first + count)).to(ascending.dtype).div_(count)
@@ -140,13 +140,13 @@ class MeanAroundMedian(CoordinateRule):
 def mix_by_position(
     rows: Tensor, weights: Tensor | None, positions: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Average each column's values with shares by their order; a value of share 0 is ignored.
+    """Average each column's values with shares by rank; values with share 0 are ignored.
 
     Args:
         rows: Shape ``[n, d]``.
-        weights: The rows' weights ``[n]``; None: all alike.
-        positions: Function of sorted columns ``[c, n]``, NaN last, and weights to shares ``[c,
-            n]``.
+        weights: The rows' weights ``[n]``; None: equal weights.
+        positions: Function of sorted columns ``[c, n]`` (NaN last) and weights that returns shares
+            ``[c, n]``.
 
     Returns:
         Shape ``[d]``.
@@ -159,7 +159,7 @@ def mix_by_position(
         else:
             ascending, order = rows[:, columns].t().sort(dim=1)
             shares = positions(ascending, weights[order]).to(rows.dtype)
-        # deviations from a value with a share: exact if all such values are equal
+        # average deviations from a value with a share: exact if all such values are equal
         base = ascending.gather(1, shares.argmax(1, keepdim=True))
         deviation = (ascending - base).masked_fill_(shares == 0, 0)
         result[columns] = deviation.mul_(shares).sum(1).add_(base[:, 0])
@@ -168,7 +168,7 @@ def mix_by_position(
 
 @torch.no_grad()
 def median(rows: Tensor) -> Tensor:
-    """Return the median per coordinate of ``rows [n, d]``, ``[d]``; NaN counts as the largest."""
+    """Return the median per coordinate of ``rows [n, d]``, ``[d]``; NaN is the largest value."""
     n = len(rows)
     result = rows.new_empty(rows.shape[1])
     for columns in chunks(rows):

@@ -29,11 +29,11 @@ class NNM(PreAggregator):
     Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Ties go to the lower index. A row
     with a non-finite value is the farthest from all rows and becomes NaN itself, so that the next
     rule drops it. With f = 0 every row becomes the mean. If weighted, a row mixes its nearest rows
-    until they hold all weight except that of the f heaviest clients; the last row counts in part.
+    until they have the total weight without the f heaviest clients; the last row is mixed in part.
     """
 
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """Mix each client with its n - f nearest, by distances over all blocks together."""
+        """Mix each client with its n - f nearest clients, by distances over all blocks together."""
         distances = measure(blocks)
         closest = distances.squared.argsort(dim=1, stable=True)
         if weights is None:
@@ -49,7 +49,7 @@ class Krum(RobustAggregator):
 
     Blanchard et al. 2017, "Machine Learning with Adversaries". A client's score is the mean of its
     squared distances to the closest other clients. Ties go to the lower index. A row with a
-    non-finite value has the highest score. All clients count alike.
+    non-finite value has the highest score. All clients have equal weight.
 
     Args:
         f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
@@ -59,7 +59,7 @@ class Krum(RobustAggregator):
             library; ``"blanchard"``: n - f - 2, as in the paper.
 
     Raises:
-        ConfigurationError: f is out of range, or the score unknown.
+        ConfigurationError: f is out of range, or the score is unknown.
     """
 
     f: int
@@ -92,7 +92,7 @@ class Krum(RobustAggregator):
         return _equal_shares(self.ranking(squared_distances(blocks))[None, :1], len(blocks[0]))[0]
 
     def ranking(self, squared: Tensor) -> Tensor:
-        """Rank clients by score, then index: squared distances ``[n, n]`` to int64 ``[n]``."""
+        """Return clients by ascending score, then index, from squared distances ``[n, n]``."""
         neighbours = len(squared) - self.f - (1 if self.score == "byzfl" else 2)
         others = squared.sort(dim=1).values[:, 1 : neighbours + 1]
         return others.sum(1).argsort(stable=True)
@@ -121,7 +121,7 @@ class MixingRule(RobustAggregator):
 
     @abstractmethod
     def mixing(self, distances: "Distances", weights: Tensor | None) -> Tensor:
-        """Return the rows' shares ``[n]``, 0 if rejected; the centres have the rest up to 1."""
+        """Return the rows' shares ``[n]``, 0 if rejected; the centres have the remaining share."""
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """Mix the rows with the shares of :meth:`mixing`."""
@@ -141,7 +141,7 @@ class Distances(NamedTuple):
         gram: Inner products of the rows' deviations from the centres, float64 ``[n, n]``.
         squared: Squared distances, float64 ``[n, n]``: infinite for rejected rows, diagonal 0.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
-        centres: Origin of the deviations per block, ``[d_k]``; default: the median.
+        centres: Origin of the deviations in each block, ``[d_k]``; default: the median.
     """
 
     gram: Tensor
@@ -155,8 +155,8 @@ def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Di
     """Measure the distances between the clients' vectors, which span all blocks.
 
     The distances come from the Gram matrix of the deviations from the coordinate-wise median, in
-    float64. A matrix product is an order of magnitude faster than pairwise differences. Deviations
-    from the median avoid cancellation between close rows, however far a minority of outliers lies.
+    float64. A matrix product is an order of magnitude faster than pairwise differences. With
+    deviations from the median, far outliers (a minority) cause no cancellation between close rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
@@ -178,9 +178,9 @@ def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Di
 
 @torch.no_grad()
 def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
-    """Return the squared Euclidean distances of :func:`measure` alone, float64 ``[n, n]``.
+    """Return only the squared Euclidean distances of :func:`measure`, float64 ``[n, n]``.
 
-    Few rows are compared pair by pair, which needs no centre and avoids cancellation.
+    Few rows are compared in pairs; this needs no centre and avoids cancellation.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
@@ -204,12 +204,12 @@ def mix(
 ) -> list[Tensor]:
     """Return ``shares @ block`` for each block, exact if the mixed rows equal the centre.
 
-    A result with a share of a rejected row is NaN; other results ignore rejected rows.
+    A result in which a rejected row has a share is NaN; other results ignore rejected rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        shares: Non-negative shares, float64 ``[m, n]``; the centre has the rest of a row up to 1.
-        centres: A point of each block amid most rows, ``[d_k]``.
+        shares: Non-negative shares, float64 ``[m, n]``; the centre has each row's remaining share.
+        centres: A point of each block that is close to most rows, ``[d_k]``.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
 
     Returns:

@@ -1,7 +1,7 @@
 """The robust rules as functions of rows ``[n, d]``; see their classes for the definitions.
 
 All raise :class:`~fl_lightning.errors.ConfigurationError` if f is negative or not below n/2. All
-clients count alike, except in the functions that take weights.
+clients have equal weight, except in functions with an argument ``weights``.
 """
 
 import torch
@@ -69,11 +69,11 @@ def weighted_median(rows: Tensor, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def weighted_trimmed_mean(rows: Tensor, weights: Tensor, t: float) -> Tensor:
-    """Return the mean per coordinate, ``[d]``, without a share ``t`` of all weight at either end.
+    """Return the mean per coordinate, ``[d]``, without a share ``t`` of the weight at either end.
 
     Args:
-        rows: Shape ``[n, d]``; NaN counts as the largest value.
-        weights: Non-negative weights ``[n]``. A row at an edge counts in part.
+        rows: Shape ``[n, d]``; NaN is the largest value.
+        weights: Non-negative weights ``[n]``. A row at an edge is trimmed in part.
         t: Trimmed share at either end, in [0, 1/2).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Limits on the number and the weight of Byzantine clients, and shares of weighted rows."""
+"""Limits on number and weight of Byzantine clients, and shares of weighted rows."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Cumulative weights this close, as shares of all, are equal: rounding must not break ties."""
+"""Largest difference between equal cumulative weights (shares): rounding must not break ties."""
 
 
 def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: str = "clients") -> None:
@@ -16,7 +16,7 @@ def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: 
         setting: Name of the setting, such as ``"TrimmedMean.f"``.
         f: Byzantine clients to withstand.
         num_clients: Clients in a round; None if not known yet.
-        whom: The noun that ``num_clients`` counts, for the message.
+        whom: The noun after ``num_clients`` in the message.
     """
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
         raise ConfigurationError(f"{setting}: {f!r} must be a whole number of at least 0")
@@ -29,7 +29,7 @@ def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: 
 
 
 def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
-    """Return the share of all weight that the f largest weights hold.
+    """Return the share of the f largest weights in the total weight.
 
     Args:
         weights: Non-negative weights ``[n]``.
@@ -51,11 +51,11 @@ def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
 
 
 def within(ordered: Tensor, low: float, high: float) -> Tensor:
-    """Return the rows' shares in a range of the cumulative weight; rows at its ends count in part.
+    """Return the rows' shares in a range of cumulative weight; rows at its ends have a part.
 
     Args:
         ordered: Weights in the rows' order, float64 ``[c, n]``.
-        low: Start of the range, as a share of all weight.
+        low: Start of the range, as a share of the total weight.
         high: End of the range, above ``low``.
 
     Returns:

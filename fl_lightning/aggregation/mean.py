@@ -30,7 +30,7 @@ class Aggregator(Recorded, ABC):
     """A rule by which the server combines the clients' rows into one.
 
     Attributes:
-        per: Extent of a vector: ``"layer"`` or ``"model"``, all layers; None: the rule's default.
+        per: Extent of a vector: ``"layer"``, or ``"model"`` (all layers); None: the rule's default.
     """
 
     per: Per = None
@@ -40,7 +40,7 @@ class Aggregator(Recorded, ABC):
         """Aggregate ``rows [n, d]`` with ``weights [n]`` (sum 1) to ``[d]``."""
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate several blocks as one vector per client, for rules that measure distances.
+        """Aggregate several blocks that together are one vector per client.
 
         Args:
             blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
@@ -56,7 +56,7 @@ class Aggregator(Recorded, ABC):
         )
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return each client's share in the aggregate, the mean over coordinates, float64 ``[n]``."""
+        """Return clients' shares in the aggregate, averaged over coordinates, float64 ``[n]``."""
         raise ConfigurationError(
             f"{type(self).__name__} does not implement shares(blocks, weights), each client's share in the result"
         )
@@ -73,7 +73,7 @@ class WeightedMean(Aggregator):
         return weighted_mean(rows, weights)
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate block by block: the mean is linear, so the columns need not be joined."""
+        """Aggregate each block alone, as the mean of a column depends on this column only."""
         return [self(block, weights) for block in blocks]
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ class Mixed(NamedTuple):
     Attributes:
         blocks: The new rows, ``[m, d_k]`` each.
         shares: The clients' shares in the new rows, float64 ``[m, n]``; each row sums to 1.
-        weights: The new rows' weights, ``[m]``; None: all alike.
+        weights: The new rows' weights, ``[m]``; None: equal weights.
     """
 
     blocks: Sequence[Tensor]
@@ -48,7 +48,7 @@ class PreAggregator(Recorded, ABC):
         Args:
             blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
             f: Byzantine clients to withstand.
-            weights: Weight of each client, ``[n]``; None: all alike.
+            weights: Weight of each client, ``[n]``; None: equal weights.
         """
 
     def rows_left(self, num_clients: int) -> int:
@@ -57,11 +57,11 @@ class PreAggregator(Recorded, ABC):
 
     @property
     def rows_are(self) -> str:
-        """Return the noun for the new rows, for messages."""
+        """Return a noun for the new rows, for messages."""
         return "clients"
 
     def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
-        """Return new column blocks for the blocks ``[n, d_k]``, with all clients alike."""
+        """Return new column blocks for the blocks ``[n, d_k]``, with equal weights."""
         return list(self.mix(blocks, f).blocks)
 
 
@@ -111,7 +111,7 @@ class Bucketing(PreAggregator):
             means.append(block.new_empty(len(buckets), block.shape[1]))
             for mean, share, bucket in zip(means[-1], shares, buckets, strict=True):
                 rows = block[bucket]
-                # deviations from a row: exact if all rows are equal
+                # average deviations from a row: exact if all rows are equal
                 torch.add(rows[0], share[bucket].to(rows.dtype) @ (rows - rows[0]), out=mean)
         return Mixed(
             means, shares, None if weights is None else torch.stack([weights[b].sum() for b in buckets])

@@ -1,4 +1,4 @@
-"""Base class of the rules that withstand Byzantine clients."""
+"""Base class of rules that withstand Byzantine clients."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ Weighting = Literal["uniform", "weighted"]
 class RobustAggregator(Aggregator):
     """A rule that withstands f Byzantine clients in a round.
 
-    **All clients count alike by default**: the aggregation weights are ignored unless
-    ``weighting`` is ``"weighted"``. In that case each weight is first capped at ``max_weight``,
-    since attackers report their own sizes, and the f largest must sum to less than half of all.
+    **By default all clients have equal weight**: the aggregation weights are ignored unless
+    ``weighting`` is ``"weighted"``. Then each weight is first capped at ``max_weight``, as
+    attackers report their own sizes. The f largest must sum to less than half of the total.
 
     Args:
         f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
         pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
-        per: Extent of a vector: ``"model"``: all layers; ``"layer"``: one layer. Null: all layers
-            for parameters, one layer for running means and for running variances.
+        per: Extent of a vector: ``"model"`` (all layers) or ``"layer"``. Null: all layers for
+            parameters; one layer for running means, and one for running variances.
         weighting: ``"uniform"``, or ``"weighted"``: by aggregation weights, in ``pre`` as well.
         max_weight: Cap on a weight, in units of the clients' mean weight.
 
@@ -66,7 +66,7 @@ class RobustAggregator(Aggregator):
 
         Args:
             blocks: The rows, after ``pre``.
-            weights: Weight of each row, float64 ``[n]``; None: all alike.
+            weights: Weight of each row, float64 ``[n]``; None: equal weights.
         """
 
     @abstractmethod
@@ -91,8 +91,8 @@ class RobustAggregator(Aggregator):
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
         """Return each client's share in the aggregate, averaged over coordinates: float64 ``[n]``.
 
-        The shares sum to 1, or to less if the rule clips: the rest is the share of its start. A
-        ``pre`` that draws at random draws again.
+        The shares sum to 1, or to less if the rule clips: its start point has the rest. A random
+        ``pre`` draws anew.
         """
         if len(blocks[0]) == 1:
             return blocks[0].new_ones(1, dtype=torch.float64)
@@ -114,7 +114,7 @@ class RobustAggregator(Aggregator):
     def _prepare(
         self, blocks: Sequence[Tensor], weights: Tensor | None
     ) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
-        """Return the rows after ``pre``, the clients' shares in them (None: one each), weights."""
+        """Return the rows after ``pre``, the clients' shares in them (None: no ``pre``), weights."""
         self.check(len(blocks[0]))
         counted, of_clients = None, None
         if self.weighting == "weighted" and weights is not None:

@@ -56,8 +56,8 @@ class StatisticsAggregator:
     With the weighted mean, b = 0 gives FedAvg's statistics, b = 1 the law of total variance, and b
     = N / ((N - 1) beta) lines 9 and 10 of FBN (Guerraoui et al., arXiv 2405.14670), whose robust
     form replaces all averages by F. A layer's means are one vector and its variances another,
-    unless the rule's ``per`` is ``"model"``. A negative variance of a robust F is clamped to 0 and
-    counted.
+    unless the rule's ``per`` is ``"model"``. If a robust F gives a negative variance, it is clamped
+    to 0 and counted.
 
     Args:
         rule: The rule F.
@@ -65,8 +65,8 @@ class StatisticsAggregator:
             v stays positive, and a mean becomes geometric. ``"second_moment"``: the vector
             (m, v + b (m - c)^2) with the median c of the clients' means and b not 0; medians and
             trimmed means then give valid statistics, and a mean is exact. With a domain, a
-            client's layer with non-finite statistics or a negative variance is invalid: it counts
-            as NaN for robust rules and has no weight in a mean. None: (m, v) without that check.
+            client's layer with non-finite statistics or a negative variance is invalid: it is NaN
+            for robust rules and has weight 0 in a mean. None: (m, v) without this check.
 
     Raises:
         ConfigurationError: The domain is unknown.
@@ -85,11 +85,11 @@ class StatisticsAggregator:
 
     @property
     def is_mean(self) -> bool:
-        """Return whether the statistics are simply averaged."""
+        """Return whether the statistics are averaged without any transformation."""
         return isinstance(self.rule, WeightedMean) and self.domain is None
 
     def __call__(self, layers: Sequence[LayerStatistics]) -> list[tuple[Tensor, Tensor]]:
-        """Aggregate the statistics of layers to a mean and a variance ``[channels]`` each."""
+        """Aggregate each layer's statistics to one mean and one variance ``[channels]``."""
         if self.rule.per != "model" or len(layers) < 2:
             return [self._aggregate(*layer) for layer in layers]
         widths = [layer.means.shape[1] for layer in layers]
@@ -102,7 +102,7 @@ class StatisticsAggregator:
         return list(zip(torch.split(mean, widths), torch.split(variance, widths), strict=True))
 
     def counts(self) -> dict[str, float]:
-        """Return the metrics of invalid and clamped statistics and reset both counts."""
+        """Return the counts of invalid and clamped statistics as metrics, and reset both."""
         metrics = {"statistics/invalid": float(self.invalid), "statistics/clamped": float(self.clamped)}
         self.invalid = self.clamped = 0
         return metrics
@@ -113,7 +113,7 @@ class StatisticsAggregator:
         if self.domain is not None:
             invalid = ~(means.isfinite() & variances.isfinite() & (variances >= 0)).all(1, keepdim=True)
             self.invalid += int(invalid.sum())
-            blank = torch.nan if self.is_robust else 0  # a mean needs 0: NaN times weight 0 is NaN
+            blank = torch.nan if self.is_robust else 0  # 0 for a mean, as NaN times weight 0 is NaN
             means, variances = means.masked_fill(invalid, blank), variances.masked_fill(invalid, blank)
             if not self.is_robust:
                 weights = weights * ~invalid[:, 0]
@@ -125,7 +125,7 @@ class StatisticsAggregator:
                     "model.statistics_domain: second_moment needs a method that adds the variance between clients, such as FBN; use "
                     "variance or log_variance"
                 )
-            centre = means.nanmedian(0).values  # deviations from it avoid cancellation between the squares
+            centre = means.nanmedian(0).values  # deviations from it avoid cancellation
             mean, second = self.rule.blocks([means, variances + between * (means - centre) ** 2], weights)
             variance = second - between * (mean - centre) ** 2
         else:
@@ -161,8 +161,8 @@ def require_weighted_mean(
     Args:
         module: The federated module.
         method: The method, for the message.
-        doing: What the method does with every client, for the message.
-        settings: Which of ``aggregator`` and ``statistics_aggregator`` the method bypasses.
+        doing: The method's action on all clients, a verb phrase for the message.
+        settings: The settings that the method bypasses.
     """
     rules = {"aggregator": module.aggregator, "statistics_aggregator": module.statistics.rule}
     for setting in settings:

@@ -1,4 +1,4 @@
-"""Base class of attacks: three hooks that change what a Byzantine client does."""
+"""Base class of attacks, with three hooks that change the behaviour of Byzantine clients."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ class Message(NamedTuple):
 
     Attributes:
         honest: Vectors of the honest clients, shape ``[h, d]``; for parameters, the updates.
-        own: Vectors that the attackers have computed themselves, shape ``[f, d]``.
+        own: Vectors from the attackers' own local steps, shape ``[f, d]``.
         weights: Aggregation weights of the honest clients, then the attackers, ``[h + f]``, sum 1.
         rule: The server's aggregation rule for the vector.
     """
@@ -31,7 +31,7 @@ class Message(NamedTuple):
 
 
 class Attack(Recorded):
-    """The behaviour of Byzantine clients: by default that of honest ones.
+    """The behaviour of Byzantine clients; by default they are honest.
 
     Attributes:
         least_honest: Honest clients that :meth:`messages` needs; with fewer, attackers send their

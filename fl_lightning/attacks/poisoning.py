@@ -14,7 +14,7 @@ class LabelFlip(Attack):
     """Labels ``num_classes - 1 - y`` (Tolpegin et al. 2020, arXiv 2007.08432; ByzFL, Blades)."""
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """Return the batch with flipped labels, except labels of no class such as 255 or -100."""
+        """Return the batch with flipped labels; labels of no class, such as 255 or -100, stay."""
         if num_classes is None:
             raise ConfigurationError(
                 "LabelFlip: the data do not say how many classes they have (num_classes)"
@@ -34,7 +34,7 @@ class Backdoor(Attack):
     ``target`` after the trigger is added.
 
     Args:
-        target: Class that the trigger stands for.
+        target: Label of images with the trigger.
         fraction: Share of each batch that is poisoned, in (0, 1], rounded up to whole images.
         size: Side of the square, in pixels.
         value: Value of the square in all channels, in the units of the normalised images.
@@ -95,9 +95,9 @@ class GradientAscent(Attack):
 class ModelReplacement(Attack):
     """Updates scaled up (Bagdasaryan et al. 2020, arXiv 1807.00459).
 
-    With the factor n / f the attackers' update replaces the mean over n clients, as far as the
-    honest updates cancel. If the same clients have a ``Backdoor`` listed before this attack, the
-    model learns the backdoor within a few rounds.
+    With the factor n / f the attackers' update replaces the mean over n clients if the honest
+    updates cancel. If the same clients have a ``Backdoor``, listed before this attack, the model
+    learns the backdoor within a few rounds.
 
     Args:
         scale: Factor on the update.

@@ -1,4 +1,4 @@
-"""Searches for the factor of an attack that harms most."""
+"""Searches for the most harmful factor of an attack."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -10,13 +10,13 @@ GRID = [step / 20 for step in range(101)]
 
 
 def search(harm: Callable[[float], float], how: Search) -> float:
-    """Search for the factor with the greatest harm; it harms at least as much as the factor 0.
+    """Return the factor with the greatest harm found, at least the harm of the factor 0.
 
     Args:
         harm: Harm of a factor, such as the distance between the aggregate and the honest mean.
         how: ``"grid"``: all of :data:`GRID`. ``"byzfl"``: the heuristic of the ByzFL library, 20
-            evaluations from 0 upwards. The step starts at 10 and doubles until a step fails to
-            increase the harm; from then on each step is 0.8 times the last.
+            evaluations from 0 upwards. The step starts at 10 and doubles until a step does not
+            increase the harm; then each step is 0.8 times the previous one.
     """
     if how == "grid":
         return max(GRID, key=harm)

@@ -37,8 +37,8 @@ def a_little_is_enough(honest: Tensor, tau: float = 1.5, *, ddof: int = 1) -> Te
 
     Args:
         honest: Vectors of the honest clients, ``[h, d]``.
-        tau: Number of standard deviations, negative for the other side of the mean.
-        ddof: The deviation's divisor is h - ddof.
+        tau: Number of standard deviations; may be negative.
+        ddof: The divisor of the standard deviation is h - ddof.
 
     Raises:
         ConfigurationError: h is ``ddof`` or less.
@@ -51,17 +51,17 @@ def a_little_is_enough(honest: Tensor, tau: float = 1.5, *, ddof: int = 1) -> Te
 
 
 def a_little_factor(num_clients: int, f: int) -> float:
-    """Return the paper's factor z, for which s honest clients lie beyond the attackers' vector.
+    """Return the paper's factor z, beyond which s honest clients are expected.
 
-    ``z = Phi^-1((n - f - s) / (n - f))`` with the ``s = floor(n/2) + 1 - f`` honest clients that
-    the attackers lack for a majority (Baruch et al., Section 3.2).
+    ``z = Phi^-1((n - f - s) / (n - f))``, where ``s = floor(n/2) + 1 - f`` honest clients and the
+    attackers form a majority (Baruch et al., Section 3.2).
 
     Args:
         num_clients: Clients in the round, n.
         f: Attackers in the round.
 
     Raises:
-        ConfigurationError: The attackers are a majority by themselves, or lack all honest clients.
+        ConfigurationError: The attackers are a majority alone, or need all honest clients for one.
     """
     honest = num_clients - f
     supporters = num_clients // 2 + 1 - f
@@ -101,15 +101,15 @@ class SignFlip(Attack):
 
 
 class Scaled(Attack, ABC):
-    """An attack with a factor, fixed or searched, which is the same for all messages.
+    """An attack with a fixed or searched factor, which is the same for all messages.
 
-    A search maximises the distance between the aggregates of the messages and their honest means.
-    It ignores messages that are aggregated by a weighted mean, whose distance has no maximum, and
-    uses the fixed factor if these are all.
+    A search maximises the distance between the messages' aggregates and honest means. It ignores
+    messages whose rule is a weighted mean, as their distance has no maximum. If all messages are
+    ignored, the fixed factor is used.
 
     Args:
-        tau: Fixed factor; default: that of ``origin``.
-        search: ``"fixed"``: ``tau``; ``"byzfl"`` or ``"grid"``: a search, see
+        tau: Fixed factor; default: the factor of ``origin``.
+        search: ``"fixed"`` for ``tau``; ``"byzfl"`` or ``"grid"`` for a search, see
             :func:`~fl_lightning.attacks.search.search`.
         origin: Source of the formula: ``"byzfl"``, ``"paper"`` or ``"blades"``.
 
@@ -133,7 +133,7 @@ class Scaled(Attack, ABC):
         """Return the attackers' vector ``[d]`` for a message and a factor."""
 
     def fixed(self, message: Message) -> float:
-        """Return the factor without a search."""
+        """Return the factor that is used without a search."""
         return self.factors[self.origin] if self.tau is None else self.tau
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
@@ -190,7 +190,7 @@ class ALittleIsEnough(Scaled):
         self.least_honest = 0 if origin == "paper" else 2
 
     def fixed(self, message: Message) -> float:
-        """Return ``tau``, or the factor that Blades computes from the numbers of clients."""
+        """Return ``tau``, or Blades' factor, which depends on the numbers of clients."""
         if self.tau is None and self.origin == "blades":
             return a_little_factor(len(message.weights), len(message.own))
         return super().fixed(message)
@@ -222,7 +222,7 @@ class Gaussian(Attack):
 
 
 class Mimic(Attack):
-    """The vector of an honest client, sent again (Karimireddy et al. 2022, arXiv 2006.09365).
+    """A copy of an honest client's vector (Karimireddy et al. 2022, arXiv 2006.09365).
 
     Args:
         client: Index of the client among the round's honest clients, from 0.
@@ -239,7 +239,7 @@ class Mimic(Attack):
 
 
 class NonFinite(Attack):
-    """A non-finite value everywhere, to test how a rule handles it.
+    """A vector of non-finite values, to test how a rule handles them.
 
     Args:
         value: ``nan``, ``inf`` or ``-inf``.

@@ -10,8 +10,8 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 def freeze_statistics(model: nn.Module, layers: Collection[nn.Module], treatments: Mapping[str, str]) -> None:
     """Let BN layers normalise with their running statistics or with the statistics of batches.
 
-    Called in every round: FixBN (Zhong et al. 2023) freezes the statistics from round T* on. A
-    layer with frozen running statistics normalises with these, and does not update them.
+    The function is called in every round, as FixBN (Zhong et al. 2023) freezes the statistics after
+    round T*. A layer with frozen running statistics normalises with them and does not update them.
 
     Args:
         model: The model.

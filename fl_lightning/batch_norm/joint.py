@@ -1,4 +1,4 @@
-"""The mean over clients inside a forward pass, the only operation that crosses clients there."""
+"""The mean over clients within a forward pass, where no other operation combines clients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,11 +36,11 @@ def cohort_mean(own: Tensor, clients: int) -> Tensor:
     """Return a tensor's mean over the cohort in a joint forward pass (``needs_joint_forward``).
 
     Its gradient is the mean of the clients' gradients, as if the server averaged them in the
-    backward pass. All clients count alike: their batches have equal shapes.
+    backward pass. All clients have equal weight, as their batches have equal shapes.
 
     Args:
         own: A client's tensor, any shape.
-        clients: Size of the cohort, to refuse a mean over a part of it.
+        clients: Size of the cohort; the function raises for a mean over a part of the cohort.
 
     Returns:
         The mean over the clients, same shape.
@@ -61,7 +61,7 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
 
 @contextmanager
 def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    """Compute joint forward passes' mean by a function of stacked rows and the cohort's size."""
+    """Let :func:`cohort_mean` call ``mean`` with the stacked rows and the cohort's size."""
     token = _mean.set(mean)
     try:
         yield

@@ -51,12 +51,14 @@ KINDS = ("weight", "affine", "mean", "var", "counter", "buffer")
 TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
 """Treatments of a kind in a round.
 
-``averaged`` and ``max``: sent by the clients and aggregated (``max`` is the counter's rule).
-``frozen``: unchanged on the server; frozen statistics also normalise in training (the BN layers run
-in eval mode), frozen parameters are not trained. ``local``: kept by the client and not sent,
-through the callback that declares it (``Cohort.recall`` and ``Cohort.remember``); the server's
-copy, used only in evaluation, is the mean over the round's cohort. ``pooled``: aggregated by the
-callback that declares it. ``reset``: discarded after the round.
+- ``averaged`` and ``max``: sent by the clients and aggregated (``max`` is the counters' rule).
+- ``frozen``: constant on the server. With frozen statistics BN layers train in eval mode; frozen
+  parameters are not trained.
+- ``local``: kept by the client and not sent. The callback that declares it stores and restores it
+  (``Cohort.remember`` and ``Cohort.recall``). The server's copy, used only in evaluation, is the
+  mean over the round's cohort.
+- ``pooled``: aggregated by the callback that declares it.
+- ``reset``: discarded after the round.
 """
 
 

@@ -23,16 +23,17 @@ def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 def require_batch_norm(
     model: nn.Module, method: str, *, statistics: bool = True, momentum: bool = False
 ) -> dict[str, _BatchNorm]:
-    """Return the BN layers of a model or raise an error if a requirement of a method is not met.
+    """Return the BN layers of a model, after a check of a method's requirements.
 
     Args:
         model: The model.
         method: Name of the method, for messages.
         statistics: Whether the method needs running statistics in every layer.
-        momentum: Whether the method averages with the layers' momentum.
+        momentum: Whether the method uses the layers' momentum.
 
     Raises:
-        ConfigurationError: No BN layer, or one without the running statistics or the momentum.
+        ConfigurationError: The model has no BN layer, or a layer lacks running statistics or
+            momentum.
     """
     layers, kind = batch_norm_layers(model), type(model).__name__
     if not layers:
@@ -65,7 +66,7 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
 
 @contextmanager
 def explain_batch_of_one() -> Iterator[None]:
-    """Turn PyTorch's "expected more than 1 value per channel" into an error that names remedies."""
+    """Convert PyTorch's "expected more than 1 value per channel" to an error with remedies."""
     try:
         yield
     except ValueError as error:

@@ -1,8 +1,8 @@
 """BN of all clients at once under ``torch.func.vmap``, as one layer with clients x channels.
 
-By default ``vmap`` normalises first and applies scale and shift in further operations, which
-doubles the passes over the activations and the memory for the backward pass. Channels are
-independent: up to rounding, ``C`` clients with ``F`` channels are one layer with ``C F``.
+By default ``vmap`` normalises first, and scales and shifts in separate operations. This doubles the
+passes over the activations and the memory for the backward pass. As channels are independent, BN of
+``C`` clients with ``F`` channels equals one layer with ``C F`` channels, up to rounding.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ class StackedBatchNorm(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a torch function, with ``batch_norm`` replaced."""
+        """Run a torch function; replace ``batch_norm``."""
         if func is F.batch_norm:
             func = _batch_norm
         return func(*args, **(kwargs or {}))
@@ -44,7 +44,7 @@ def _batch_norm(
     innermost = peek_interpreter_stack()
     inside = innermost is not None and innermost.key() == TransformType.Vmap
     statistics = [each for each in (running_mean, running_var) if each is not None]
-    one_value = training and input.numel() == input.shape[1]  # torch raises the error
+    one_value = training and input.numel() == input.shape[1]  # for which torch raises an error
     if not inside or one_value or not all(map(is_batchedtensor, (input, *statistics))):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     output: Tensor = _Stacked.apply(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -52,7 +52,7 @@ def _batch_norm(
 
 
 class _Stacked(torch.autograd.Function):
-    """Carrier of a ``vmap`` rule, which autograd differentiates; it has no forward pass."""
+    """Function with only a ``vmap`` rule; autograd differentiates the operations of the rule."""
 
     @staticmethod
     def setup_context(*args: Any) -> None:

@@ -13,12 +13,12 @@ from fl_lightning.errors import ConfigurationError
 
 
 class SwappedBatchNorm(_BatchNorm):
-    """A BN layer with a method's forward pass: base of the mixins for :func:`swap_batch_norm`.
+    """A BN layer with a method's forward pass: the base class of :func:`swap_batch_norm`'s mixins.
 
     Attributes:
         method: Name of the method's callback.
-        scratch: Names that :meth:`prepare` adds: attributes, or non-persistent buffers. Such a
-            buffer starts each round from the server's, is stacked, and is never sent or saved.
+        scratch: Names of attributes or non-persistent buffers that :meth:`prepare` adds. A buffer
+            starts each round as a copy of the server's, one per client; it is never sent or saved.
         original: The layer's class before the swap.
 
     Example:
@@ -38,7 +38,7 @@ class SwappedBatchNorm(_BatchNorm):
     original: ClassVar[type[_BatchNorm]]
 
     def prepare(self) -> None:
-        """Add ``scratch`` as non-persistent buffers ``[channels]`` of zeros, unless overridden."""
+        """Add ``scratch``; by default, non-persistent buffers ``[channels]`` of zeros."""
         assert self.running_mean is not None
         for name in self.scratch:
             self.register_buffer(name, torch.zeros_like(self.running_mean), persistent=False)
@@ -47,18 +47,18 @@ class SwappedBatchNorm(_BatchNorm):
 def swap_batch_norm(
     model: nn.Module, forward: type[SwappedBatchNorm], *, momentum: bool = False
 ) -> list[Any]:
-    """Replace the forward pass of every BN layer in place; parameters and buffers stay.
+    """Replace the forward pass of every BN layer in place; parameters and buffers are unchanged.
 
     Args:
         model: The model.
         forward: A mixin with the ``forward`` of the method.
-        momentum: Whether the method averages with the layers' momentum.
+        momentum: Whether the method uses the layers' momentum.
 
     Returns:
-        The layers, which are now instances of ``forward`` and of their original class.
+        The layers, now instances of ``forward`` and of their original class.
 
     Raises:
-        ConfigurationError: The model has no BN layer, or one that lacks running statistics or
+        ConfigurationError: The model has no BN layer, or a layer lacks running statistics or
             momentum, has a custom forward pass, or was swapped by another method.
     """
     layers = require_batch_norm(model, forward.method, momentum=momentum)
@@ -91,7 +91,7 @@ def restore_batch_norm(model: nn.Module) -> None:
 
 @contextmanager
 def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let BN layers normalise with the statistics of their input, even if they are swapped."""
+    """Let BN layers, swapped or not, normalise with the statistics of their input."""
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:
         for layer in layers:
@@ -107,7 +107,7 @@ def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode and restore every module's mode afterwards."""
+    """Set a model to eval mode within the block; restore every module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

@@ -12,7 +12,7 @@ from fl_lightning.errors import CannotVectorize, doing
 class BatchStack:
     """The batches of one local step, one for each active client of a cohort.
 
-    The batches are held as a list or stacked (every tensor ``[C, b, ...]``), and converted on
+    The batches are stored as a list or stacked (every tensor ``[C, b, ...]``), and converted on
     demand. A batch is any tree of tensors, usually ``(inputs, targets)``.
     """
 
@@ -21,7 +21,7 @@ class BatchStack:
         self._stack = stack
 
     def map(self, function: Callable[[Any], Any]) -> "BatchStack":
-        """Apply a function of a batch (a device transfer, a cast) to the form that is held."""
+        """Apply a function of a batch (such as a device transfer) to the list or to the stack."""
         if self._batches is None:
             return BatchStack(stack=function(self._stack))
         return BatchStack(batches=[function(batch) for batch in self._batches])
@@ -34,7 +34,7 @@ class BatchStack:
         return [_first_shape(batch)[0] for batch in self._batches]
 
     def is_finite(self) -> bool:
-        """Return whether all numbers of all batches are finite."""
+        """Return whether all values of all batches are finite."""
         leaves = tree_leaves(self._stack if self._batches is None else self._batches)
         return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -60,7 +60,7 @@ class BatchStack:
         return self._stack
 
     def union(self) -> "BatchStack":
-        """Concatenate all batches along their first dimension into the batch of a single client."""
+        """Concatenate all batches along their first dimension to one batch of a single client."""
         if self._batches is None:
             return BatchStack(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return BatchStack(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
@@ -70,7 +70,7 @@ class Source(Protocol):
     """One client's training data."""
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of a local step, counted from 0 over the entire training."""
+        """Return the batch of local step ``step`` (from 0, counted over the entire training)."""
 
 
 def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
@@ -89,13 +89,13 @@ def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequ
 
 
 def require_one(shapes: Iterable[Any]) -> None:
-    """Raise ``CannotVectorize`` if the clients' shapes differ."""
+    """Raise ``CannotVectorize`` if the shapes of the clients' batches differ."""
     if (kinds := len(set(shapes))) > 1:
         raise CannotVectorize(f"the clients' batches have {kinds} different shapes")
 
 
 def describe_batch(batch: Any) -> str:
-    """Return dtypes, shapes, label range: ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
+    """Return a batch in words, such as ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
     return " and ".join(_describe(leaf) for leaf in tree_leaves(batch))
 
 

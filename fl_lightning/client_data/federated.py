@@ -1,7 +1,7 @@
 """The federated data module, which holds one ``LightningDataModule`` per client.
 
-A client's batch is a function of (seed, client, step); ``step`` counts the client's local steps
-from the start of training. Any round can be computed alone, and a resumed run draws equal batches.
+A client's batch depends only on (seed, client, step), with local steps counted from the start of
+training. So any round can be computed alone, and a resumed run draws the same batches.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,8 +29,8 @@ class PartitionRecord(TypedDict):
         num_clients: The number of clients.
         sizes: The number of training examples of each client.
         heterogeneity: Measures of class heterogeneity, if the classes are known.
-        class_histogram: ``[i][c]``, the samples of class c at client i, if the classes are known.
-        clients: The names of the clients, if they have any.
+        class_histogram: ``[i][c]``, number of samples of class c at client i, if known.
+        clients: The names of the clients, if they have names.
         seed: The seed of the partition.
         val_size: The number of samples held out for validation.
         sha256: Digests of each client's indices (``clients``) and of all indices (``total``).
@@ -85,7 +85,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     :meth:`setup`, as the shipped data sets do.
 
     Args:
-        clients: One data module per client; any whose ``train_dataloader()`` has a length.
+        clients: One data module per client, whose ``train_dataloader()`` must have a length.
         server: Data module of the server's validation and test data.
         seed: Seed of the data's partition, order and augmentation.
 
@@ -97,7 +97,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         image_size: Height and width of an image in pixels, None for other data.
         in_features: Features of a sample, None for images.
         drawn_splits: The evaluation data, ``"val"`` or ``"test"``, that are drawn from the clients'
-            samples (another seed may draw samples that clients trained on).
+            samples. With another seed they may contain samples that clients were trained on.
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
 
     Example:
@@ -133,7 +133,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     @property
     def clients(self) -> Sequence[L.LightningDataModule]:
-        """One data module per client, in the order of ids; shipped data sets build it in setup."""
+        """One data module per client, in the order of ids; shipped data sets make them in setup."""
         return self._clients
 
     @property
@@ -147,7 +147,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             datamodule.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Set up the server for a stage once, and the clients too if the stage is ``"fit"``."""
+        """Set up the server once per stage, and for ``"fit"`` also the clients."""
         if stage in self._prepared:
             return
         if self.server is not None:
@@ -158,7 +158,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         self._prepared.add(stage)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Return one item per epoch, as an epoch is a round, which draws batches by itself."""
+        """Return one item per epoch; an epoch is a round, which draws the clients' batches."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
 
     def val_dataloader(self) -> Any:
@@ -185,7 +185,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return self._source(client_id).steps_per_epoch
 
     def samples_per_step(self, client_id: int) -> float:
-        """Return the mean number of training samples in a client's batch, over a pass."""
+        """Return the mean number of training samples in a client's batches over one pass."""
         source = self._source(client_id)
         if isinstance(source, LoaderBatches):
             return source.samples_per_step
@@ -208,7 +208,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return f"{self.num_clients} clients with data of their own"
 
     def partition_record(self) -> PartitionRecord:
-        """Return what ``partition.json`` of the run directory holds; a subclass may add to it."""
+        """Return the content of the run's ``partition.json``; subclasses may add entries."""
         record: PartitionRecord = {
             "partition": self.describe_partition(),
             "num_clients": self.num_clients,
@@ -218,13 +218,13 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {**record, "heterogeneity": heterogeneity(histograms)} if histograms else record
 
     def fingerprint(self) -> dict[str, str]:
-        """Return digests of the data, by which a resumed run notices changed data.
+        """Return digests of the data, by which a resumed run detects changed data.
 
-        The digest of data in memory covers their contents; other digests cover labels, some
-        samples, and paths and contents of files. Batching, loading and file times do not count.
+        The digest of data in memory covers their contents. Other digests cover labels, some
+        samples, and paths and contents of files. Batching, loading and file times have no effect.
 
         Returns:
-            Digests of the ``"training"`` and the ``"evaluation"`` data and of the ``"partition"``.
+            Digests of ``"training"`` data, ``"evaluation"`` data and ``"partition"``.
         """
         known: dict[int, str] = {}
         sources, training = [self._source(client_id) for client_id in range(self.num_clients)], []
@@ -243,17 +243,17 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {"training": digest(training), "evaluation": evaluation, "partition": partition}
 
     def evaluation_digests(self) -> Collection[str]:
-        """Return the possible ``"evaluation"`` digests of :meth:`fingerprint` without clients.
+        """Return the possible ``"evaluation"`` digests of :meth:`fingerprint`, without the clients.
 
-        There are two, as samples count only if the clients have fewer than 32 data sets.
+        There are two: the digest covers samples only if the clients have fewer than 32 data sets.
         """
         with doing("reading the server's evaluation data"):
             dataset = getattr(self.val_dataloader(), "dataset", None)
-            many = dict.fromkeys(range(-32, 0), "")  # 32 data sets, under ids that no object has
+            many = dict.fromkeys(range(-32, 0), "")  # 32 data sets, with ids that no object has
             return [dataset_digest(dataset, known) for known in ({}, many)]
 
     def class_histograms(self) -> list[list[int]]:
-        """Return ``[i][c]``, client i's training examples of class c; empty if unknown."""
+        """Return ``[i][c]``, client i's number of examples of class c; empty if unknown."""
         return []
 
     def own_dataloader(self, client_id: int, split: str) -> Any:
@@ -264,7 +264,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             split: ``"val"`` or ``"test"``.
 
         Returns:
-            The client's ``val_dataloader()`` or ``test_dataloader()``, None if it is undefined.
+            The client's ``val_dataloader()`` or ``test_dataloader()``, None if the client has none.
         """
         client = self.clients[client_id]
         if not is_overridden(f"{split}_dataloader", client):

@@ -24,7 +24,7 @@ LARGE = 2**30
 def digest(*parts: Any) -> str:
     """Return 16 hex digits of SHA-256 over trees of tensors, arrays, images, numbers and text.
 
-    Only the class of other objects counts.
+    Of other objects only the class is hashed.
     """
     state = hashlib.sha256()
     for part in parts:
@@ -71,12 +71,12 @@ def dataset_digest(dataset: Any, known: dict[int, str]) -> str:
     """Return the digest of a data set: tensors, or else length, labels, files and some samples.
 
     Labels are the attribute ``targets`` or ``labels``. Files are the pairs (path, class) of
-    ``samples``, as in torchvision, or the paths of ``files``; paths and contents count. Eight
-    samples count of each of the first 32 data sets.
+    ``samples``, as in torchvision, or the paths of ``files``; paths and contents are hashed. Eight
+    samples of each of the first 32 data sets are hashed.
 
     Args:
         dataset: The data set.
-        known: Digests by the id of data sets, so that a shared data set is read once.
+        known: Digests by the id of a data set, so that a shared data set is read only once.
     """
     if id(dataset) not in known:
         known[id(dataset)] = digest(_parts(dataset, known))
@@ -104,7 +104,7 @@ def _files(dataset: Any) -> str | list[Any]:
     pairs, root = getattr(dataset, "samples", None), Path(str(getattr(dataset, "root", "")))
     if files is None and isinstance(pairs, list) and all(isinstance(pair, tuple) and pair for pair in pairs):
         files = [Path(part) for pair in pairs for part in pair if isinstance(part, str | Path)]
-    # empty list: digests in older checkpoints have it for data sets without files
+    # empty list: digests in older checkpoints include it for data sets without files
     return files_digest([x for x in files if x.is_file()], root) if files and isinstance(files, list) else []
 
 
@@ -131,7 +131,7 @@ def files_digest(files: Sequence[Path], root: Path) -> str:
             flush=True,
         )
         known |= {place: [*now[place], file_digest(Path(place))] for place in unread}
-        with suppress(ConfigurationError):  # without a writable cache the next run reads the files again
+        with suppress(ConfigurationError):  # cache not writable: the next run reads the files again
             write_json(cache, known)
     return digest([(name, known[place][-1]) for name, place in zip(names, places, strict=True)])
 

@@ -12,7 +12,7 @@ Histogram = Sequence[Sequence[int]]
 def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
     """Return the effective number of classes ``[clients]``, exp of the class entropy (Hill 1973).
 
-    The number is k for k equally frequent classes, less if some are rare, and 0 without samples.
+    It is k for k equally frequent classes, less if some classes are rare, and 0 without samples.
     """
     shares = _shares(histogram)
     logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
@@ -21,10 +21,10 @@ def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
 
 
 def distance_to_union(histogram: Histogram) -> NDArray[np.float64]:
-    """Return the total variation ``[clients]`` between the class distributions of client and union.
+    """Return each client's total variation distance ``[clients]`` from the union's classes.
 
-    ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]: the share of a client's samples to exchange for a
-    match.
+    ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]: the share of a client's samples whose class must
+    change so that its class distribution equals the union's.
     """
     union = _shares([np.sum(histogram, axis=0)])
     distance: NDArray[np.float64] = np.abs(_shares(histogram) - union).sum(1) / 2

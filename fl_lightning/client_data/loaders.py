@@ -22,10 +22,11 @@ from fl_lightning.randomness import derive_seed, seeded
 class LoaderBatches:
     """Random access to the batches of a ``LightningDataModule``'s ``train_dataloader()``.
 
-    An epoch's order and each batch are drawn under generators (the loader's, and the global ones of
-    torch, numpy and Python) seeded from (seed, client, epoch[, position]). Shuffling and
-    augmentation are then functions of the position. The global generators are restored afterwards.
-    Map-style data sets without worker processes have random access; other loaders are iterated.
+    All generators (the loader's, and the global generators of torch, numpy and Python) are seeded
+    from (seed, client, epoch) for an epoch's order, and from (seed, client, epoch, position) for a
+    batch. So shuffling and augmentation depend only on the position. The global generators are
+    restored afterwards. Map-style data sets without worker processes have random access; other
+    loaders are iterated.
 
     Args:
         datamodule: The client's data module, already set up.
@@ -33,7 +34,7 @@ class LoaderBatches:
         seed: The run's seed.
 
     Attributes:
-        num_examples: Number of different training examples that the sampler draws from.
+        num_examples: Number of different training examples from which the sampler draws.
         steps_per_epoch: Number of batches in one pass over the examples.
         samples_per_step: Mean number of samples in a batch over a pass.
 
@@ -84,7 +85,7 @@ class LoaderBatches:
         return self._fetch(epoch, index)
 
     def _count(self) -> None:
-        """Count the examples that the sampler draws from, and the samples of an epoch."""
+        """Count the examples from which the sampler draws, and the samples of an epoch."""
         sampler = self.loader.batch_sampler or self.loader.sampler
         if type(sampler) is BatchSampler:
             self.num_examples = self._drawn_from(sampler.sampler)
@@ -99,7 +100,7 @@ class LoaderBatches:
             self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
 
     def _drawn_from(self, sampler: Any) -> int:
-        """Return how many different samples a sampler draws from; a user's by its first epoch."""
+        """Return from how many samples a sampler draws (a user's sampler: in its first epoch)."""
         kind = type(sampler)
         if kind is RandomSampler:
             return len(sampler.data_source)

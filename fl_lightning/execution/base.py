@@ -173,7 +173,7 @@ def client_losses(module: ClientTask, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize | None:
-    """Return an error with a remedy if ``error`` means that vmap cannot run the model, else None."""
+    """Return an error with a remedy if vmap cannot run the model due to ``error``, else None."""
     message = str(error)
     if not any(words in message for words in ("atching rule not implemented", "vmap", "functorch transform")):
         return None

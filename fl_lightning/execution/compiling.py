@@ -13,7 +13,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Fewest input values of BN layers in a run. Compiling saves 3 ns each, ten times its cost of 40 s."""
+"""Fewest values in a run's BN layers; at 3 ns each (one thread), ten times compiling's 40 s."""
 
 _FEWEST_STEPS = 1000
 """Fewest local steps in a run; with fewer steps, values are not counted."""
@@ -22,7 +22,7 @@ _KNOWN = ("fl_lightning", "torch", "torchvision", "timm")
 """Packages whose layers are static and therefore safe to compile."""
 
 _MOST_GRAPHS = 64
-"""Maximum number of graphs (one per shape and mode); more mean that the model changes every step."""
+"""Most graphs (one per shape and mode) of a model; more mean that it changes in each step."""
 
 
 def decide(

@@ -1,10 +1,10 @@
 """The networks of the papers, with the norm layer as an argument.
 
 Every model takes images ``[b, in_channels, height, width]`` (``BNProbe``: points ``[b,
-in_features]``), returns ``[b, num_classes]`` (``SmallDeepLab``: ``[b, num_classes, height,
-width]``), and runs unchanged under ``torch.func.vmap`` over stacked parameters and buffers. Models
-of other libraries: :func:`~fl_lightning.models.library.library_model`,
-:func:`~fl_lightning.models.library.deeplab_v3_plus`.
+in_features]``) and returns ``[b, num_classes]`` (``SmallDeepLab``: ``[b, num_classes, height,
+width]``). It runs unchanged under ``torch.func.vmap`` over stacked parameters and buffers.
+:func:`~fl_lightning.models.library.library_model` and
+:func:`~fl_lightning.models.library.deeplab_v3_plus` make models of other libraries.
 """
 
 from fl_lightning.models.bn_probe import BNProbe

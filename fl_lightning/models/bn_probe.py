@@ -1,4 +1,4 @@
-"""The one-layer network of the FBN paper's toy: BN of points and a linear classifier."""
+"""The one-layer network of the FBN paper's toy example: BN of points and a linear classifier."""
 
 from torch import Tensor, nn
 
@@ -7,7 +7,7 @@ from fl_lightning.recorded import Recorded
 
 
 class BNProbe(Recorded, nn.Module):
-    """A linear classifier on BN of the inputs, without gamma and beta, to test their separability.
+    """BN of the inputs, without gamma and beta, and a linear classifier, to test separability.
 
     The statistics depend on the inputs alone, not on the weights (Guerraoui et al.,
     arXiv 2405.14670, Section 3: "models having a single layer").

@@ -1,7 +1,7 @@
-"""Convolutions whose filters are a function of the trained tensor, with or without a norm layer.
+"""Convolutions whose filters are computed from the trained tensor, with or without a norm layer.
 
-The trained tensor keeps the name ``weight`` and the shape of ``nn.Conv2d``. Each forward pass
-computes the filters: gradients flow through the formula, and only trained tensors are aggregated.
+The trained tensor has the name ``weight`` and the shape as in ``nn.Conv2d``. Each forward pass
+computes the filters, so gradients pass through the formula and only trained tensors are aggregated.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class ComputedConv2d(nn.Conv2d):
-    """A convolution with computed :meth:`filters`; its arguments are as in ``nn.Conv2d``."""
+    """A convolution with computed :meth:`filters` and the arguments of ``nn.Conv2d``."""
 
     def filters(self) -> Tensor:
         """Compute the filters ``[out_channels, in_channels / groups, kh, kw]``."""
@@ -27,9 +27,9 @@ class StandardizedConv2d(ComputedConv2d):
     """Weight Standardization: every filter has mean 0 and standard deviation 1.
 
     Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight
-    Standardization", arXiv 1903.10520: ``(W - mean) / (std + eps)`` per output filter, with the
-    standard deviation of the N values over N - 1. A norm layer must follow, since the scale
-    changes.
+    Standardization", arXiv 1903.10520: ``(W - mean) / (std + eps)`` per output filter of N values,
+    where the standard deviation has the divisor N - 1. A norm layer must follow, since the scale of
+    the outputs changes.
 
     Attributes:
         eps: Added to the standard deviation; 1e-5 in the authors' code.
@@ -47,9 +47,9 @@ class ScaledStandardizedConv2d(ComputedConv2d):
     """Scaled Weight Standardization: filters preserve the signal's variance without norm layers.
 
     Brock, De, Smith, "Characterizing Signal Propagation to Close the Performance Gap in
-    Unnormalized ResNets", ICLR 2021; in federated learning Zhuang, Lyu, "FedWon", ICLR 2024, which
-    adds nothing else: ``gain kappa (W - mean) / sqrt(N var + eps)`` per output filter of N values,
-    with one trained gain per filter, from 1.
+    Unnormalized ResNets", ICLR 2021: ``gain kappa (W - mean) / sqrt(N var + eps)`` per output
+    filter of N values, with one trained gain per filter, initially 1. Zhuang, Lyu, "FedWon", ICLR
+    2024, use it unchanged in federated learning.
 
     Attributes:
         kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713: undoes ReLU's shrinkage of normal inputs.
@@ -74,9 +74,9 @@ class WeightNormConv2d(ComputedConv2d):
     """Weight normalization: a filter is a trained length ``gain`` times a direction ``weight``.
 
     Salimans, Kingma, "Weight Normalization", NeurIPS 2016, eq. 2: ``gain W / |W|`` with the
-    Euclidean norm per output filter, without their data-dependent initialization. Equal to
-    ``torch.nn.utils.parametrizations.weight_norm``, for which vmap has no batching rule. The
-    initial filters are those of ``nn.Conv2d``.
+    Euclidean norm per output filter, without their data-dependent initialization. It equals
+    ``torch.nn.utils.parametrizations.weight_norm``, which vmap does not support. The initial
+    filters are those of ``nn.Conv2d``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class WeightNormConv2d(ComputedConv2d):
 
     @torch.no_grad()
     def match_gain(self) -> None:
-        """Set the gains to the lengths of ``weight``, so that the filters are ``weight`` itself."""
+        """Set the gains to the lengths of ``weight``, so that the filters equal ``weight``."""
         self.gain.copy_(self.weight.flatten(1).norm(dim=1))
 
     def filters(self) -> Tensor:

@@ -14,20 +14,20 @@ class SmallDeepLab(Recorded, nn.Module):
 
     The backbone has output stride 8, with dilation in its last two convolutions. Atrous spatial
     pyramid pooling has a 1x1 convolution, one 3x3 convolution per rate and the mean over the image.
-    The decoder joins features of stride 4. Default: 241,475 trainable floats, 14 norm layers.
+    The decoder also gets features of stride 4. Default: 241,475 trainable floats, 14 norm layers.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`.
         groups: Number of groups of every GN layer.
-        width: Channels of the first convolution; later ones have up to four times as many.
+        width: Channels of the first convolution; later convolutions have up to four times as many.
         rates: Dilations of the 3x3 convolutions of the pyramid.
         pooled_norm: Norm of the pyramid's mean over the image; None: ``norm``. BN needs two images
             per batch there; ``"none"`` or ``"gn"`` allow batches of one image.
 
     Raises:
-        ConfigurationError: A setting cannot be used.
+        ConfigurationError: A setting is invalid.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Dropout whose mask is a function of (key, layer, element), never of call order.
+"""Dropout whose mask depends on (key, layer, element), and not on the order of calls.
 
 torch's dropout draws from a global generator: a client's masks depend on earlier draws and differ
 between ``torch.func.vmap`` and a loop over clients. Here the mask is a hash of the element's index,
-the layer's number and a key from (seed, round, client, step), bit-identical for every executor,
-device and dtype.
+the layer's number and a key from (seed, round, client, step). It is bit-identical for every
+executor, device and dtype.
 """
 
 from collections.abc import Sequence
@@ -37,16 +37,16 @@ def dropout_keys(seed: int, round: int, client_ids: Sequence[int], step: int) ->
 
 
 class Dropout(nn.Module):
-    """Dropout: zeroes elements with probability ``p`` in training, scales the rest by 1 / (1 - p).
+    """Dropout: zeroes elements with probability ``p`` in training, scales others by 1 / (1 - p).
 
     Executors set the buffer ``key`` before every local step (see :func:`dropout_keys`). The mask
-    depends on the key alone, so a layer that is called twice in one forward pass drops the same
-    elements: use one layer per place.
+    depends on the key alone: a layer that is called twice in one forward pass drops the same
+    elements, so use one layer per call.
 
     Args:
         p: Probability in [0, 1] that an element is dropped.
-        dim: Number of trailing dimensions that are dropped together: 0 for elements, 1, 2 or 3 for
-            channels of ``[b, channels, ...]`` as in ``nn.Dropout1d``, ``2d`` and ``3d``.
+        dim: Number of trailing dimensions that are dropped together: 0 drops elements; 1, 2 or 3
+            drop channels of ``[b, channels, ...]``, as ``nn.Dropout1d``, ``2d`` and ``3d``.
 
     Attributes:
         key: Scalar int64 buffer in [0, 2**63), not in the ``state_dict``; ``[C]`` under ``vmap``.
@@ -84,9 +84,9 @@ class Dropout(nn.Module):
         return torch.where(self.kept(x), x * scale, 0.0)
 
     def kept(self, x: Tensor) -> Tensor:
-        """Return the bool mask of kept elements, of ``x``'s shape with the last ``dim`` sizes 1."""
+        """Return the bool mask of kept elements, in ``x``'s shape but with last ``dim`` sizes 1."""
         shape = x.shape[: x.dim() - self.dim]
-        # two rounds of hashing: after one round the masks of two keys would be permutations of each other
+        # two rounds of hashing: after one, masks of two keys would be permutations of each other
         low = _mix((self.key & _MASK32) ^ _mix(self.layer + 1))
         high = _mix((self.key >> 32) ^ low)
         words = _mix(_mix(torch.arange(shape.numel(), device=x.device) ^ low) ^ high)
@@ -98,10 +98,10 @@ class Dropout(nn.Module):
 
 
 def _mix(words: _Words) -> _Words:
-    """Hash integers in [0, 2**32) one to one to integers in [0, 2**32), in place for a tensor.
+    """Hash integers in [0, 2**32) one to one to integers in [0, 2**32); tensors in place.
 
-    The multipliers and shifts are a two-round hash of low bias from C. Wellons's hash-prospector.
-    Both multipliers are below 2**31, so no product overflows int64.
+    Multipliers and shifts are those of a two-round hash with low bias from C. Wellons's
+    hash-prospector. Both multipliers are below 2**31, so no product overflows int64.
     """
     words ^= words >> 16
     words *= 0x21F0AAAD
@@ -130,14 +130,14 @@ _OTHERS_THAT_DRAW = (
 def convert_dropout(model: nn.Module) -> int:
     """Replace torch's dropout layers by :class:`Dropout` in place and number all dropout layers.
 
-    Numbers are 0, 1, ... in the order of ``model.modules()``. A layer that is used at several
-    places of the model becomes several layers. Calls of ``F.dropout`` are not replaced.
+    Numbers are 0, 1, ... in the order of ``model.modules()``. A layer that several modules share
+    becomes several layers. Calls of ``F.dropout`` are not replaced.
 
     Returns:
         Number of dropout layers in the model, including layers that were :class:`Dropout` before.
 
     Raises:
-        ConfigurationError: A layer of torch draws random numbers and has no stateless form.
+        ConfigurationError: A layer of torch draws random numbers, and no class here replaces it.
     """
     for path, module in list(model.named_modules(remove_duplicate=False)):
         inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0

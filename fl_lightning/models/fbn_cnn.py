@@ -30,13 +30,13 @@ class FBNCNN(Recorded, nn.Module):
             convolutions always have biases.
         groups: Number of groups of every GN layer.
         dropout: Probability in [0, 1] of the two dropout layers.
-        width: Channels of the first two convolutions; the next two and the first linear layer
-            double it.
+        width: Channels of the first two convolutions. The next two and the first linear layer have
+            twice as many.
         order: ``"relu_bn"`` as in the paper, or ``"bn_relu"`` as in ResNets: the norm before the
             ReLU.
 
     Raises:
-        ConfigurationError: A setting cannot be used.
+        ConfigurationError: A setting is invalid.
     """
 
     def __init__(

@@ -49,10 +49,10 @@ class FixupBlock(ResidualBlock):
 
 @torch.no_grad()
 def initialise_fixup(network: nn.Module, classifier: nn.Linear) -> None:
-    """Zero the classifier and each branch's last convolution, and scale down the first with depth.
+    """Set the classifier and each block's last convolution to 0, and scale the first convolution.
 
-    He's initialisation (normal, variance 2 / fan-out) is multiplied by ``L^(-1 / (2m - 2))`` for L
-    blocks with m convolutions in a branch, here m = 2. All initial logits are 0.
+    The first convolution has He's initialisation (normal, variance 2 / fan-out) times
+    ``L^(-1 / (2m - 2))`` for L blocks with m = 2 convolutions each. All initial logits are 0.
     """
     blocks = [module for module in network.modules() if isinstance(module, FixupBlock)]
     shrink = len(blocks) ** -0.5

@@ -23,7 +23,7 @@ class LeNet(Recorded, nn.Module):
         groups: Number of groups of every GN layer.
 
     Raises:
-        ConfigurationError: A setting cannot be used.
+        ConfigurationError: A setting is invalid.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LeNet(Recorded, nn.Module):
         require_at_least(8, image_size=image_size)
         self.in_channels = in_channels
         self.image_size = image_size
-        # ceil_mode: Caffe rounds the size of a pooled image up, so 32 gives 16 with a window beyond the border
+        # ceil_mode: Caffe rounds pooled sizes up, so 32 gives 16, with a window beyond the border
         self.features = nn.Sequential(
             make_conv(norm, in_channels, 32, 5, padding=2),
             nn.MaxPool2d(3, stride=2, ceil_mode=True),

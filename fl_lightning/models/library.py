@@ -12,7 +12,7 @@ from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
-    """A library's names for the numbers of classes and channels (None: always 3), our defaults."""
+    """A library's arguments for the numbers of classes and channels (None: always 3); defaults."""
 
     num_classes: str = "num_classes"
     in_channels: str | None = "in_channels"
@@ -36,17 +36,18 @@ def library_model(
     groups: int = 2,
     settings: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Make a model of torchvision, timm, segmentation_models_pytorch or the user with a norm layer.
+    """Make a model of torchvision, timm, segmentation_models_pytorch or a user, and set its norm.
 
-    Weights are not downloaded unless ``settings`` ask for it; load a local file by
+    Weights are only downloaded if ``settings`` ask for it. To load a local file, use
     ``initial_weights`` of :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
         function: Dotted path of the function or class that makes the model, such as
             ``"torchvision.models.resnet18"``, ``"timm.create_model"`` or
             ``"segmentation_models_pytorch.Unet"``.
-        num_classes: Number of classes, by the library's own argument; None: its default.
-        in_channels: Channels of the images, in the same way. torchvision's models take 3.
+        num_classes: Number of classes; None: the library's default.
+        in_channels: Channels of the images; None: the library's default. torchvision's models take
+            3.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
@@ -104,22 +105,23 @@ def deeplab_v3_plus(
 ) -> nn.Module:
     """Make the DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch.
 
-    Needs the extra ``segmentation``. Images have a height and width divisible by ``output_stride``;
-    outputs are logits of the images' size. With 19 classes it has 4,383,139 trainable floats on
-    MobileNet-v2 and 26,682,211 on ResNet-50.
+    Needs the extra ``segmentation``. Height and width of images must be divisible by
+    ``output_stride``; the logits have the images' size. With 19 classes the model has 4,383,139
+    trainable floats on MobileNet-v2 and 26,682,211 on ResNet-50.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         encoder: Name of the encoder, such as ``"mobilenet_v2"`` or ``"resnet50"``.
-        output_stride: Ratio of the image's size to the size of the encoder's features.
+        output_stride: Size of the image divided by the size of the encoder's features.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
         pooled_norm: Norm of the pyramid's mean over the image; None: ``norm``. BN needs two images
             per batch there; ``"none"`` or ``"gn"`` allow batches of one image.
-        encoder_weights: File of the encoder's weights, such as torchvision's of ImageNet, see
-            :func:`~fl_lightning.models.weights.load_weights`, without the classifier. None: random.
+        encoder_weights: File with the encoder's weights, such as torchvision's for ImageNet, see
+            :func:`~fl_lightning.models.weights.load_weights`; the classifier is ignored. None:
+            random weights.
 
     Raises:
         ConfigurationError: The library is missing or does not know the encoder, the weights do not

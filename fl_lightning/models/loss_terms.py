@@ -1,4 +1,4 @@
-"""Loss terms that a model's layers add to a client's loss, such as penalties of activations."""
+"""Loss terms that a model's layers add to a client's loss, such as penalties on activations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,20 +8,20 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 _OPEN: list[list[Tensor]] = []
-"""The terms of the passes under way. A compiled pass can trace a list, so it stays one graph."""
+"""The terms of the current passes; a list, which a compiled pass can trace within one graph."""
 
 
 def add_loss(term: Tensor) -> None:
-    """Add a term to the loss that the current local step differentiates.
+    """Add a term to the loss of the current local step, for its gradient only.
 
-    A layer calls the function in its forward pass. The reported training loss stays the task's.
+    A layer calls the function in its forward pass. The reported training loss lacks the term.
     Outside of local steps, as in evaluations and passes over the data, terms are ignored.
 
     Args:
         term: A scalar, a function of activations, parameters or buffers of one client.
 
     Raises:
-        ConfigurationError: The term is no scalar.
+        ConfigurationError: The term is not a scalar.
     """
     if not _OPEN:
         return

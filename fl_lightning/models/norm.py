@@ -1,4 +1,4 @@
-"""Norm layers by name, and the convolutions that belong to them."""
+"""Norm layers by name, and the convolutions before them."""
 
 from torch import nn
 
@@ -58,9 +58,9 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
 def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
     """Replace all BN layers of a model, found by type, by another kind of norm layer.
 
-    The new layers keep the affine parameters and ``eps``, and a layer at several places stays
-    shared. Convolutions are unchanged: with ``"none"``, a convolution without bias still has none.
-    Further operations of a BN layer (timm's ``BatchNormAct2d``: drop, activation) become modules.
+    The new layers keep the affine parameters and ``eps``; shared layers stay shared. Convolutions
+    are unchanged: with ``"none"``, a convolution without bias stays without it. Further operations
+    of a BN layer (dropout and activation in timm's ``BatchNormAct2d``) become modules.
 
     Args:
         model: The model, changed in place.
@@ -96,7 +96,7 @@ def make_conv(
     padding: int = 0,
     bias: bool | None = None,
 ) -> nn.Conv2d:
-    """Make the convolution that belongs before a norm layer: ``nn.Conv2d`` for most norms.
+    """Make the convolution before a norm layer: ``nn.Conv2d`` for most norms.
 
     Args:
         norm: The norm layer, see :func:`make_norm`.

@@ -32,18 +32,18 @@ class CIFARResNet(Recorded, nn.Module):
     Args:
         depth: Number of weighted layers, 6n+2.
         num_classes: Number of classes.
-        in_channels: Channels of the images; their size is free.
+        in_channels: Channels of the images, which may have any size.
         norm: ``"fixup"``, ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
             ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`; without a
             norm layer the convolutions have biases.
         groups: Number of groups of every GN layer.
-        width: Channels of the first stage; the others have two and four times as many.
+        width: Channels of the first stage; the other stages have two and four times as many.
         init: ``"he"``, or ``"xavier"``: Glorot, Bengio, AISTATS 2010, eq. 16 (uniform) for
             convolutions and the linear layer, with zero biases, as in the code of FedBE (Chen, Chao,
-            ICLR 2021). ``norm="fixup"`` has an initialisation of its own and takes ``"he"`` only.
+            ICLR 2021). ``norm="fixup"`` has its own initialisation and accepts only ``"he"``.
 
     Raises:
-        ConfigurationError: A setting cannot be used.
+        ConfigurationError: A setting is invalid.
     """
 
     def __init__(

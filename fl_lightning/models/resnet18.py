@@ -22,16 +22,16 @@ class ResNet18(Recorded, nn.Module):
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images; their size is free.
+        in_channels: Channels of the images, which may have any size.
         norm: See :func:`fl_lightning.models.norm.make_norm`; without a norm, convolutions have
             biases.
         groups: Number of groups of every GN layer.
         stem: ``"cifar"``: a 3x3 convolution of stride 1; ``"imagenet"``: a 7x7 convolution and a
             3x3 max pooling, both of stride 2.
-        width: Channels of the first stage; the others have two, four and eight times as many.
+        width: Channels of the first stage; the other stages have two, four and eight times as many.
 
     Raises:
-        ConfigurationError: A setting cannot be used.
+        ConfigurationError: A setting is invalid.
     """
 
     def __init__(

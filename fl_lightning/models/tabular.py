@@ -13,14 +13,14 @@ class TabularMLP(Recorded, nn.Module):
     """Linear layers, each followed by a norm and a ReLU, and a linear output layer.
 
     Args:
-        num_classes: Number of outputs. Default: 1, for a number.
-        in_features: Features of a sample, of any shape.
+        num_classes: Number of outputs. Default: 1, for regression.
+        in_features: Number of features of a sample, which may have any shape.
         hidden: Width of each hidden layer.
         norm: ``"bn"`` (BatchNorm1d), ``"gn"``, ``"ln"`` or ``"none"``.
         groups: Number of groups of every GN layer.
 
     Raises:
-        ConfigurationError: A setting cannot be used.
+        ConfigurationError: A setting is invalid.
     """
 
     def __init__(

@@ -22,11 +22,11 @@ def load_weights(
 
     Args:
         model: The model, changed in place.
-        path: A state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint, which holds
-            the server's model. Tensors that differ only in the number of classes keep their initial
-            values.
+        path: A state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint with the
+            server's model. Tensors of the model that differ from the file's only in the number of
+            classes keep their initial values.
         setting: The setting that names the file, for messages.
-        without: Prefixes of tensors to ignore, such as ``("fc.",)`` for the head of a network.
+        without: Prefixes of tensors to ignore, such as ``("fc.",)`` for a classifier.
 
     Returns:
         A line about the file and the tensors that keep their initial values.
@@ -37,7 +37,7 @@ def load_weights(
     read = _read(setting, user_path(setting, path))
     weights = {name: value for name, value in read.items() if not name.startswith(without)}
     counters = {name for name, kind in buffer_kinds(model).items() if kind == "counter"} - weights.keys()
-    # counters may be missing: early releases of torch did not count the batches of BN
+    # counters may be missing, as early releases of torch had no BN batch counter
     differing = {name: shapes for name, shapes in misfits(weights, model).items() if name not in counters}
     if differing and not _are_heads(differing):
         raise misfit_error(f"{setting}: {path}", "file", model, differing)
@@ -52,7 +52,7 @@ def load_weights(
 
 
 def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tensor]:
-    """Return the weights of a file that has exactly a model's tensors.
+    """Return the weights of a file whose tensors must be exactly the model's.
 
     Args:
         model: The model, unchanged.
@@ -72,12 +72,13 @@ def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tens
 def _expect_numbers(
     place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
 ) -> None:
-    """Raise a ``ConfigurationError`` if a tensor is not finite or has another kind of number.
+    """Raise a ``ConfigurationError`` if a tensor is not finite, or its kind of number differs.
 
-    torch would convert the numbers silently. A buffer, such as a mask, may be infinite.
+    torch would silently convert one kind to another, such as complex to real. Buffers, such as a
+    mask, may be infinite.
 
     Args:
-        place: Location of the weights, for the message.
+        place: Name of the file or checkpoint, for the message.
         weights: The weights by name.
         model: The model to load.
         without: Names of tensors that are not loaded.
@@ -98,7 +99,7 @@ def _expect_numbers(
 
 
 def _kind(value: Tensor) -> str:
-    """Return the kind of a tensor's numbers in words."""
+    """Return the kind of a tensor's numbers, such as ``"integer"``."""
     return "floating-point" if value.is_floating_point() else "complex" if value.is_complex() else "integer"
 
 
@@ -160,7 +161,7 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
             is_legacy = file.read(2) == b"\x80\x02"  # a pickle: the format until torch 1.5
         if not is_legacy:
             with zipfile.ZipFile(path) as archive:
-                # torch.load ignores the CRC of flipped bits, and returns uninitialised memory for an entry marked as a folder
+                # torch.load ignores CRC errors, and gives uninitialised memory for "folder" entries
                 folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
                 if folder or archive.testzip() is not None:
                     raise zipfile.BadZipFile
@@ -173,7 +174,7 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
 
 
 def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
-    """Return each differing tensor's shape in the weights and in the model; None: missing."""
+    """Return shapes (in the weights, in the model) of differing tensors; None if missing."""
     current = model.state_dict()
     shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, current)]
     pairs = {name: (shapes[0].get(name), shapes[1].get(name)) for name in {**current, **weights}}
@@ -184,7 +185,7 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
     """Return an error that names the first tensor whose shape differs.
 
     Args:
-        place: Location of the weights, such as ``"checkpoint last.ckpt"``.
+        place: Name of the file, such as ``"checkpoint last.ckpt"``.
         noun: ``"checkpoint"`` or ``"file"``.
         model: The model that the weights do not fit.
         differing: Result of :func:`misfits`.
@@ -198,7 +199,7 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
 
 
 def _are_heads(differing: _Shapes) -> bool:
-    """Return whether tensors differ only in the first dimension, in the same way, as heads do."""
+    """Return whether tensors differ only in the first dimension, and equally, as classifiers do."""
     shapes = [(old, new) for old, new in differing.values() if old and new]
     alike = {(old[0], new[0]) for old, new in shapes}
     return (

@@ -14,9 +14,9 @@ from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 
 
 def check_elementwise(factory: OptimizerCallable) -> None:
-    """Raise an error if an optimizer mixes clients whose rows form one tensor.
+    """Raise an error if an optimizer mixes clients that are rows of one tensor.
 
-    Two steps on a block of two rows must equal, bit for bit, the same steps on each row alone.
+    Two steps on a block of two rows must equal two steps on each row alone, bit for bit.
 
     Raises:
         ConfigurationError: The optimizer cannot be made or is not elementwise (Adafactor, Muon,
@@ -47,8 +47,8 @@ def check_elementwise(factory: OptimizerCallable) -> None:
 
 
 def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
-    """Try a step on a zero pseudo-gradient; raise a ``ConfigurationError`` if it fails."""
-    # leaves of the model's shapes: a factory may sort parameters by shape
+    """Take a trial step on a zero pseudo-gradient; raise a ``ConfigurationError`` if it fails."""
+    # leaves in the model's shapes, as a factory may sort parameters by shape
     leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
@@ -69,7 +69,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
             raise ConfigurationError(
                 f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be finite and at least 0 (0 freezes the group)"
             )
-        # through the constructor, whose values torch checks, unlike values of parameter groups
+        # use the constructor: torch checks its values, but not those of parameter groups
         values = ", ".join(f"{key}: {value}" for key, value in settings.items())
         arguments = {
             key: value for key, value in {**optimizer.defaults, **settings}.items() if key in accepted
@@ -91,7 +91,7 @@ def _finite(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def _refusals(place: str, remedy: str = "") -> Iterator[None]:
-    """Turn an optimizer's exceptions into one line that names the setting."""
+    """Convert an optimizer's exceptions to an error in one line that names the setting."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:

@@ -1,7 +1,7 @@
 """One torch optimizer for the local steps of all clients of a cohort.
 
-Its parameters are blocks ``[C, columns]``. For elementwise optimizers (SGD in all its forms, Adam,
-AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client;
+Its parameters are blocks ``[C, columns]``. An elementwise optimizer (SGD in all variants, Adam,
+AdamW, RMSprop, Adagrad, ...) then equals one optimizer per client exactly;
 ``fl_lightning.optimizers.checks`` refuses all others.
 """
 
@@ -34,9 +34,9 @@ class ClientOptimizer:
         factory: Function that makes the optimizer from parameter groups.
         blocks: Parameter blocks ``[C, columns]``, by name.
         gradients: Gradient blocks of the same names and shapes.
-        overrides: Settings by block name that differ from the optimizer's defaults.
+        overrides: Settings by block name that replace the optimizer's defaults.
         lr_factor: Factor on every learning rate.
-        rows: Rows that this process steps; None: all.
+        rows: Rows that this process steps; None for all rows.
 
     Attributes:
         torch: The torch optimizer.
@@ -65,13 +65,13 @@ class ClientOptimizer:
         self.initial_steps: dict[str, Tensor] = {}
         self.torch: Optimizer = self._make(self._blocks)
         for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * self._lr_factor  # not in place: groups may share a tensor
+            group["lr"] = group["lr"] * self._lr_factor  # not in place, as groups may share a tensor
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
 
     @cached_property
     def _keys(self) -> dict[str, list[str]]:
-        """State names of each block, such as ``["momentum_buffer"]``, from a trial step."""
+        """Names of each block's state, such as ``["momentum_buffer"]``, found by a trial step."""
         leaves = {name: torch.zeros(1) for name in self._blocks}
         for leaf in leaves.values():
             leaf.grad = torch.ones(1)
@@ -87,11 +87,11 @@ class ClientOptimizer:
         self.torch.step()
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state by name and block, as tensors ``[C, columns]`` to read and write.
+        """Return the state by name and block, as writable tensors ``[C, columns]``.
 
         Before the first local step of a round the state is zero. Rows that other processes step
-        hold the values last written to them. State shared by all rows is left out: step counts,
-        NAdam's ``mu_product``.
+        have the values last written to them. State that all rows share (step counts, NAdam's
+        ``mu_product``) is left out.
 
         Raises:
             ConfigurationError: The state does not start from zeros.
@@ -116,7 +116,7 @@ class ClientOptimizer:
         return self._states
 
     def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
-        """Return a state ``[C, columns]``; the optimizer's state becomes a view of its rows."""
+        """Return a state ``[C, columns]``; the optimizer's own state becomes a view of it."""
         rows = state[key]
         if len(rows) == self._clients:
             return rows
@@ -128,8 +128,8 @@ class ClientOptimizer:
     def refuse_other_counts(self, name: str) -> None:
         """Raise a ``ConfigurationError`` if the optimizer counts steps.
 
-        All rows and tensors of a block share one count, which is wrong for a parameter ``name``
-        that had no gradient in an earlier step of the round.
+        All rows and tensors of a block share one count. This count is wrong for a parameter
+        ``name`` that had no gradient in an earlier step of the round.
         """
         if any("step" in keys for keys in self._keys.values()):
             raise ConfigurationError(
@@ -138,9 +138,10 @@ class ClientOptimizer:
             )
 
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
-        """Set the step counts ``[C]`` of each block's rows, for optimizers that count steps (Adam).
+        """Set the step counts ``[C]`` of each block's rows, for optimizers with counts, as Adam.
 
-        Adam has one count per parameter, so each row becomes a parameter, with the same arithmetic.
+        Adam has one count per parameter. Therefore each row becomes a parameter; the arithmetic is
+        the same.
         """
         self.initial_steps = dict(steps)
         states = self.states()

@@ -23,7 +23,7 @@ class LRSchedule(Recorded, ABC):
 
 
 def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, total_rounds: int) -> float:
-    """Return a schedule's factor for a round, 1 without a schedule; refuse infinite or negative."""
+    """Return a schedule's factor, 1 without a schedule; refuse non-finite or negative factors."""
     if schedule is None:
         return 1.0
     with doing(f"calling model.client_lr_schedule with round {round_number} of {total_rounds}"):
@@ -40,13 +40,15 @@ class MultiStep(LRSchedule):
 
     Args:
         milestones: Rounds (int) or fractions of all rounds in (0, 1) (float). Round m still has the
-            old rate, round m + 1 the new: ``0.5`` decays as ``FixBN(freeze_fraction=0.5)`` freezes.
+            old rate, round m + 1 the new rate. So ``0.5`` decays in the round in which
+            ``FixBN(freeze_fraction=0.5)`` freezes.
         gamma: Factor at each milestone, positive and finite.
         first_round: Further factor in round 1, positive and finite; 0.5 in the code of FedBE (Chen,
             Chao, ICLR 2021).
 
     Raises:
-        ConfigurationError: A milestone is no round >= 1 or fraction in (0, 1), or a factor is invalid.
+        ConfigurationError: A milestone is neither a round >= 1 nor a fraction in (0, 1), or a
+            factor is invalid.
 
     Example:
         >>> [MultiStep([0.5])(round_number, 4) for round_number in (1, 2, 3, 4)]
@@ -69,7 +71,7 @@ class MultiStep(LRSchedule):
         self.first_round = first_round
 
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """Return ``gamma`` to the power of the number of past milestones, in round 1 times ``first_round``."""
+        """Return ``gamma ** (number of past milestones)``, in round 1 times ``first_round``."""
         factor = self.gamma ** sum(round_number > round_at(m, total_rounds) for m in self.milestones)
         return factor * self.first_round if round_number == 1 else factor
 
@@ -78,14 +80,14 @@ class InverseSteps(LRSchedule):
     """Division of the learning rate by 2, 3, ... after one, two, ... periods.
 
     The factor is ``1 / (1 + floor(t / period))`` with t = round - 1, as in the FBN paper (Guerraoui
-    et al., arXiv 2405.14670, Table 2): 0.1, 0.05 and 0.033 for 1,000 steps each.
+    et al., arXiv 2405.14670, Table 2): rates of 0.1, 0.05 and 0.033 for 1,000 steps each.
 
     Args:
-        period: Rounds (int), or a fraction of all rounds in (0, 1) (float). Its last round still
-            has the old rate, as with a milestone of :class:`MultiStep`.
+        period: Number of rounds (int), or fraction of all rounds in (0, 1) (float). A period's last
+            round still has the old rate, as with a milestone of :class:`MultiStep`.
 
     Raises:
-        ConfigurationError: The period is neither a round number >= 1 nor a fraction in (0, 1).
+        ConfigurationError: The period is neither an int >= 1 nor a fraction in (0, 1).
 
     Example:
         >>> [InverseSteps(2)(round_number, 6) for round_number in (1, 2, 3, 4, 5)]

@@ -14,11 +14,11 @@ from fl_lightning.recorded import Recorded
 
 
 class AdaptiveServer(Recorded, Optimizer, ABC):
-    """Algorithm 2 of the paper, with the clients' mean change Delta as minus the pseudo-gradient.
+    """Algorithm 2 of the paper; the clients' mean change Delta is minus the pseudo-gradient.
 
     ``m <- beta1 m + (1 - beta1) Delta``, then v from Delta^2, then ``theta <- theta + lr m /
-    (sqrt(v) + tau)``. There is no bias correction, and v starts from tau^2. Parameters without a
-    gradient (frozen, or kept by clients) are skipped.
+    (sqrt(v) + tau)``. There is no bias correction, and v starts at tau^2. Parameters without a
+    gradient (frozen or local) are skipped.
 
     Args:
         params: The server's parameters or parameter groups.
@@ -96,5 +96,5 @@ class FedYogi(AdaptiveServer):
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Move v towards Delta^2 by a share of Delta^2, whatever the distance."""
+        """Move v towards Delta^2 by a fraction of Delta^2, independent of their distance."""
         return v - (1 - beta2) * square * (v - square).sign()

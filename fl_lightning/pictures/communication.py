@@ -1,4 +1,4 @@
-"""Figure of accuracy against its cost: bytes, exchanges with the server, simulated time."""
+"""Figure of accuracy against cost: bytes, exchanges with the server, simulated time."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def has_communication(rows: Rows) -> bool:
-    """Return whether rows have the metrics that :func:`communication_figure` draws."""
+    """Return whether the rows have the metrics for :func:`communication_figure`."""
     return _quality(rows) is not None and any(name in row for row in rows for name in COSTS)
 
 
@@ -35,7 +35,7 @@ def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[st
 
     Args:
         runs: Rows of each run by label; the label of a single run is not shown.
-        link: Description of the link behind the simulated time.
+        link: Description of the network link for which time is simulated.
         title: Lines of the title.
     """
     several = len(runs) > 1
@@ -68,7 +68,7 @@ def _quality(rows: Rows) -> str | None:
 
 
 def _curve(rows: Rows, cost: str, quality: str, *, log: bool) -> tuple[Series, Series]:
-    """Return costs and values of evaluated rounds; a ``log`` axis omits the initial model (cost 0)."""
+    """Return costs and values of evaluated rounds, for a ``log`` axis without cost 0 (round 0)."""
     pairs = [
         (float(row.get(cost, 0.0)), float(row[quality]))
         for row in rows

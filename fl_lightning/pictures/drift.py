@@ -1,4 +1,4 @@
-"""Figures of BN measurements: statistics and gradients over the rounds, of the model and by layer."""
+"""Figures of BN statistics and gradients over the rounds, for the model and by layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -38,11 +38,11 @@ _LOOKS = ((BLUE, "-", "."), (VERMILLION, "--", "."), (BLACK, ":", "."))
 _REACH = {
     "bn/gradient_deviation": 1.0,
     "gradient_deviation": 1.0,
-}  # upper end of the scale, which keeps mere rounding at its foot
+}  # lowest upper end of the scale, so that mere rounding stays at the bottom
 
 
 def has_drift(rows: Rows) -> bool:
-    """Return whether rows have the metrics that :func:`drift_figure` draws."""
+    """Return whether the rows have the metrics for :func:`drift_figure`."""
     return any(key.startswith("bn/") for row in rows for key in row)
 
 
@@ -50,9 +50,9 @@ def has_drift(rows: Rows) -> bool:
 def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
     """Draw change and variance of statistics, loss, gradient deviation, bias and gap over the rounds.
 
-    After Figure 3 of Zhong et al., arXiv 2303.06530. A heading says how to read each panel. A
-    quantity without measurements has no panel.
-    A line marks the first round with frozen BN.
+    The figure follows Figure 3 of Zhong et al., arXiv 2303.06530. Headings say how to read the
+    panels. A quantity without measurements has no panel. A line marks the first round with frozen
+    BN.
     """
     measured = {name for row in rows for name in row}
     panels = [panel for panel in DRIFT if measured & panel.curves.keys()]
@@ -100,7 +100,7 @@ def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
 
 
 def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[str], Series]:
-    """Return rounds, measured layers and their values ``[layers, rounds]``."""
+    """Return the rounds, the measured layers and the values ``[layers, rounds]``."""
     rounds = sorted(by_round)
     names = list(dict.fromkeys(name for number in rounds for name in by_round[number]))
     cells = [[by_round[number].get(name, np.nan) for number in rounds] for name in names]
@@ -108,7 +108,7 @@ def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[
 
 
 def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) -> None:
-    """Draw a heat map, on a logarithmic scale if the values span decades; 0 and gaps are then white."""
+    """Draw a heat map; its scale is logarithmic if values span decades, with 0 and gaps white."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import NullFormatter
 
@@ -117,7 +117,7 @@ def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) 
     highest = max(positive.max(initial=0), reach) or 1.0
     log = len(positive) > 0 and highest > 20 * positive.min()
     norm = LogNorm(positive.min(), highest) if log else Normalize(0, highest)
-    # a cell reaches half-way to its neighbours in time
+    # a cell extends half-way to the previous and the next round
     middles = (np.array(rounds[1:]) + np.array(rounds[:-1])) / 2
     edges = np.concatenate([[rounds[0] - 0.5], middles, [rounds[-1] + 0.5]])
     image = axes.pcolormesh(edges, np.arange(len(cells) + 1) - 0.5, shown, norm=norm)

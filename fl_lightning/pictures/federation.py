@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _MAX_NAMED = 25  # above this many clients or classes the axis shows numbers only
 _MAX_ROWS = 250  # above this many clients a row is the mean of several similar ones
-_MAX_BARS = 200  # above this many classes the bars are thinner and numbered by the axis
+_MAX_BARS = 200  # above this many classes bars are thinner, and only the axis has numbers
 
 
 def clients_figure(
@@ -30,10 +30,10 @@ def clients_figure(
 def partition_figure(
     histogram: Sequence[Sequence[int]], class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """Draw the samples of each class at each client: one row per client, its size as a bar at the right.
+    """Draw the samples of each class in a row per client, and the clients' sizes as bars.
 
-    More than 250 clients are sorted by their most frequent class and its share, and averaged into
-    250 rows.
+    More than 250 clients are sorted by their most frequent class and its share. Then consecutive
+    clients are averaged to 250 rows.
 
     Args:
         histogram: ``histogram[i][c]``, samples of class c at client i, as in ``partition.json``.
@@ -62,7 +62,7 @@ def partition_figure(
     text = "samples of a class (colours: square root)"
     bar = figure.colorbar(image, ax=(cells, sizes), location="bottom", shrink=0.5, aspect=40, label=text)
     bar.ax.locator_params(nbins=4)
-    rows, gap = np.diff(first), 0.2 if clients <= 100 else 0.0  # a gap of few pixels would be a moiré
+    rows, gap = np.diff(first), 0.2 if clients <= 100 else 0.0  # gaps of few pixels give a moiré
     lower = first[:-1] - 0.5 + gap / 2 * rows
     sizes.barh(lower, counts.sum(1), (1 - gap) * rows, align="edge", color=GREY)
     cells.locator_params(integer=True, nbins=_MAX_NAMED, min_n_ticks=1)
@@ -119,7 +119,7 @@ def class_quality_figure(
 
 
 def class_labels(names: Sequence[str] | None, count: int) -> list[str]:
-    """Return a label for each class: the start of its name, or its number if it has none."""
+    """Return a label for each class: the start of its name, or its number if it has no name."""
     if names is None or len(names) != count:
         return [str(number) for number in range(count)]
     return [literal(" ".join(name.split())[:18]) or str(number) for number, name in enumerate(names)]

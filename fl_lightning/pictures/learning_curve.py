@@ -1,4 +1,4 @@
-"""Figure of the learning curve of a run."""
+"""Figure of a run's learning curve."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,10 @@ Policy = Mapping[str, Sequence[Sequence[Any]]]
 def learning_curve_figure(
     rows: Rows, policy: Policy, title: Sequence[str], quality: str = "", further: Sequence[str] = ()
 ) -> "Figure":
-    """Draw quality (accuracy, mean IoU or the task's metric), if the rows have it, and loss over rounds.
+    """Draw quality (accuracy, mean IoU or the task's metric), if measured, and loss over rounds.
 
-    A vertical line marks each round in which the policy changes; the legend names the change. At a
-    value that is not finite (or above 1e30) the line has a gap and a cross stands at the upper
-    edge.
+    A vertical line marks each round in which the policy changes; the legend names the change. For a
+    value that is not finite (or above 1e30) the curve has a gap, with a cross at the upper edge.
 
     Args:
         rows: Rows of ``metrics.jsonl``; row 0 is the initial model.
@@ -40,7 +39,7 @@ def learning_curve_figure(
             ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.
         title: Lines of the title.
         quality: Quality metric of a user's task, in [0, 1].
-        further: Further metrics, which have a panel if the rows have them.
+        further: Further metrics; each has a panel if the rows have the metric.
     """
     known = {name.partition("/")[2] for row in rows for name in row}
     words = {quality: quality.replace("_", " ")} if quality else {}
@@ -73,8 +72,7 @@ def learning_curve_figure(
 def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     """Return the rounds in which the policy changes, and each change in words.
 
-    ``policy`` is as in ``policy.json``; ``rows`` of ``metrics.jsonl`` hold T* if training has found
-    it.
+    ``policy`` is as in ``policy.json``. ``rows`` of ``metrics.jsonl`` have T* if training found it.
 
     >>> policy_changes({"mean": [[1, "averaged"], [3, "frozen"]], "var": [[1, "averaged"], [3, "frozen"]]})
     {3: 'BN statistics frozen from round 3'}
@@ -97,10 +95,10 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
 
 
 def _draw_metric(axes: "Axes", rows: Rows, metric: str, is_quality: bool) -> list[Series]:
-    """Draw the curves of a metric on every split that has it, and return the drawn values."""
+    """Draw a metric's curve for every split with this metric, and return the drawn values."""
     drawn = []
     for split, (name, look) in SPLITS.items():
-        # if clients keep state, their own models count
+        # if clients keep local state, also draw the quality of their own models
         kinds = {f"{kind}_{metric}": look for kind, look in PERSONAL.items() if is_quality}
         known = {kind: kinds[kind] for kind in kinds if any(f"{split}/{kind}" in row for row in rows)}
         for kind, (words, kind_look) in {**known, metric: ("the server's model" * bool(known), look)}.items():

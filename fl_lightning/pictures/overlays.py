@@ -1,4 +1,4 @@
-"""Figure of segmented images beside the ground truth."""
+"""Figure of predicted segmentations beside the ground truth."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def colours(labels: Any, palette: Sequence[tuple[int, int, int]]) -> Any:
-    """Return labels ``[H, W]`` as colours, uint8 ``[H, W, 3]``; labels outside the classes are black."""
+    """Return labels ``[H, W]`` as colours, uint8 ``[H, W, 3]``; labels of no class are black."""
     table = np.zeros((256, 3), dtype=np.uint8)
     table[: len(palette)] = palette
     return table[np.asarray(labels, dtype=np.uint8)]
@@ -35,11 +35,11 @@ def overlay_figure(
     class_names: Sequence[str] | None,
     title: Sequence[str],
 ) -> "Figure":
-    """Draw images, labels and predictions, one row per image; ignored pixels are black in both.
+    """Draw images, labels and predictions, one row per image; ignored pixels are black.
 
     Args:
         images: uint8 ``[H, W, 3]``.
-        truths: Labels ``[H, W]``; a label above the classes marks an ignored pixel.
+        truths: Labels ``[H, W]``; a label above those of the classes marks an ignored pixel.
         guesses: Predicted labels ``[H, W]``.
         palette: Colour of each class.
         class_names: Name of each class; None for numbers.

@@ -1,4 +1,4 @@
-"""Metrics of a run over its rounds as arrays, and as curves with visible gaps."""
+"""Metrics of a run over its rounds, as arrays and as curves with visible gaps."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -21,20 +21,20 @@ _LARGEST = 1e30  # larger values have diverged and cannot be drawn
 
 
 def series(rows: Rows, name: str) -> tuple[Series, Series]:
-    """Return the rounds that have a metric, and its values."""
+    """Return the rounds that have the metric ``name``, and its values."""
     pairs = [(float(row["round"]), float(row[name])) for row in rows if name in row]
     rounds, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return rounds, values
 
 
 def frozen_from(rows: Rows) -> int | None:
-    """Return the first round with frozen BN, from the newest row that has T*; otherwise None."""
+    """Return the first round with frozen BN by the newest row with T*; None if no row has T*."""
     starts = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
     return starts[-1] if starts else None
 
 
 def with_gaps(values: Series) -> Series:
-    """Return the values, with NaN for those that cannot be drawn."""
+    """Replace values that cannot be drawn by NaN."""
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
@@ -43,8 +43,8 @@ def draw_curve(
 ) -> Series:
     """Draw a curve with gaps and return its values without the gaps.
 
-    A value that is not finite (or above 1e30) is a cross at the upper edge, whose label omits the
-    part of ``label`` after a colon. ``look`` is colour, line and marker.
+    A value that is not finite (or above 1e30) is drawn as a cross at the upper edge. The cross's
+    label is the part of ``label`` before a colon. ``look`` is colour, line and marker.
     """
     colour, line, marker = look
     values = with_gaps(values)
@@ -67,7 +67,7 @@ def draw_curve(
 def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> None:
     """Make the y-axis logarithmic if no value is negative and the positive values span decades.
 
-    A logarithmic axis reaches up to at least ``reach``, and down to a 0 if a value is 0.
+    A logarithmic axis extends up to at least ``reach``, and includes 0 if a value is 0.
     """
     values = np.concatenate([*drawn, []])
     positive = values[values > 0]

@@ -1,4 +1,4 @@
-"""Look of the figures: colours, words, legends and files. matplotlib is imported at the first figure."""
+"""Style of figures: colours, words, legends and files. The first figure imports matplotlib."""
 
 import textwrap
 import warnings
@@ -42,13 +42,13 @@ SPLITS = {
     "val": ("validation", (BLUE, "-", "o")),
     "test": ("test", (VERMILLION, "--", "s")),
 }
-"""Label and look of the curves of each split."""
+"""Label and style of the curves of each split."""
 
 
 @cache
 def qualities() -> Mapping[str, str]:
     """Return the label of each shipped task's quality, by metric."""
-    from fl_lightning.round.tasks import QUALITIES  # late: torchmetrics imports pyplot
+    from fl_lightning.round.tasks import QUALITIES  # imported late, as torchmetrics imports pyplot
 
     return QUALITIES
 
@@ -57,7 +57,7 @@ PERSONAL = {
     "own": ("clients' own models, data like their own", (GREEN, "-", "D")),
     "personal": ("clients' own models, the server's data", (PURPLE, "-.", "^")),
 }
-"""Label and look of the accuracies of clients' own models; drawn before the server's."""
+"""Label and style of the accuracies of clients' own models, which are drawn before the server's."""
 
 COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
     "comm/total_bytes_per_client": (
@@ -78,8 +78,8 @@ class Panel(NamedTuple):
 
     Attributes:
         axis: Label of the y-axis.
-        curves: Label of each curve by metric.
-        heading: The quantity, and how to read it.
+        curves: Label of each metric's curve.
+        heading: Name of the quantity, and how to read it.
         zero: Whether a line marks 0.
     """
 
@@ -167,7 +167,7 @@ def paper_style() -> Iterator[None]:
 
 
 def new_figure(height: float, title: Sequence[str]) -> "Figure":
-    """Return a figure, ``height`` inches below its title, whose long lines are wrapped and cut after three."""
+    """Return a figure of ``height`` inches plus a title, whose long lines fill up to three."""
     from matplotlib.figure import Figure
 
     lines = [
@@ -179,7 +179,7 @@ def new_figure(height: float, title: Sequence[str]) -> "Figure":
 
 
 def legend_above(axes: "Axes", heading: str | None = None) -> None:
-    """Put a legend above the data if a curve has a label, with a heading."""
+    """Put a legend with a heading above the data, if any curve has a label."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
         columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # as many as surely fit
@@ -196,7 +196,7 @@ def legend_above(axes: "Axes", heading: str | None = None) -> None:
 
 
 def literal(text: str) -> str:
-    """Return a text that matplotlib draws literally: no formulas, only valid Unicode."""
+    """Return a text that matplotlib draws literally: without formulas or invalid Unicode."""
     return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
@@ -205,14 +205,14 @@ _METADATA = {
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
     "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
 }
-"""Removes matplotlib's name and the time from files."""
+"""Settings that remove matplotlib's name and the time from files."""
 
 
 def rendered(figure: "Figure", form: str) -> bytes:
     """Return a figure as reproducible bytes: ``png``, ``pdf`` or ``svg`` with selectable text."""
     content = BytesIO()
     with paper_style(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the figure shows a box instead
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the figure shows a box
         figure.savefig(content, format=form, dpi=DOTS_PER_INCH, metadata=_METADATA[form])
     return content.getvalue()
 

@@ -33,7 +33,7 @@ class RoundClock:
         self.seconds[name] += time.perf_counter() - started
 
     def stop(self) -> dict[str, float]:
-        """Stop the clock, and return the seconds of round and stages by metric (``time/round_s``)."""
+        """Stop the clock, and return the seconds of round and stages, as ``time/round_s``."""
         total = time.perf_counter() - self._started
         self.seconds["other"] = total - sum(self.seconds.values())
         return {"time/round_s": total} | {f"time/{part}_s": spent for part, spent in self.seconds.items()}

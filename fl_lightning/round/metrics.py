@@ -13,7 +13,7 @@ from torchmetrics.utilities import dim_zero_sum
 from fl_lightning.errors import ConfigurationError
 
 MetricSetting = Callable[[], Metric]
-"""A class of torchmetrics or a function that makes a metric, or the metric itself, which can be called too."""
+"""A torchmetrics class, a function that makes a metric, or a metric object (also callable)."""
 
 State = dict[str, Any]
 """The state of a metric: tensors and lists of tensors by name, and the number of batches."""

@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
 
 _ROUND = ("client/", "clients/", "comm/", "server/", "statistics/", "time/")
-"""Starts of the names of metrics that every run may log in a round, beside ``train/loss``."""
+"""Prefixes of the metrics that every run may log in a round, beside ``train/loss``."""
 
 _COUNTERS = ("epoch", "step")
 """Counters that Lightning's ``ModelCheckpoint`` can monitor."""

@@ -16,7 +16,7 @@ from fl_lightning.randomness import permutation
 from fl_lightning.round.failures import ClientFailures, fewest_reports
 
 Weighting = Literal["examples", "uniform", "samples"]
-"""Quantity that weights are proportional to: examples, a constant, or samples of the round."""
+"""Quantity to which weights are proportional: examples, a constant, or samples of the round."""
 
 _MOST_IDLE = 10_000  # consecutive rounds without a cohort
 

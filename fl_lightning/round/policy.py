@@ -11,13 +11,13 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
 
 UNNAMED = "as its kinds"
-"""Treatment of a part in rounds whose policy does not name the part, in tables."""
+"""Text in tables for a part's treatment in rounds whose policy does not name the part."""
 
 Stage = tuple[int | str, str]
-"""First round of a treatment (or the method that finds it in training), and the treatment."""
+"""First round of a treatment (or the method that finds this round in training), and the treatment."""
 
 _EXCLUSIVE = ("local", "pooled", "reset")
-"""Treatments that a callback implements itself; two callbacks cannot share them."""
+"""Treatments that a callback implements itself; only one callback can declare each kind so."""
 
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 
@@ -106,7 +106,7 @@ def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_ro
 
 
 def check_together(callbacks: Iterable[Declarations]) -> None:
-    """Raise ``ConfigurationError`` if two methods take one resource (see ``Declarations.takes``)."""
+    """Raise ``ConfigurationError`` if two methods take one resource of ``Declarations.takes``."""
     taken: dict[str, Declarations] = {}
     for callback in callbacks:
         for resource, remedy in callback.takes.items():

@@ -222,7 +222,7 @@ class Segmentation(Task):
         return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the confusion matrix ``[truth, prediction]``; its last column: non-finite outputs."""
+        """Return the confusion matrix ``[truth, prediction]``; last column: non-finite outputs."""
         scores, classes = enlarged(scores, targets), scores.shape[1]
         guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
         counted = targets != self.ignored

@@ -8,7 +8,7 @@ from torch import nn
 from fl_lightning.errors import ConfigurationError
 
 MARK = "_trained_by_a_run"
-"""Attribute of models and methods that a run has begun to train; copies inherit it."""
+"""Attribute of models and methods whose training has begun; copies inherit the attribute."""
 
 
 def mark_trained(objects: Iterable[Any]) -> None:

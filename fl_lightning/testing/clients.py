@@ -1,4 +1,4 @@
-"""Federations of random images behind ordinary data loaders."""
+"""Federations of random images with ordinary data loaders."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ArrayClient(L.LightningDataModule):
-    """Client with inputs ``[n, ...]`` and labels ``[n]`` behind a shuffling ``DataLoader``."""
+    """Client with inputs ``[n, ...]`` and labels ``[n]`` in a shuffling ``DataLoader``."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class ArrayClient(L.LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return shuffled batches, without a smaller last one."""
+        """Return shuffled batches, without a smaller last batch."""
         return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
@@ -46,7 +46,7 @@ def blobs(
 
     Args:
         num_clients: Number of clients.
-        sizes: Samples of the clients, repeated if there are more clients.
+        sizes: Samples of each client; the sequence is repeated if there are more clients.
         batch_size: Samples in a batch.
         seed: Seed of the samples and of their order.
         shape: Shape of an image, in float64.
@@ -73,10 +73,10 @@ def uneven_clients(
     shape: Sequence[int] = (2, 6, 6),
     classes: int = 3,
 ) -> FederatedDataModule:
-    """Return clients of different means and variances whose batch sizes are not proportional to their data.
+    """Return clients with different moments, and batch sizes not proportional to their data.
 
     Args:
-        batches: Samples in a batch of each client.
+        batches: Batch size of each client.
         examples: Samples of each client.
         shape: Shape of an image, in float64.
         classes: Number of classes.
@@ -106,7 +106,7 @@ def union_batch(data: FederatedDataModule, step: int) -> Batch:
 
 
 def union_of(data: FederatedDataModule, clients: Sequence[int], steps: Sequence[Sequence[int]]) -> Batch:
-    """Return the batches of some clients, each at a list of local steps, as one batch."""
+    """Return the batches of some clients, each at its list of local steps, as one batch."""
     pairs = [(client, step) for client, taken in zip(clients, steps, strict=True) for step in taken]
     inputs, targets = zip(*(client_batch(data, client, step) for client, step in pairs), strict=True)
     return torch.cat(inputs), torch.cat(targets)

@@ -1,4 +1,4 @@
-"""Small network on which tests run in a fraction of a second."""
+"""A small network for tests of a fraction of a second."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +16,12 @@ _NORMS: dict[str, Callable[[int], nn.Module]] = {
 def small_cnn(
     norm: str = "bn", dropout: float = 0.0, seed: int = 0, classes: int = 3, channels: int = 2
 ) -> nn.Sequential:
-    """Return two convolutions, each with a norm layer, and a linear layer, for images of 6 x 6 pixels.
+    """Return two convolutions with norm layers, and a linear layer, for images of 6 x 6 pixels.
 
     Args:
         norm: ``"bn"``, ``"gn"`` or ``"none"``.
-        dropout: Probability of the dropout before the linear layer.
-        seed: Seed of the weights; it seeds torch's global generator.
+        dropout: Probability of dropout before the linear layer.
+        seed: Seed of the weights, with which torch's global generator is seeded.
         classes: Number of outputs.
         channels: Channels of the images.
 

@@ -1,4 +1,4 @@
-"""Federated training in float64, and the same training in plain PyTorch."""
+"""Federated training in float64, and reference training in plain PyTorch."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ State = Mapping[str, Tensor]
 """Tensors by name, as a ``state_dict``."""
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-"""Default client optimizer of :func:`train` and of the references."""
+"""Default client optimizer of :func:`train` and of the reference trainers."""
 
 
 def fit(
@@ -58,7 +58,7 @@ def fit(
     }
     runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
     with warnings.catch_warnings():
-        # Lightning uses a class that torch 2.15 deprecates, and advises worker processes
+        # Lightning uses a class that torch 2.15 deprecates, and recommends worker processes
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers")
         runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
@@ -73,10 +73,10 @@ def train(
     trainer: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """Train a model, by default with one local step of SGD(lr=0.1), and return the server's final state.
+    """Train a model, by default with one local step of SGD(lr=0.1); return the final server state.
 
     Args:
-        model: The server's model, which is changed.
+        model: The server's model, changed in place.
         data: The federated data.
         rounds: Number of communication rounds.
         callbacks: Methods and other callbacks.
@@ -111,16 +111,16 @@ def centralised(
 ) -> dict[str, Tensor]:
     """Return the state of one model trained on the union of the clients' batches.
 
-    FedAvg with E = 1 and equal weights must equal it.
+    FedAvg with E = 1 and equal weights must give the same state.
 
     Args:
         model: The model, which is not changed.
         data: The federated data.
         steps: Number of steps.
-        optimizer: Makes the optimizer.
-        rates: Learning rate of each step; empty for the optimizer's.
+        optimizer: Function that makes the optimizer.
+        rates: Learning rate of each step; empty for the optimizer's rate.
         first: Step of the data from which training starts.
-        frozen_statistics: Whether BN layers use and keep their running statistics.
+        frozen_statistics: Whether BN layers normalise with constant running statistics.
     """
     model = deepcopy(model).double().train()
     for layer in model.modules():
@@ -146,18 +146,19 @@ def by_hand(
     keep: bool = False,
     server: Callable[[str, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[int, Any]]:
-    """Train with a model and an optimizer for each client, averaged in a loop.
+    """Train one model and optimizer per client in a loop, and average the models.
 
     Args:
         model: The model, which is not changed.
         data: The federated data.
         rounds: Number of communication rounds.
-        optimizer: Makes the client optimizer.
-        steps: Local steps of a client. Default: 1.
-        cohort: Clients of a round. Default: all.
-        weights: Aggregation weight of a client, not normalised. Default: equal.
+        optimizer: Function that makes the client optimizer.
+        steps: Local steps of each client. Default: 1.
+        cohort: Function from the round to its clients. Default: all clients.
+        weights: Aggregation weight of each client, not normalised. Default: equal weights.
         keep: Whether clients keep their optimizer's state between rounds.
-        server: New parameter of the server from (name, old, average). Default: the average.
+        server: Function of (name, old, average) that returns the server's new parameter. Default:
+            the average.
 
     Returns:
         The server's state, and the state of each client's optimizer.
@@ -224,7 +225,7 @@ class Rows(Callback):
 
 
 class ClientStates(FederatedCallback):
-    """Clients' states before and after their local steps: ``start[r][client][name]``, ``end[...]``."""
+    """Clients' states before and after local steps, ``start`` and ``end``: ``[r][client][name]``."""
 
     def __init__(self) -> None:
         self.start: dict[int, dict[int, dict[str, Tensor]]] = {}

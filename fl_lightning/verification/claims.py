@@ -35,7 +35,7 @@ def own_twin(trials: Trials) -> Gap:
 
 
 def own_twin_when_frozen(trials: Trials) -> Gap:
-    """Compare as in ``own_twin`` after the freeze; the second run resumes from the federated state."""
+    """Compare as in ``own_twin`` after the freeze; the second run resumes the federated run."""
     federated = trials.run(ONE_STEP)
     frozen = [number for number, seen in enumerate(federated.rounds, 1) if seen.policy["mean"] == "frozen"]
     if not frozen:
