@@ -19,16 +19,16 @@ class GeometricMedian(MixingRule):
     """Geometric median: the point whose distances to all clients have the smallest sum.
 
     Smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for Federated Learning",
-    arXiv 1912.13445) to convergence. The point is a mean of the rows, with shares inversely
-    proportional to their distances. The distances follow from the rows' inner products, so the
-    iteration updates n numbers instead of d. Rows with a non-finite value are left out. If
-    weighted, each distance is multiplied by its client's weight. Only ``pre`` may need ``f``. See
-    :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
+    arXiv 1912.13445) to convergence. The point is a mean of the rows, with shares inverse to their
+    distances. The distances follow from the rows' inner products, so the iteration updates n
+    numbers, not d. Rows with a non-finite value are left out. If weighted, distances are multiplied
+    by the clients' weights. Only ``pre`` may need ``f``. Settings:
+    :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
         """Return the rows' shares in their geometric median."""
-        # on the CPU: a GPU would launch kernels for thousands of steps on only n numbers
+        # on the CPU: a GPU would launch thousands of kernels on n numbers
         finite = ~distances.rejected.cpu()
         shares = torch.full((len(finite),), 1 / len(finite), dtype=torch.float64)
         if finite.any():
@@ -44,9 +44,9 @@ class GeometricMedian(MixingRule):
 def _median_rows(gram: Tensor, squared: Tensor, weights: Tensor) -> Tensor | None:
     """Return shares ``[n]`` if the geometric median is one of the rows, else None.
 
-    Near a row the iteration would converge slowly. A row is a geometric median if the weighted sum
-    of the unit vectors to the other rows is no longer than the weight of all rows at this point. An
-    even number of rows on a line has two such points: the result is between them.
+    There the iteration would be slow. A row is a geometric median if the weighted sum of the unit
+    vectors to the other rows is no longer than the weight at this point. An even number of rows on
+    a line has two such points: the result is between them.
     """
     inverse = torch.where(squared > 0, squared.rsqrt(), 0) * weights
     units = inverse - inverse.sum(1).diag()

@@ -53,8 +53,8 @@ class Median(CoordinateRule):
 
     NaN is the largest value in the order, so with fewer than n/2 NaNs in a column the median is
     within the other values. The weighted median is the value at half of the total weight, or the
-    mean of two values if half lies between them. Only ``pre`` may need ``f``. See
-    :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
+    mean of two values if half lies between them. Only ``pre`` may need ``f``. Settings:
+    :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:

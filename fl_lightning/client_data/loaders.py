@@ -22,11 +22,11 @@ from fl_lightning.randomness import derive_seed, seeded
 class LoaderBatches:
     """Random access to the batches of a ``LightningDataModule``'s ``train_dataloader()``.
 
-    All generators (the loader's, and the global generators of torch, numpy and Python) are seeded
-    from (seed, client, epoch) for an epoch's order, and from (seed, client, epoch, position) for a
-    batch. So shuffling and augmentation depend only on the position. The global generators are
-    restored afterwards. Map-style data sets without worker processes have random access; other
-    loaders are iterated.
+    All generators (the loader's, and the global ones of torch, numpy and Python) are seeded from
+    (seed, client, epoch) for an epoch's order, and (seed, client, epoch, position) for a batch. So
+    shuffling and augmentation depend only on the position. The global generators are restored
+    afterwards. Map-style data sets without worker processes have random access; other loaders are
+    iterated.
 
     Args:
         datamodule: The client's data module, already set up.

@@ -34,8 +34,8 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     Entries are kept in RAM on every rank, and in checkpoints. Above :data:`LIMIT` bytes they move
     to files, one per client, in ``memory/`` of the trainer's ``default_root_dir``; all ranks must
     be able to read it. At the end of a round one rank writes each changed client's file, so the
-    cost depends only on the cohort. Checkpoints then have a folder of hard links to the files.
-    Entries with negative ids belong to the server and stay in RAM.
+    cost depends only on the cohort. Checkpoints then have hard links to the files. Entries with
+    negative ids belong to the server and stay in RAM.
 
     Args:
         state: State from a checkpoint, or entries by client id.
@@ -123,7 +123,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     def flush(self) -> None:
         """Write changed entries to files above the limit; all ranks call it at the end of a round.
 
-        Written entries stay in RAM until the next call, as other ranks may still be writing theirs.
+        Written entries stay in RAM until the next call, as other ranks may still write.
         """
         if self._folder is None:
             if self._live is None or self._bytes <= LIMIT:

@@ -18,7 +18,7 @@ from fl_lightning.ranks import Ranks
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's storage, and the tensor's offset in the storage."""
+    """Return a tensor's storage, as an address, and the tensor's offset in it."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
@@ -208,7 +208,7 @@ class RoundCohort(Cohort):
     def begin_step(self, step: int) -> list[int]:
         """Begin a local step, and return the rows that take it.
 
-        The gradients of the other rows are set to zero. Dropout layers get the step's random keys.
+        Other rows get a zero gradient. Dropout layers get the step's keys.
 
         Args:
             step: The local step, from 0.
@@ -226,7 +226,7 @@ class RoundCohort(Cohort):
         return self.active_rows()
 
     def row_state(self, row: int) -> RowState:
-        """Return one client's state for a forward and backward pass; the result is cached."""
+        """Return one client's state for a forward and backward pass (cached)."""
         if row not in self._row_state:
             params, buffers, gradients = self.params.row(row), self.buffers.row(row), self.grads.row(row)
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
@@ -285,7 +285,7 @@ class RoundCohort(Cohort):
             )
 
     def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
-        """Let some rows skip parameters in this local step, unless a method sets a gradient."""
+        """Skip parameters of some rows in this local step, unless a method sets a gradient."""
         for row in rows:
             self._unused[row] = [*names]
             for name in names:
@@ -314,8 +314,7 @@ class RoundCohort(Cohort):
         """Yield the parameters that the current local step skips, and their optimizer state.
 
         Raises:
-            ConfigurationError: A parameter is used again after a skipped step, and the optimizer
-                counts steps.
+            ConfigurationError: A skipped parameter is used again, but the optimizer counts steps.
         """
         left = {
             row: {name for name in names if not self.grads.row(row)[name].any()}

@@ -92,7 +92,7 @@ class Executor(Recorded, ABC):
             module: The federated module.
             client_steps: Local steps of all clients in the run.
             batch: Function that returns a client's first batch.
-            before: Decision stored in the checkpoint of a resumed run, else None.
+            before: The checkpoint's decision in a resumed run, else None.
         """
         return Compilation(False)
 

@@ -64,7 +64,7 @@ def decide_compilation(
         ranks: The processes of the run.
         client_steps: Local steps of all clients in the run.
         batch: Function that returns a client's first batch.
-        before: Decision stored in the checkpoint of a resumed run, else None.
+        before: The checkpoint's decision in a resumed run, else None.
 
     Returns:
         The decision, which checkpoints store.

@@ -41,7 +41,7 @@ def decide(
         module: The federated module, with its slots.
         client_steps: Local steps of all clients in the run.
         batch: Function that returns a client's first batch.
-        before: Decision stored in the checkpoint of a resumed run, else None.
+        before: The checkpoint's decision in a resumed run, else None.
 
     Raises:
         ConfigurationError: ``setting`` is true, and compiling fails on this machine.

@@ -50,8 +50,8 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     Runs on several ranks and on one rank give the same numbers if hooks follow these rules:
 
     - ``on_round_start``, ``on_before_aggregate``, ``on_after_aggregate``, ``on_round_end`` and
-      Lightning's hooks get the entire cohort, and must do the same on every rank: they may not use
-      a clock, a rank, or random numbers other than those of torch's global generator.
+      Lightning's hooks get the entire cohort, and must do the same on every rank: without clocks,
+      rank numbers, or random numbers except torch's global ones.
     - ``on_after_local_backward`` and ``on_local_step_end`` get the rank's rows ``cohort.rows``,
       possibly none, and change only these rows; ``cohort.mean`` raises an error. State for local
       steps is not kept on ``self`` but in ``cohort.extra``, which ``on_round_start`` fills with
@@ -78,7 +78,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                 )
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Swap BN modules of ``pl_module.model``; a method can change a forward pass only so."""
+        """Swap BN modules of ``pl_module.model``, the only allowed change of a forward pass."""
 
     def change_batches(
         self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: BatchStack

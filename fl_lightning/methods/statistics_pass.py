@@ -29,9 +29,9 @@ Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_tota
 - ``per_client``: the mean over all clients' batches, which misses the variance between clients.
 - ``per_client_total_variance``: the clients' moments, merged by the law of total variance.
 
-In the first BN layer both total variances equal the variance of all clients' data. In deeper layers
-they differ: batches of single clients lose differences between clients by normalisation, while
-union batches keep these differences, as in training on the union.
+In the first BN layer both total variances equal the variance of all clients' data. Deeper layers
+differ: normalisation removes differences between clients from their own batches, but not from
+union batches, as in training on the union.
 """
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
@@ -47,10 +47,10 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     """Measure the inputs of BN layers in one pass over the training data of all clients.
 
     The pass uses the server's weights and leaves the model unchanged. BN layers normalise with the
-    batch; BN layers in eval mode are not measured. All other layers are in eval mode. So dropout is
-    off, as in evaluations that use the statistics (HeteroFL's pass is in training mode, but its
-    networks have no dropout). The batches are each client's first epoch, augmented as in training;
-    ``drop_last`` drops a remainder. The statistics depend only on weights, data and data seed.
+    batch; BN layers in eval mode are not measured. All other layers are in eval mode, so dropout is
+    off, as in evaluations (HeteroFL's pass is in training mode, but its networks have no dropout).
+    The batches are each client's first epoch, augmented as in training; ``drop_last`` drops a
+    remainder. The statistics depend only on weights, data and the data's seed.
 
     Args:
         pl_module: The federated module, attached to a trainer whose federated data are set up.

@@ -128,8 +128,8 @@ class ClientOptimizer:
     def refuse_other_counts(self, name: str) -> None:
         """Raise a ``ConfigurationError`` if the optimizer counts steps.
 
-        All rows and tensors of a block share one count. This count is wrong for a parameter
-        ``name`` that had no gradient in an earlier step of the round.
+        All rows and tensors of a block share one count, which is wrong for a parameter ``name``
+        that had no gradient in an earlier step.
         """
         if any("step" in keys for keys in self._keys.values()):
             raise ConfigurationError(
@@ -138,10 +138,9 @@ class ClientOptimizer:
             )
 
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
-        """Set the step counts ``[C]`` of each block's rows, for optimizers with counts, as Adam.
+        """Set the step counts ``[C]`` of each block's rows, for optimizers that count steps (Adam).
 
-        Adam has one count per parameter. Therefore each row becomes a parameter; the arithmetic is
-        the same.
+        Adam has one count per parameter, so each row becomes a parameter; its arithmetic is equal.
         """
         self.initial_steps = dict(steps)
         states = self.states()

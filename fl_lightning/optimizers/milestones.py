@@ -7,8 +7,8 @@ def round_at(milestone: int | float, total_rounds: int) -> int:
     """Return the last round before a milestone.
 
     Args:
-        milestone: The round itself (int), or a fraction of all rounds (float), which gives
-            ``floor(milestone * total_rounds)`` with a tolerance for rounding.
+        milestone: The round itself (int), or a fraction of all rounds (float):
+            ``floor(milestone * total_rounds)``, with a tolerance for rounding.
         total_rounds: Number of planned rounds.
     """
     return milestone if isinstance(milestone, int) else int(milestone * total_rounds + 1e-9)

@@ -40,8 +40,8 @@ class MultiStep(LRSchedule):
 
     Args:
         milestones: Rounds (int) or fractions of all rounds in (0, 1) (float). Round m still has the
-            old rate, round m + 1 the new rate. So ``0.5`` decays in the round in which
-            ``FixBN(freeze_fraction=0.5)`` freezes.
+            old rate, round m + 1 the new rate: ``0.5`` decays when ``FixBN(freeze_fraction=0.5)``
+            freezes.
         gamma: Factor at each milestone, positive and finite.
         first_round: Further factor in round 1, positive and finite; 0.5 in the code of FedBE (Chen,
             Chao, ICLR 2021).

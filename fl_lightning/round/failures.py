@@ -9,7 +9,7 @@ from fl_lightning.recorded import Recorded
 
 
 class ClientFailures(Recorded):
-    """The failures of clients in each round; they depend on (seed, round, client) only.
+    """The failures of clients in each round, a function of (seed, round, client).
 
     A client that drops out is drawn into the cohort but does not report: it takes no local steps
     and exchanges no data. The aggregation weights sum to 1 over the clients that report. Methods
@@ -94,7 +94,7 @@ class ClientFailures(Recorded):
 
 
 def _by_client(setting: str, given: Any) -> Any:
-    """Convert a mapping's keys to int, as files may hold strings; return other values as is."""
+    """Convert a mapping's keys to int, as files may have strings; leave other values as is."""
     if not isinstance(given, Mapping):
         return given
     for client in given:

@@ -29,11 +29,10 @@ _NOISE = 20  # allowed difference / measured effect of rounding
 def check_first_steps(run: RunContext) -> None:
     """Compare two local steps of the first two clients with plain PyTorch; restore the model.
 
-    The executor trains a cohort of two clients; PyTorch trains the model on one client at a time.
-    Both use the same batches, seeds, precision and BN layers (methods' layers included). Hooks are
-    not called. The optimizer is SGD with momentum and weight decay, with a rate at which the first
-    step is a tenth as long as the parameters. PyTorch steps from slightly changed parameters
-    measure the effect of rounding, which is tolerated.
+    The executor trains a cohort of two clients, PyTorch one client at a time, with the same
+    batches, seeds, precision and BN layers (methods' layers included). Hooks are not called. The
+    optimizer is SGD with momentum and weight decay; its first step is a tenth as long as the
+    parameters. PyTorch steps from rounded parameters give the tolerance.
 
     Args:
         run: The run at the start of training.

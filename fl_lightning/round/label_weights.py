@@ -1,4 +1,4 @@
-"""The label weights of a mean loss: batch means must be weighted by them to give the mean loss."""
+"""The label weights of a mean loss, needed to combine batch means to the mean of all data."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,9 +26,8 @@ def ignored_label(loss: Any) -> int | None:
 class LabelWeights:
     """The label weights of a user's loss, such as ``CrossEntropyLoss(weight=...)``.
 
-    The weights are measured from gradients, so any loss is supported. If the loss is a mean with
-    weights w, its gradient by the outputs of sample i is w_i / sum(w) times the gradient of the
-    loss of sample i alone.
+    The weights are measured, so any loss is supported. If the loss is a mean with weights w, its
+    gradient by the outputs of sample i is w_i / sum(w) times the gradient of sample i's loss.
 
     Args:
         loss: The user's loss; None for a task's loss, where all labels have equal weight.
@@ -52,9 +51,9 @@ class LabelWeights:
             ignored: The label that does not count.
 
         Returns:
-            The targets, and the weight of each target. If the loss has no ``ignore_index``, labels
-            of weight 0 become ``ignored``. The weights are None if all are equal or if the loss is
-            not a weighted mean.
+            The targets and their weights. If the loss has no ``ignore_index``, labels of weight 0
+            become ``ignored``. The weights are None if all are equal or the loss is no weighted
+            mean.
         """
         if self._loss is None or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return targets, None

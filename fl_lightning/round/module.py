@@ -98,12 +98,10 @@ class FederatedModule(Recorded, L.LightningModule):
             may be shorter.
         on_divergence: Reaction to a client's non-finite update: ``"error"`` stops and names the
             client, ``"record"`` continues and flags the run as diverged, ``"drop"`` leaves the
-            client out of the round. With a robust aggregator, ``"error"`` and ``"record"`` react
-            to a non-finite aggregate instead.
+            client out of the round. With a robust aggregator the first two react to the aggregate.
         failures: Clients that drop out of rounds or take fewer local steps. Default: no failures.
         min_clients: Fewest clients to aggregate; with fewer the server keeps its state.
-        centralised: Whether one model trains on the union of the clients' batches, without
-            communication.
+        centralised: Whether one model trains on the union of all batches, without communication.
         tf32: Whether a GPU may use TF32 (about 3 digits) for convolutions and matrix products.
         check_first_steps: Whether two local steps are compared with plain PyTorch before training,
             see :func:`~fl_lightning.round.first_steps.check_first_steps`.
@@ -257,7 +255,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def planned_rounds(self) -> int:
-        """Number of rounds planned at round 1; settings that are fractions of a run refer to it."""
+        """Number of rounds planned at round 1, to which settings as fractions refer."""
         assert self.total_rounds is not None
         return self.total_rounds
 

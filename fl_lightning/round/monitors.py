@@ -26,9 +26,8 @@ def check_monitors(
 ) -> None:
     """Raise an error if a callback monitors a metric that the run cannot log, before round 1.
 
-    An evaluation before round 1 shows the metrics of evaluations. The callbacks' ``logs`` declare
-    the metrics of rounds. If the module or a callback is of a user's class, which may log anything,
-    nothing is checked.
+    Metrics of evaluations are known from an evaluation before round 1, metrics of rounds from the
+    callbacks' ``logs``. A user's module or callback may log anything, so nothing is checked.
 
     Args:
         trainer: The trainer with its callbacks.

@@ -83,8 +83,8 @@ class RoundPlan:
     def trained(self, round_number: int) -> tuple[list[int], list[int]]:
         """Return the clients whose models a round trains, and their local steps.
 
-        In a centralised run this is client 0 with the most steps of the cohort. If the round is
-        skipped, both lists are empty.
+        In a centralised run client 0 represents the cohort. If the round is skipped, both lists are
+        empty.
         """
         members = self.cohort(round_number)
         steps = [self.steps(client, round_number) for client in members]

@@ -38,13 +38,13 @@ class RunRecord:
         download_bytes: Bytes that clients have received.
         seconds: Time spent in rounds.
         diverged: Whether an aggregated update or an evaluation was ever non-finite.
-        diverged_round: The first round with a non-finite value; None if unknown or not diverged.
+        diverged_round: The first such round; None if unknown or not diverged.
         not_finite: Number of non-finite updates by client, aggregated or not.
         clients: Rounds, local steps and last mean training loss, by client.
         holders: The clients that have received the frozen state; empty before the freeze.
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
         description: The settings that determine results, by dotted name; may be empty.
-        computed_by: The executor and other settings that affect rounding; empty if unknown.
+        computed_by: The executor and other causes of rounding; empty if unknown.
         provenance: The source and versions that computed the run, one entry per change
             (:func:`~fl_lightning.experiments.run_directory.source.provenance`).
         compiled: Whether clients' passes are compiled, None before the decision.

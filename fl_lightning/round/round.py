@@ -85,7 +85,7 @@ def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
 
 
 def skip_round(run: RunContext, skipped: RoundSkipped) -> None:
-    """End a round with too few clients: the round counts, and the server keeps its state."""
+    """End a round with too few clients; the server keeps its state, the next round follows."""
     run.print(str(skipped))
     for parameter in run.model.parameters():
         parameter.grad = None  # the server optimizer ignores parameters without gradient

@@ -120,7 +120,7 @@ def centralised(
         optimizer: Function that makes the optimizer.
         rates: Learning rate of each step; empty for the optimizer's rate.
         first: Step of the data from which training starts.
-        frozen_statistics: Whether BN layers normalise with constant running statistics.
+        frozen_statistics: Whether BN layers use frozen running statistics.
     """
     model = deepcopy(model).double().train()
     for layer in model.modules():
@@ -157,8 +157,7 @@ def by_hand(
         cohort: Function from the round to its clients. Default: all clients.
         weights: Aggregation weight of each client, not normalised. Default: equal weights.
         keep: Whether clients keep their optimizer's state between rounds.
-        server: Function of (name, old, average) that returns the server's new parameter. Default:
-            the average.
+        server: The server's new parameter by (name, old, average). Default: the average.
 
     Returns:
         The server's state, and the state of each client's optimizer.

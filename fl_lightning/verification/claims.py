@@ -30,12 +30,12 @@ Gap = tuple[float, str]
 
 
 def own_twin(trials: Trials) -> Gap:
-    """Compare each round with the same callback on the union batch: E = 1, equal batches."""
+    """Compare each round with centralised training by the same callback: E = 1, equal batches."""
     return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, centralised=True))
 
 
 def own_twin_when_frozen(trials: Trials) -> Gap:
-    """Compare as in ``own_twin`` after the freeze; the second run resumes the federated run."""
+    """Compare as in ``own_twin`` after the freeze; the centralised run resumes the federated."""
     federated = trials.run(ONE_STEP)
     frozen = [number for number, seen in enumerate(federated.rounds, 1) if seen.policy["mean"] == "frozen"]
     if not frozen:
@@ -92,14 +92,14 @@ def one_client_is_plain_training(trials: Trials) -> Gap:
 
 
 def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
-    """Compare a client of weight 2p with two of weight p: every mean must weight by ``n_i / n``."""
+    """Compare a client of weight 2p with two equal clients of weight p: means use ``n_i / n``."""
     one, two = (0, 1), (0, 1, 1)  # identities: the second client has twice the data of the first
     alike = trials.run(identities=two, script=((0, 1, 2),) * 4, weighting="uniform")
     return _rounds_apart(trials.run(identities=one, script=(one,) * 4), alike)
 
 
 def moments_of_the_mixture(trials: Trials) -> Gap:
-    """Compare with the sent ``mu = sum p_i mu_i`` and ``sum p_i (sigma_i^2 + mu_i^2) - mu^2``."""
+    """Compare with ``mu = sum p_i mu_i``, ``sum p_i (sigma_i^2 + mu_i^2) - mu^2`` of sent state."""
     gaps = []
     for seen in trials.run().rounds:
         for name in (name for name in seen.sent if name.endswith("running_mean")):
@@ -112,7 +112,7 @@ def moments_of_the_mixture(trials: Trials) -> Gap:
 
 
 def server_keeps_the_mean(trials: Trials) -> Gap:
-    """Compare the server's memory with ``c = sum n_i / n c_i``, absent clients included."""
+    """Compare the server's memory with the mean ``sum n_i / n c_i``, absent clients included."""
     gaps = []
     for seen in trials.run().rounds:
         server, clients = entries(seen.memory)
@@ -128,7 +128,7 @@ def server_keeps_the_mean(trials: Trials) -> Gap:
 
 
 def statistics_of_its_weights(trials: Trials) -> Gap:
-    """Compare evaluated statistics of two rounds: equal if and only if the weights are equal."""
+    """Check that evaluated statistics are equal for equal weights, and differ if weights differ."""
     second, last = (trials.run(client_lr_schedule=rests_from(3)).rounds[number].server for number in (1, 3))
     names = [name for name in last if "running" in name]
     moving = trials.run().rounds

@@ -98,8 +98,7 @@ class Run(FederatedModule):
         rounds: Records of the rounds.
         kinds: Kind of each persistent tensor of the model.
         forced: ``(round, client, record)``: in this round the client sends the record's state.
-        memory_of_server: Round before which the server's part of the method's memory is changed; 0
-            for no change.
+        memory_of_server: Round before which the server's part of the memory is changed; 0: never.
     """
 
     script: tuple[tuple[int, ...], ...] = ()

@@ -65,8 +65,7 @@ def server_state(trials: Trials) -> str:
     """Check that averaged and local state at the server is sum p_i x_i with p_i = n_i / n.
 
     The server optimizer is ``SGD(lr=1)``. Only ``on_after_aggregate`` may correct this state.
-    Counters must be the maximum over the clients and stay int64. Pooled state must change in every
-    round.
+    Counters must be the clients' maximum, in int64. Pooled state must change in every round.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attacks are tried with the median as aggregator")
@@ -149,7 +148,7 @@ def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
 
 
 def local_state(trials: Trials) -> str:
-    """Check that clients start from their last local state, new clients from the server's first."""
+    """Check that clients start from their last local state, or the server's initial state."""
     run = trials.run()
     initial: State = {}
     last: dict[int, State] = {}
@@ -234,7 +233,7 @@ def payload(trials: Trials) -> str:
 
 
 def absent_clients(trials: Trials) -> str:
-    """Check that an absent client's memory is constant, unless the method forgets all clients."""
+    """Check that absent clients' memory is constant, unless the method forgets all at once."""
     rounds = trials.run().rounds
     memories = [entries(seen.memory)[1] for seen in rounds]
     if not any(memories) or knows_no_client(trials):

@@ -106,16 +106,15 @@ class Setup:
         bare: Whether to run FedAvg without the method.
         script: The cohort of each round.
         identities: Number of the data set of each client.
-        batch_sizes: Batch size of each client; None for equal sizes.
+        batch_sizes: Batch size of each client; None: equal.
         norm: The model's norm layers.
         observed: Whether an :class:`Observer` runs before and after the method.
-        disturbance: Change of one client's data or state; None for no change.
-        forced: Whether the disturbed client sends the same state as without the disturbance.
-        memory_of_server: Round before which the server's part of the method's memory is changed; 0
-            for no change.
+        disturbance: Change of one client's data or state, if any.
+        forced: Whether the disturbed client sends the state of the undisturbed run.
+        memory_of_server: Round before which the server's part of the memory is changed; 0: never.
         ranks: Processes that share the clients.
-        resume: Round after which to resume, from a checkpoint of the federated run of this set-up
-            (one of :data:`SAVED`); 0 to start anew.
+        resume: Round after which to resume the federated run of this set-up (one of
+            :data:`SAVED`); 0 to start anew.
         repetition: Number that distinguishes equal runs.
         module: Settings of ``FederatedModule``, as pairs (name, value).
     """
