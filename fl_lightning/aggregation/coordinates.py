@@ -20,7 +20,7 @@ from fl_lightning.aggregation.robust import RobustAggregator, Weighting
 CHUNK_ELEMENTS = {"cpu": 2**18}
 """Elements per chunk by device type. A CPU chunk fits a core's cache."""
 
-_LARGE_CHUNK = 2**24  # other devices: few kernel launches
+_LARGE_CHUNK = 2**24  # for other devices: fewer kernel launches
 
 
 class CoordinateRule(RobustAggregator):

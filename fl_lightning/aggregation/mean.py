@@ -61,7 +61,7 @@ class Aggregator(Recorded, ABC):
             f"{type(self).__name__} does not implement shares(blocks, weights), each client's share in the result"
         )
 
-    def check(self, num_clients: int) -> None:  # many rules take any number
+    def check(self, num_clients: int) -> None:  # not abstract: many rules accept any number
         """Raise a ``ConfigurationError`` if ``num_clients`` in a round are too few for the rule."""
 
 

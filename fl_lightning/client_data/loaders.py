@@ -95,7 +95,7 @@ class LoaderBatches:
             batches = self._first_epoch(sampler)
             self.num_examples = len({index for batch in batches for index in batch})
             self.samples_per_step = sum(map(len, batches)) / len(batches)
-        elif isinstance(sampler, Sampler):  # batch_size None
+        elif isinstance(sampler, Sampler):  # batch_size is None
             self.num_examples = self._drawn_from(sampler)
             self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
 

@@ -143,7 +143,7 @@ class Cohort:
         return [row for row, steps in enumerate(self.local_steps) if self.step < steps]
 
     def index(self, rows: list[int]) -> slice | Tensor:
-        """Return an index of ascending rows, made without a GPU wait; a slice if consecutive."""
+        """Return an index of ascending rows without a wait for the GPU; a slice if consecutive."""
         if not rows or rows[-1] - rows[0] + 1 == len(rows):
             return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
         index, device = torch.tensor(rows), next(iter(self.params.blocks.values())).device

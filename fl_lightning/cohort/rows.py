@@ -36,7 +36,7 @@ class Block:
 
 
 Layout = Mapping[str, Block]
-"""Blocks by name: ``<group>``, plus ``@<part>`` in a part, plus the dtype if it is a second one."""
+"""Blocks by name: the group, ``@<part>`` if in a part, and the dtype unless it is the first."""
 
 
 class Rows(Mapping[str, Tensor]):

@@ -100,7 +100,7 @@ class Executor(Recorded, ABC):
         """Return how many of ``clients`` share one pass; None if each client has its own pass."""
         return None
 
-    def close(self) -> None:  # most executors hold no resources
+    def close(self) -> None:  # not abstract: most executors hold no resources
         """Release resources held between local steps; the executor can be used again."""
 
 

@@ -131,7 +131,7 @@ class ForkLauncher(_Launcher):
                 pid = os.fork()
             if pid == 0:
                 try:
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
                     self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:
@@ -190,7 +190,9 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
     except Exception as error:
         if not is_shared(error):  # the first rank reports a shared error
             report = pickle.dumps(described(error))
-            if len(report) > _PIPE_BYTES:  # the pipe is read only after this process has ended
+            if (
+                len(report) > _PIPE_BYTES
+            ):  # else the write blocks: the reader waits for the end of this process
                 report = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
             os.write(pipe, report)
         raise

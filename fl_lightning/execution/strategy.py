@@ -47,7 +47,7 @@ class CohortStrategy(ParallelStrategy):
         meeting_place: File in which forked ranks find each other; None: ranks use an address.
     """
 
-    is_distributed = True  # read by Lightning
+    is_distributed = True  # Lightning reads it
     strategy_name = "cohort"
 
     def __init__(

@@ -124,7 +124,7 @@ class VectorizedExecutor(Executor):
         with _numeric_momentum(module.model, buffers), StackedBatchNorm():
             losses, objectives, updated = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
-        try:  # hooks and checkpointed layers run model code in the backward pass
+        try:  # the backward pass runs hooks and checkpointed layers, which may not vectorize
             gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
             if (refusal := cannot_vectorize(module, error)) is not None:

@@ -71,7 +71,7 @@ class Freezing(FederatedCallback):
         """
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
         """Print a line if no round of this fit comes after T*."""
         if self.remark(pl_module):
             last, rounds = self.last_batch_round(pl_module.planned_rounds), _last_round(pl_module)

@@ -75,7 +75,7 @@ class VariantEvaluation(FederatedCallback):
             for metric, value in evaluation.metrics.items()
         }
 
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
         """Start an evaluation of every variant."""
         model = pl_module.model
         server = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -97,7 +97,7 @@ class VariantEvaluation(FederatedCallback):
     def on_validation_batch_end(
         self,
         trainer: L.Trainer,
-        pl_module: "FederatedModule",  # type: ignore[override]  # rounds have one
+        pl_module: "FederatedModule",  # type: ignore[override]  # a run's module has this type
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -110,7 +110,7 @@ class VariantEvaluation(FederatedCallback):
                 evaluate = partial(self.evaluate, pl_module, tensors)
                 self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
         """Log the variants' metrics."""
         split = "test" if trainer.testing else pl_module.data.fit_split
         finish_together(self._evaluations.values())
@@ -146,7 +146,7 @@ class VariantEvaluation(FederatedCallback):
                 means[f"own_{metric}_{name}"] = sum(known) / len(known)
         return means
 
-    on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # rounds have one
+    on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # a run's module has this type
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]
 

@@ -68,7 +68,7 @@ def _quality(rows: Rows) -> str | None:
 
 
 def _curve(rows: Rows, cost: str, quality: str, *, log: bool) -> tuple[Series, Series]:
-    """Return costs and values of evaluated rounds, for a ``log`` axis without cost 0 (round 0)."""
+    """Return costs and values of evaluated rounds, on a ``log`` axis without the initial model."""
     pairs = [
         (float(row.get(cost, 0.0)), float(row[quality]))
         for row in rows

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fl_lightning.client_data.federated import PartitionRecord
 
 _MAX_NAMED = 25  # above this many clients or classes the axis shows numbers only
-_MAX_ROWS = 250  # above this many clients a row is the mean of several similar ones
+_MAX_ROWS = 250  # above this many clients a row is the mean of several similar clients
 _MAX_BARS = 200  # above this many classes bars are thinner, and only the axis has numbers
 
 

@@ -28,7 +28,7 @@ def series(rows: Rows, name: str) -> tuple[Series, Series]:
 
 
 def frozen_from(rows: Rows) -> int | None:
-    """Return the first round with frozen BN by the newest row with T*; None if no row has T*."""
+    """Return the first round with frozen BN from the newest row with T*; None if no row has T*."""
     starts = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
     return starts[-1] if starts else None
 

@@ -142,7 +142,7 @@ LAYERS = {
 """Quantities shown layer by layer, and their titles."""
 
 _STYLE = {
-    "agg.path.chunksize": 10_000,  # Agg refuses one path of many thousand points
+    "agg.path.chunksize": 10_000,  # Agg rejects a path of many thousand points
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.titlesize": 9,
@@ -167,7 +167,7 @@ def paper_style() -> Iterator[None]:
 
 
 def new_figure(height: float, title: Sequence[str]) -> "Figure":
-    """Return a figure of ``height`` inches plus a title, whose long lines fill up to three."""
+    """Return a figure of ``height`` inches plus its title; a title line wraps to at most three."""
     from matplotlib.figure import Figure
 
     lines = [
@@ -212,7 +212,7 @@ def rendered(figure: "Figure", form: str) -> bytes:
     """Return a figure as reproducible bytes: ``png``, ``pdf`` or ``svg`` with selectable text."""
     content = BytesIO()
     with paper_style(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the figure shows a box
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box replaces it
         figure.savefig(content, format=form, dpi=DOTS_PER_INCH, metadata=_METADATA[form])
     return content.getvalue()
 

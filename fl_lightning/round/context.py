@@ -28,7 +28,7 @@ class RunContext(ClientTask, Protocol):
         statistics: Rule that combines the clients' running statistics.
         weighting: Quantity that aggregation weights are proportional to.
         on_divergence: Reaction to a client's non-finite update.
-        min_clients: Setting of the fewest clients in a round.
+        min_clients: The user's minimum of clients in a round.
         centralised: Whether one client trains on the union of the cohort's batches.
         tf32: Whether a GPU may compute in TF32.
         task: Task with its loss and metrics.

@@ -110,7 +110,7 @@ def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: 
 
     Args:
         check: Function that raises if a number of clients is unsuitable: ``Aggregator.check``.
-        min_clients: Setting of the fewest clients.
+        min_clients: The user's minimum.
         cohort_size: Number of clients in a round without failures, which ``check`` accepts.
 
     Raises:

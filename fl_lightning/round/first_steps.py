@@ -21,7 +21,7 @@ from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.policy import resolve_policy
 
-_MOVE = 0.1  # length of the first step / length of the parameters, so that the second step differs
+_MOVE = 0.1  # length of the first step / length of the parameters: the second step must differ
 _TOLERANCE = 0.01  # allowed difference / change of the tensor
 _NOISE = 20  # allowed difference / measured effect of rounding
 
@@ -214,7 +214,7 @@ def _compare(
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # floor: if the exact change is 0 (bias before BN), the computed one is all rounding
+        # floor: if the exact change is 0 (as of a bias before BN), all of the change is rounding
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)

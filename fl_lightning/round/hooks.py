@@ -15,7 +15,7 @@ from fl_lightning.round.idle import versions
 
 
 def in_order(callbacks: Iterable[Any]) -> list[Any]:
-    """Return the methods among a trainer's callbacks by role, in the list's order within a role."""
+    """Return the methods among a trainer's callbacks: by role, then in the order of the list."""
     methods = [callback for callback in callbacks if isinstance(callback, Declarations)]
     return sorted(methods, key=lambda method: ROLES.index(method.role))
 

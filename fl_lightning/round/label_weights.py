@@ -86,7 +86,7 @@ def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | N
     labels = torch.arange(classes, device=targets.device).to(targets.dtype).reshape(classes, *places)
     draws = []
     with suppress(Exception):  # the loss may not accept these batches
-        loss = deepcopy(loss)  # the loss may count its calls
+        loss = deepcopy(loss)  # a copy, as calls may change the loss
         for draw in range(2):  # for a loss that selects among its samples, two draws differ
             noise = torch.rand(classes, classes, *places, generator=generator(0, "label weights", draw))
             scores = ((0.5 + noise) / classes).to(outputs.device, dtype).requires_grad_()

@@ -53,7 +53,7 @@ def make_metrics(settings: Mapping[str, MetricSetting], num_classes: int | None)
 def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # on the memory for all predictions
+            warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns of memory use
             metric: Any = deepcopy(setting) if isinstance(setting, Metric) else _called(setting, num_classes)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"model.metrics.{name}: {error}") from error
@@ -61,7 +61,7 @@ def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
         raise ConfigurationError(
             f"model.metrics.{name}: {type(metric).__name__} is no metric; give a class of torchmetrics"
         )
-    metric.sync_on_compute = metric._to_sync = False  # ranks exchange states in ServerEvaluation
+    metric.sync_on_compute = metric._to_sync = False  # ServerEvaluation exchanges the states
     metric._dtype_convert = True  # instead of set_dtype, which would convert integer counts too
     metric._apply(lambda x: x.double() if x.is_floating_point() else x)
     metric._dtype_convert = False
@@ -154,7 +154,7 @@ def compute(metric: Metric, name: str, entries: Iterable[tuple[int, State]]) -> 
     metric.reset()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # on absent classes, in every round
+            warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns of absent classes
             for outputs, targets in whole.get(_INPUTS, ()):
                 metric.update(outputs, targets)
             if _INPUTS not in whole:

@@ -273,7 +273,7 @@ class FederatedModule(Recorded, L.LightningModule):
     @property
     def federated_callbacks(self) -> list[Any]:
         """The methods of this run in the order of their hook calls."""
-        return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # set in a trainer's helper
+        return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # the trainer's helpers set it
 
     @property
     def joint_method(self) -> str | None:
@@ -358,9 +358,14 @@ class FederatedModule(Recorded, L.LightningModule):
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
             for metric in (child for child in self.modules() if isinstance(child, Metric)):
-                metric.sync_on_compute = metric._to_sync = False  # every rank has every batch
+                metric.sync_on_compute = metric._to_sync = (
+                    False  # do not exchange: every rank has every batch
+                )
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        for layer, training in self._modes.items():  # an exception in an evaluation left eval mode on
+        for (
+            layer,
+            training,
+        ) in self._modes.items():  # an exception in an evaluation may have left eval mode on
             layer.training = training
         self._parts = None
         layers = batch_norm_layers(self.model).values()
@@ -405,7 +410,7 @@ class FederatedModule(Recorded, L.LightningModule):
         usual = self.plan.usual()
         clients, steps = usual.trained(1)
         if self.chooses_executor:
-            self.executor.close()  # an error may have ended the previous fit
+            self.executor.close()  # an error in the previous fit may have left it open
             self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
         self.record.compiled = decide_compilation(
@@ -547,10 +552,12 @@ class FederatedModule(Recorded, L.LightningModule):
         """
         logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         self.record.add(name, value)
-        # log_dict passes None for defaults
+        # log_dict passes None for arguments that are not given
         given = {key: setting for key, setting in kwargs.items() if setting is not None}
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
-        super().log(name, value, **{**defaults, **given, "sync_dist": True})  # sync_dist: avoids a warning
+        super().log(
+            name, value, **{**defaults, **given, "sync_dist": True}
+        )  # without sync_dist Lightning warns
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
         """Log numbers of this round without the costly bookkeeping of :meth:`log`.

@@ -38,7 +38,7 @@ def check_monitors(
     Raises:
         ConfigurationError: Nothing logs a monitored metric.
     """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set in a trainer's helper
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's helpers set it
     if not all(map(_is_known, (module, *callbacks))):
         return
     methods = [callback for callback in callbacks if isinstance(callback, Declarations)]

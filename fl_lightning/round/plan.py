@@ -18,7 +18,7 @@ from fl_lightning.round.failures import ClientFailures, fewest_reports
 Weighting = Literal["examples", "uniform", "samples"]
 """Quantity to which weights are proportional: examples, a constant, or samples of the round."""
 
-_MOST_IDLE = 10_000  # consecutive rounds without a cohort
+_MOST_IDLE = 10_000  # most consecutive rounds without a cohort
 
 
 @dataclass

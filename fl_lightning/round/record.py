@@ -132,7 +132,7 @@ class RunRecord:
         self._logging_seconds = time.perf_counter() - started
 
     def go_on_with(self, data: dict[str, str], path: str, round_number: int, *, accept: bool) -> bool:
-        """Compare a resumed run's data with the checkpoint's, and note any difference.
+        """Check that a resumed run's data equal the checkpoint's, or note an accepted difference.
 
         Args:
             data: Digests of the data by name.
@@ -163,7 +163,7 @@ class RunRecord:
         return bool(trained)
 
     def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
-        """Compare evaluation data, drawn from the clients' samples, with the checkpoint's.
+        """Check that evaluation data from the clients' samples equal the checkpoint's.
 
         Args:
             data: The data module.

@@ -30,7 +30,7 @@ def communication_round(run: RunContext) -> None:
         cohort, failed = check_updates(run, cohort)
         update_server(cohort, run.aggregator, run.statistics, strict=run.on_divergence == "error")
         mark_trained([run.model, *run.federated_callbacks])
-    with isolate_rng():  # a random server optimizer continues the draws of the aggregation
+    with isolate_rng():  # hooks must not shift the draws of a random server optimizer
         run.call_hook("on_after_aggregate", cohort)
     with run.clock.part("aggregation"):
         run.server_step()

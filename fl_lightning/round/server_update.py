@@ -144,7 +144,7 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
             continue
         for name, rows in variances.items():
             negative = (rows < 0).any(1).tolist()
-            if any(negative):  # if none is negative, amin is NaN
+            if any(negative):  # otherwise the minimum is NaN
                 raise ConfigurationError(
                     f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
                     f"{name.rpartition('.')[0]!r}; {remedy}"

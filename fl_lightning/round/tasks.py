@@ -63,7 +63,7 @@ class Task(Recorded, ABC):
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return the mask of targets that count, bool, in the shape of ``targets``."""
-        return targets.long() != self.ignored  # uint8 cannot represent -100
+        return targets.long() != self.ignored  # long: uint8 cannot represent -100
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the predictions and targets for ``model.metrics``. Default: the arguments."""
@@ -74,7 +74,7 @@ class Task(Recorded, ABC):
         return {}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return metrics of summed counts by name, only those with samples. Default: no metrics."""
+        """Compute metrics from summed counts; leave out metrics without samples. Default: none."""
         return {}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
@@ -120,7 +120,7 @@ class Classification(Task):
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return the mask of targets that count: labels in [0, classes) except ``ignored``."""
-        labels = targets.long()  # uint8 cannot represent -100
+        labels = targets.long()  # long: uint8 cannot represent -100
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,9 @@ class Classification(Task):
                 "the model with 2 outputs, or give targets of floating point, which have a loss and no accuracy, or a task of your own"
             )
         classes = scores.shape[1]
-        labels = targets.long().where(self.counted(scores, targets), classes)  # uint8 cannot represent 256
+        labels = targets.long().where(
+            self.counted(scores, targets), classes
+        )  # long: uint8 cannot represent 256
         right = (scores.argmax(1) == labels) & scores.isfinite().all(1)
         pairs = torch.stack([right, torch.ones_like(right)], -1).long().flatten(0, -2)
         # not torchmetrics' bincount, which waits for the GPU

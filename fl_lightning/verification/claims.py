@@ -174,9 +174,9 @@ BITWISE = ("weights_of_fedavg",)
 
 
 def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -> Gap:
-    """Return the largest difference between two runs' servers over the last rounds of both.
+    """Return the largest difference between two runs' server states over their last common rounds.
 
-    Compared are the tensors ``names``; default: all floats.
+    Only the tensors ``names`` are compared; default: all except counters.
     """
     common = min(len(first.rounds), len(second.rounds))
     pairs = zip(first.rounds[-common:], second.rounds[-common:], strict=True)

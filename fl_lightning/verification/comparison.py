@@ -58,7 +58,7 @@ def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> s
 def distance(
     first: Mapping[str, object], second: Mapping[str, object], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
-    """Return the largest difference between two mappings, and its entry; over ``names`` or all."""
+    """Return the largest difference between two mappings (``names`` or all), and its entry."""
     chosen = {**first, **second} if names is None else names
     differences = {name: apart(first.get(name), second.get(name)) for name in chosen}
     name = max(differences, key=differences.__getitem__, default="")

@@ -14,7 +14,7 @@ FEW = 8
 
 
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
-    """Return the server's leaves of a memory, and each client's leaves, by path without its number.
+    """Return a memory's leaves by path: the server's, and each client's, without client numbers.
 
     A dict's entry belongs to the client that is its key (int or str). In a tensor with as many rows
     as there are clients, row i belongs to client i. If no entry belongs to a client this way, keys

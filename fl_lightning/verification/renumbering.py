@@ -19,7 +19,7 @@ def relabelled(trials: Trials) -> Run:
 
 
 def knows_no_client(trials: Trials) -> bool:
-    """Return whether renumbering leaves the memory equal; its numbers then mean layers, say."""
+    """Return whether renumbered clients give equal memory: its numbers are no client ids."""
     pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
     return all(memory_apart(*rounds)[0] <= TOLERANCE for rounds in pairs)
 
@@ -30,7 +30,7 @@ def memory_apart(first: Round, second: Round) -> tuple[float, str]:
 
 
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return :func:`memory_apart`, or if this is too large, the difference by renumbered client."""
+    """Return :func:`memory_apart`, or if it is too large, the difference by renumbered client."""
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))
 
