@@ -116,7 +116,7 @@ class MeanAroundMedian(CoordinateRule):
     rule is the mean. All clients have equal weight.
 
     Args:
-        f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
+        f: Byzantine clients to withstand, at least 0 and less than half of a round's clients.
         pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """

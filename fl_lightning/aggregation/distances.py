@@ -52,7 +52,7 @@ class Krum(RobustAggregator):
     non-finite value has the highest score. All clients have equal weight.
 
     Args:
-        f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
+        f: Byzantine clients to withstand, at least 0 and less than half of a round's clients.
         pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
         score: Number of closest clients in the score: ``"byzfl"``: n - f - 1, as in the ByzFL

@@ -23,7 +23,7 @@ class RobustAggregator(Aggregator):
     attackers report their own sizes. The f largest must sum to less than half of the total.
 
     Args:
-        f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
+        f: Byzantine clients to withstand, at least 0 and less than half of a round's clients.
         pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
         per: Extent of a vector: ``"model"`` (all layers) or ``"layer"``. Null: all layers for
             parameters; one layer for running means, and one for running variances.
@@ -114,7 +114,7 @@ class RobustAggregator(Aggregator):
     def _prepare(
         self, blocks: Sequence[Tensor], weights: Tensor | None
     ) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
-        """Return the rows after ``pre``, the clients' shares in them (None: no ``pre``), weights."""
+        """Return the rows after ``pre``, clients' shares in them (None: no ``pre``), weights."""
         self.check(len(blocks[0]))
         counted, of_clients = None, None
         if self.weighting == "weighted" and weights is not None:

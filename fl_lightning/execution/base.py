@@ -74,7 +74,7 @@ class Executor(Recorded, ABC):
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``.
 
         Args:
-            module: The federated module, whose ``client_loss`` returns a client's loss.
+            module: The federated module.
             cohort: The round's stacked client state.
             batch: One batch for each of ``rows``.
             rows: Indices of the active rows.

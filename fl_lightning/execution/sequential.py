@@ -80,7 +80,7 @@ class SequentialExecutor(Executor):
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
-            # within the block: in a backward pass checkpointed layers and hooks need the client's state
+            # inside: in a backward pass checkpointed layers and hooks need the client's state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
         cohort.take_up(row, updated)  # after the backward pass, which may read the replaced tensors

@@ -136,7 +136,7 @@ class VectorizedExecutor(Executor):
         }
         if unused := [name for name, g in zip(trained, gradients, strict=True) if g is None]:
             cohort.leave_out(rows, unused)
-        for block, layout in cohort.params.layout.items():  # write back what the forward pass changed
+        for block, layout in cohort.params.layout.items():  # write changes of the forward pass
             if any(params[name]._version != versions[name] for name in layout.shapes):
                 cohort.params.write(index, block, params)
         for block in cohort.trained_blocks:

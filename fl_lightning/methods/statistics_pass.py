@@ -53,7 +53,7 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     remainder. The statistics depend only on weights, data and the data's seed.
 
     Args:
-        pl_module: The federated module, attached to a trainer whose federated data are set up.
+        pl_module: The federated module, in a trainer with federated data set up.
         mode: The average, see :data:`Mode`. ``pooled`` and ``per_client`` average the unbiased
             variances of batches, like BN with ``momentum=None``. Total variances are biased.
 
@@ -90,7 +90,7 @@ def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
     Normalization For Practical Domain Adaptation", arXiv 1603.04779).
 
     Args:
-        pl_module: The federated module, attached to a trainer whose federated data are set up.
+        pl_module: The federated module, in a trainer with federated data set up.
         split: The evaluation data, ``"val"`` or ``"test"``.
 
     Returns:

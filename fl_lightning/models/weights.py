@@ -32,7 +32,7 @@ def load_weights(
         A line about the file and the tensors that keep their initial values.
 
     Raises:
-        ConfigurationError: The file is missing or damaged, or holds no weights or another model's.
+        ConfigurationError: The file is missing or damaged, or its content does not fit the model.
     """
     read = _read(setting, user_path(setting, path))
     weights = {name: value for name, value in read.items() if not name.startswith(without)}
@@ -60,7 +60,7 @@ def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tens
         setting: The setting that names the file, for messages.
 
     Raises:
-        ConfigurationError: The file is missing or damaged, or holds no weights or another model's.
+        ConfigurationError: The file is missing or damaged, or its content does not fit the model.
     """
     weights = _read(setting, user_path(setting, path))
     if differing := misfits(weights, model):

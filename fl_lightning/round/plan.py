@@ -34,7 +34,7 @@ class RoundPlan:
         weighting: Quantity that aggregation weights are proportional to.
         centralised: Whether one client trains on the union of the cohort's batches.
         failures: Clients that drop out or take fewer steps. Default: no failures.
-        min_clients: Fewest reporting clients with which a round is aggregated.
+        min_clients: Fewest reports with which a round is aggregated.
         last_round: The last round of the budget, None without a budget.
         last_round_steps: Upper bound on each client's local steps in ``last_round``.
     """
@@ -200,7 +200,7 @@ def plan_rounds(
         weighting: Quantity that aggregation weights are proportional to.
         centralised: Whether one client trains on the union of the cohort's batches.
         failures: Clients that drop out or take fewer steps.
-        min_clients: Fewest reporting clients with which a round is aggregated.
+        min_clients: Fewest reports with which a round is aggregated.
 
     Raises:
         ConfigurationError: The number of clients contradicts a setting or an aggregator.

@@ -14,7 +14,7 @@ UNNAMED = "as its kinds"
 """Text in tables for a part's treatment in rounds whose policy does not name the part."""
 
 Stage = tuple[int | str, str]
-"""First round of a treatment (or the method that finds this round in training), and the treatment."""
+"""First round of a treatment (or the method that finds it in training), and the treatment."""
 
 _EXCLUSIVE = ("local", "pooled", "reset")
 """Treatments that a callback implements itself; only one callback can declare each kind so."""

@@ -196,6 +196,6 @@ class RunRecord:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the totals and the newest metrics of a checkpoint."""
-        self.compiled = False  # checkpoints without this entry were written before compilation existed
+        self.compiled = False  # checkpoints without this entry are older than compilation
         for name, value in state.items():
             setattr(self, "metrics" if name == "row" else name, value)

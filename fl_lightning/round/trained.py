@@ -14,7 +14,7 @@ MARK = "_trained_by_a_run"
 def mark_trained(objects: Iterable[Any]) -> None:
     """Mark models and methods as trained."""
     for trained in objects:
-        object.__setattr__(trained, MARK, True)  # bypasses nn.Module's and frozen classes' __setattr__
+        object.__setattr__(trained, MARK, True)  # nn.Module and frozen classes override setattr
 
 
 def refuse_trained(methods: Iterable[Any], model: nn.Module | None = None) -> None:

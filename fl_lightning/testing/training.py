@@ -224,7 +224,7 @@ class Rows(Callback):
 
 
 class ClientStates(FederatedCallback):
-    """Clients' states before and after local steps, ``start`` and ``end``: ``[r][client][name]``."""
+    """Clients' states before and after local steps: ``start`` and ``end`` by ``[r][client][name]``."""
 
     def __init__(self) -> None:
         self.start: dict[int, dict[int, dict[str, Tensor]]] = {}
