@@ -118,7 +118,7 @@ class CohortStrategy(ParallelStrategy):
             return
         if not dist.is_initialized():
             store = self._wait_for(self._find_others)
-            if self.root_device.type == "cuda":  # the current device is per thread
+            if self.root_device.type == "cuda":  # not in a thread: the device is set per thread
                 self._join(store)
             else:
                 self._wait_for(lambda: self._join(store))
