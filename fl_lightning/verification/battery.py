@@ -55,7 +55,7 @@ RULES: dict[str, Check] = {
 REMEDIES: dict[str, str] = {
     "trains": "bound the step, and keep variances in their domain",
     "runs repeat": "keep state on the callback, not on a class or a module",
-    "between rounds": "change the server in on_round_end",
+    "between rounds": "correct weights in on_after_aggregate, and set statistics in on_round_end",
     "server state": 'declare state that the method combines itself "pooled"',
     "frozen state": 'declare state that does not change "frozen", and leave it unchanged',
     "local state": "load it in on_round_start: cohort.recall(self.memory)",
@@ -69,7 +69,7 @@ REMEDIES: dict[str, str] = {
     "payload": "return the floats that a client sends and receives",
     "traffic": "return them from extra_payload",
     "absent clients": "change only memory of cohort.client_ids",
-    "exchange in a round": "declare extra_exchanges or needs_joint_forward",
+    "exchange in a round": "correct the server in on_after_aggregate, or declare extra_exchanges or needs_joint_forward",
     "clients own state": "return optimizer state that is sent from extra_payload; leave the rest at the client",
     "resume": "return all state in state_dict, and restore it in load_state_dict",
     "executors": "write operations for all rows at once",

@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import MappingKey, keystr, tree_flatten_with_path, tree_map, tree_map_with_path
 
-from fl_lightning.testing.federation import SIZES
+from fl_lightning.testing.federation import SIZES, reference_model
 from fl_lightning.verification.comparison import Leaves
 
 FEW = 8
 """Size in floats below which a server tensor may be sent undeclared, such as a count or a norm."""
+
+
+_TENSORS = frozenset(reference_model().state_dict())
 
 
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
@@ -18,7 +21,8 @@ def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
 
     A dict's entry belongs to the client that is its key (int or str). In a tensor with as many rows
     as there are clients, row i belongs to client i. If no entry belongs to a client this way, keys
-    that contain a number are used (``"client3"``). Negative numbers belong to the server.
+    that contain a number are used (``"client3"``), except names of the model's tensors
+    (``"0.weight"``). Negative numbers belong to the server.
     """
     paths = tree_flatten_with_path(tree_map(_rows_by_client, memory))[0]
     server: Leaves = {}
@@ -27,7 +31,10 @@ def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
         server, clients = {}, {}
         for path, leaf in paths:
             keys = [str(key.key) if isinstance(key, MappingKey) else "" for key in path]
-            at = next((index for index, key in enumerate(keys) if re.fullmatch(numbered, key)), None)
+            matches = (
+                index for index, key in enumerate(keys) if key not in _TENSORS and re.fullmatch(numbered, key)
+            )
+            at = next(matches, None)
             if at is None:
                 server[keystr(path)] = leaf
             else:

@@ -119,7 +119,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
     assert result["rounds"] == 6
     assert result["continued_from"] == []
     again = resumed.fit(resume=True)  # in the same process: nothing is left
-    assert again == result
+    assert again | {"process_seconds": 0} == result | {"process_seconds": 0}
 
 
 def test_one_keeper_of_checkpoints_serves_several_runs_each_in_its_own_folder():

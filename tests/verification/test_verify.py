@@ -265,6 +265,27 @@ class NoisyHead(callbacks.FedPer):
                 gradients += 0.01 * torch.stack(draws)
 
 
+class LayerDropout(FederatedCallback):
+    """Each client trains a random nine tenths of the tensors of a round; the others keep the server's state."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        draws = [torch.rand(len(cohort.params), generator=g) for g in cohort.generators("layers")]
+        cohort.extra["trains"] = torch.stack(draws) < 0.9
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for place, gradients in enumerate(cohort.grads.values()):
+            gradients *= cohort.extra["trains"][:, place].view(-1, *[1] * (gradients.dim() - 1))
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        for place, (name, rows) in enumerate(cohort.params.items()):
+            left_out = ~cohort.extra["trains"][:, place]
+            rows[left_out] = cohort.server[name].to(rows.dtype)
+
+
+def test_masks_drawn_once_a_round_are_no_noise():
+    assert certify(LayerDropout, references=False).failed == []
+
+
 def test_a_part_of_the_model_may_get_noise():
     certificate = certify(NoisyHead, references=False)
     assert certificate.failed == []

@@ -109,6 +109,28 @@ class SilentDownload(SCAFFOLD):
         return super().extra_payload(cohort)[0], 0
 
 
+@fails("traffic")
+class SilentMomentum(FederatedCallback):
+    """Sends the server's momentum, which it keeps by the names of the parameters, and says nothing of it."""
+
+    def __init__(self):
+        self.sums = {}
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for name, momentum in self.sums.items():
+            cohort.grads[name] += 0.1 * momentum
+
+    def on_after_aggregate(self, trainer, pl_module, cohort):
+        for name, gradient in cohort.pseudo_gradient.items():
+            self.sums[name] = 0.9 * self.sums.get(name, 0) + gradient
+
+    def state_dict(self):
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state):
+        self.sums = state["sums"]
+
+
 @fails("fresh noise")
 class OneNoiseARound(FederatedCallback):
     """Draws a client's noise once a round, and adds it in each local step."""
