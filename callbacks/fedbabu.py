@@ -7,7 +7,7 @@ import lightning as L
 from torch import Tensor
 
 from fl_lightning.cohort import LAST_LAYER
-from fl_lightning.errors import check_at_least
+from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.methods import PersonalEvaluation, fine_tuned
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class FedBABU(PersonalEvaluation):
         evaluate_clients: Number of clients' models to fine-tune and evaluate. Default: all.
 
     Raises:
-        ConfigurationError: ``fine_tune_epochs`` is negative.
+        ConfigurationError: ``fine_tune_epochs`` is negative, or another method gives clients models.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -52,6 +52,14 @@ class FedBABU(PersonalEvaluation):
         super().__init__(evaluate_clients)
         check_at_least(0, **{"FedBABU.fine_tune_epochs": fine_tune_epochs})
         self.fine_tune_epochs, self.head = fine_tune_epochs, [head] if isinstance(head, str) else head
+
+    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+        """Check that no other method gives the clients models of their own."""
+        for other in pl_module.federated_callbacks:
+            if other is not self and isinstance(other, PersonalEvaluation):
+                raise ConfigurationError(
+                    f"callbacks FedBABU and {type(other).__name__} cannot be combined: both give clients models; use one of them"
+                )
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Declare the head frozen."""

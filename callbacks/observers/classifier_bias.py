@@ -110,7 +110,7 @@ class ClassifierBias(FederatedCallback):
         models: Sequence[Mapping[str, Tensor]] = files or self.models
         with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
             self._log(pl_module, split)
-            if len(models) > 1:
+            if models:  # the mean of one model is the model
                 with slots.filled(_mean(models, pl_module.model.state_dict())):
                     self._log(pl_module, split, "_mean_model")
 

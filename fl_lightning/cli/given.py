@@ -135,7 +135,7 @@ class _OnceEach(yaml.SafeLoader):
         mapping = _Lined()
         yield mapping
         keys: dict[Any, int] = {}
-        for key, _ in node.value:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.tag != "tag:yaml.org,2002:merge" and key.value in keys:
                 problem = f"{key.value!r} is given twice; keep one of them"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)

@@ -64,7 +64,7 @@ def _path(model: nn.Module, part: str) -> list[str]:
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     )  # fmt: skip
     *_, last = "", *trainable
-    return last.split(".") if last else []
+    return last.partition(".parametrizations")[0].split(".") if last else []
 
 
 def _contains(path: list[str], tensor: str) -> bool:

@@ -141,12 +141,12 @@ class RoundCohort(Cohort):
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor, self.own_rows)
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the round's client learning rate of each trained parameter group."""
-        groups = self._optimizer.torch.param_groups
-        return {
-            self.params.layout[block].group: float(group["lr"])
-            for block, group in zip(self.trained_blocks, groups, strict=True)
-        }
+        """Return the round's largest client learning rate of each trained parameter group."""
+        rates: dict[str, float] = {}
+        for block, settings in zip(self.trained_blocks, self._optimizer.torch.param_groups, strict=True):
+            group = self.params.layout[block].group
+            rates[group] = max(rates.get(group, 0.0), float(settings["lr"]))
+        return rates
 
     def part(self, rows: slice | None = None) -> Self:
         """Return some rows (default: this rank's) as a cohort of views, for local steps."""

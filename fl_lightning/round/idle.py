@@ -9,14 +9,17 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.round.context import RunContext
 
 
-def versions(run: RunContext, cohort: RoundCohort) -> tuple[int, ...]:
+def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
     """Return version counters of clients' and server tensors; in-place writes increase them."""
     rows = [cohort.params, cohort.grads, cohort.buffers]
     rows += [cohort.optimizer_state(key) for key in cohort.optimizer_state_keys]
     blocks = [block for state in rows for block in state.blocks.values()]
     parameters = [*run.model.parameters()]
     gradients = [x.grad for x in parameters if x.grad is not None]
-    return tuple(x._version for x in (*blocks, *parameters, *gradients, *run.model.buffers()))
+    tensors = (*blocks, *parameters, *gradients, *run.model.buffers(), cohort.weights)
+    optimizers = (cohort.optimizer, *run.trainer.optimizers)
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    return (*(x._version for x in tensors), id(cohort.weights), *rates)
 
 
 def idle_methods(run: RunContext) -> list[str]:

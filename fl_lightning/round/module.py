@@ -449,7 +449,7 @@ class FederatedModule(Recorded, L.LightningModule):
         began = self.trainer.ckpt_path is None and self.record.samples
         for name in idle_methods(self) if began else ():
             self.print(
-                f"{name} changed nothing: its policy is FedAvg's and no hook wrote to a tensor, so the run equals FedAvg's; "
+                f"{name} seems to have changed nothing: its policy is FedAvg's, and no hook wrote to a tensor or a learning rate; "
                 "check its patterns and conditions"
             )
 

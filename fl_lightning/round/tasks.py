@@ -104,8 +104,13 @@ class Classification(Task):
         """Return the cross-entropy; a model with several outputs needs a user's loss.
 
         Raises:
-            ConfigurationError: The scores are per pixel, but the labels are per image.
+            ConfigurationError: The targets are no labels, or labels are per image but scores per pixel.
         """
+        if targets.is_floating_point() and targets.shape != getattr(outputs, "shape", None):
+            raise ConfigurationError(
+                f"model.task: Classification takes labels, but the targets {[*targets.shape]} are {targets.dtype}; set "
+                "model.task to a task of your own (docs/metrics.md)"
+            )
         if (
             isinstance(outputs, Tensor)
             and outputs.dim() > 2

@@ -118,6 +118,7 @@ def server_optimizer(trials: Trials) -> str:
 def learning_rate_0(trials: Trials) -> str:
     """Check that no weight moves at a client learning rate of 0, neither at a client nor at the server.
 
+    A correction of the server in ``on_after_aggregate`` may move its weights.
     Attacks are skipped, and methods that draw random numbers: noise moves weights at any rate.
     """
     if trials.make().role == "attack":
@@ -127,7 +128,7 @@ def learning_rate_0(trials: Trials) -> str:
         raise NotApplicable("the method depends on the seed, so noise may move weights")
     names = [name for name, kind in run.kinds.items() if kind in ("weight", "affine")]
     for number, seen in enumerate(run.rounds, 1):
-        moves = [distance(seen.broadcast, seen.server, names)]
+        moves = [distance(seen.broadcast, seen.aggregated, names)]
         moves += [distance(seen.row(seen.start, x), seen.row(seen.sent, x), names) for x in seen.clients]
         for whose, (moved, name) in zip(
             ("the server", *map("client {}".format, seen.clients)), moves, strict=True

@@ -41,6 +41,7 @@ REFUSED = {
     *(frozenset(pair) for pair in combinations(("FedDyn", "FedNova", "FedProx", "SCAFFOLD"), 2)),
     *(frozenset(pair) for pair in combinations(("FedBABU", "FedPer", "FedRep"), 2)),
     *(frozenset({"FedRep", other}) for other in ("FedTAN", "MaintainedMomentum")),
+    *(frozenset({"FedBABU", other}) for other in ("FedBN", "MTFL", "SiloBN")),
 }
 BESIDE_AFFINE = (
     "FBN", "FedDNA", "FedExFixBN", "FedTAN", "MomentMatching", "SiloBN", "SlidingWindowFixBN", "StaticBN", "StatisticsSources",

@@ -53,7 +53,7 @@ class Writes(Report, FederatedCallback):
 def test_a_method_that_changes_nothing_is_named(method, capsys):
     federated_run(method, data=blobs(), rounds=2)
     name = type(method).__name__
-    assert f"{name} changed nothing: its policy is FedAvg's" in capsys.readouterr().out
+    assert f"{name} seems to have changed nothing: its policy is FedAvg's" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_a_method_that_changes_nothing_is_named(method, capsys):
 )
 def test_a_method_that_acts_or_may_act_is_not(method, capsys):
     federated_run(method, data=blobs(), rounds=3)
-    assert "changed nothing" not in capsys.readouterr().out
+    assert "seems to have changed nothing" not in capsys.readouterr().out

@@ -5,7 +5,6 @@ import platform
 import subprocess
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from fl_lightning import __version__
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
 from fl_lightning.models.fixup import FixupBlock
@@ -160,7 +160,7 @@ def describe_environment() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": L.__version__,
-        "fl_lightning": version("fl_lightning"),
+        "fl_lightning": __version__,
         "platform": platform.platform(),
         "git_commit": _git_commit(),
     }

@@ -147,8 +147,11 @@ def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
         grid = sorted(map(float, choice["values"]))
         outer, inner = (grid[0], grid[1]) if edge == "smallest" else (grid[-1], grid[-2])
         of_values = all([*settings] == [axis] for settings in study.axes[axis].values())
-        if of_values and grid[0] > 0:
-            study = study.extended(axis, float(f"{outer * outer / inner:.2g}"), by)
+        value = float(f"{outer * outer / inner:.2g}")
+        known = study.axes[axis].keys() - {label for name, label in study.added if name == axis}
+        if of_values and grid[0] > 0 and f"{value:g}" not in known and value not in map(float, known):
+            wider = study.extended(axis, value, by)
+            study = wider if wider.has({**by, axis: f"{value:g}"}) else study
     return study
 
 

@@ -3,6 +3,7 @@
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from math import isfinite
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.finished import Result, metric_values
@@ -51,4 +52,5 @@ def reported(rule: str, name: str, result: Result, rows: Sequence[Mapping[str, f
     direction = best_is(name, known=result.get("best", {}))
     if direction is None:
         raise ConfigurationError(f"report: {name} has no best value; write 'last' or 'mean of the last 5'")
-    return (min if direction == "min" else max)(values)
+    finite = [value for value in values if isfinite(value)]
+    return (min if direction == "min" else max)(finite or values)

@@ -118,7 +118,7 @@ class SilentMomentum(FederatedCallback):
 
     def on_after_local_backward(self, trainer, pl_module, cohort, step):
         for name, momentum in self.sums.items():
-            cohort.grads[name] += 0.1 * momentum
+            cohort.grads[name].add_(momentum, alpha=0.1)
 
     def on_after_aggregate(self, trainer, pl_module, cohort):
         for name, gradient in cohort.pseudo_gradient.items():
