@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning as L
+from torch import Tensor
 
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 from fl_lightning.cohort.round_cohort import RoundCohort
@@ -11,12 +12,12 @@ from fl_lightning.round.context import RunContext
 
 def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
     """Return version counters of clients' and server tensors; in-place writes increase them."""
-    rows = [cohort.params, cohort.grads, cohort.buffers]
-    rows += [cohort.optimizer_state(key) for key in cohort.optimizer_state_keys]
+    rows = (cohort.params, cohort.grads, cohort.buffers)
     blocks = [block for state in rows for block in state.blocks.values()]
+    kept = [x for state in cohort.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     parameters = [*run.model.parameters()]
     gradients = [x.grad for x in parameters if x.grad is not None]
-    tensors = (*blocks, *parameters, *gradients, *run.model.buffers(), cohort.weights)
+    tensors = (*blocks, *kept, *parameters, *gradients, *run.model.buffers(), cohort.weights)
     optimizers = (cohort.optimizer, *run.trainer.optimizers)
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     return (*(x._version for x in tensors), id(cohort.weights), *rates)

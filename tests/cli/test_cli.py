@@ -53,7 +53,7 @@ def test_fit_ends_with_the_table_that_result_json_holds(finished):
     table = printed.partition("Result\n")[2]
     assert {
         "method", "model", "partition", "rounds", "planned_rounds", "bn_statistics", "samples", "val/loss", "val/accuracy",
-        "test/loss", "test/accuracy", "class_accuracy", "diverged", "upload_bytes", "download_bytes", "train_seconds", "process_seconds",
+        "test/loss", "test/accuracy", "class_accuracy", "diverged", "upload_bytes", "download_bytes", "train_seconds", "process_seconds", "learning_rates",
         "executor",
         "reports", "seed",
         "directory", "environment", "computed_by", "continued_from", "provenance", "data", "loaded",

@@ -10,7 +10,7 @@ from fl_lightning.cli.listing import FILES, KINDS, files, named
 from fl_lightning.round.policy import treatment_table
 
 NAMES = {
-    "methods": "AggregationDiagnostics BatchNormDiagnostics Byzantine ClassifierBias ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBABU FedBN FedDNA FedExFixBN FedPer FedProx FedRep FedTAN FixBN "
+    "methods": "AdaBN AggregationDiagnostics BatchNormDiagnostics Byzantine ClassifierBias ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBABU FedBN FedDNA FedDyn FedExFixBN FedNova FedPer FedProx FedRep FedTAN FixBN "
     "MaintainedMomentum MomentMatching MTFL SCAFFOLD SiloBN SlidingWindowFixBN StaticBN StatisticsSources",
     "models": "BNProbe CIFARResNet fl_lightning.models.deeplab_v3_plus FBNCNN LeNet fl_lightning.models.library_model ResNet18 ResNet20 ResNet32 ResNet8 SmallDeepLab TabularMLP",
     "data": "CIFAR10 CIFAR100 Cityscapes Digits FashionMNIST FEMNIST Gaussians HuggingFaceImages ImageDomains ImageFolder ImageNet ScikitLearn StreamedImages TensorData TinyImageNet TorchvisionImages",

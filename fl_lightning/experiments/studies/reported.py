@@ -4,10 +4,12 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from typing import TYPE_CHECKING
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.finished import Result, metric_values
-from fl_lightning.round.directions import best_is
+
+if TYPE_CHECKING:
+    from fl_lightning.experiments.run_directory.finished import Result
 
 LAST, BEST, MEAN = "last", "best", r"mean of the last ([1-9]\d*)"
 """Report rules; ``MEAN`` is a regular expression that captures the number of evaluations."""
@@ -23,7 +25,7 @@ def rule_in_words(rule: str) -> str:
     return words.get(rule, f"{rule} evaluations")
 
 
-def reported(rule: str, name: str, result: Result, rows: Sequence[Mapping[str, float]]) -> float:
+def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str, float]]) -> float:
     """Return the value of a finished run by a report rule.
 
     Args:
@@ -35,6 +37,10 @@ def reported(rule: str, name: str, result: Result, rows: Sequence[Mapping[str, f
     Raises:
         ConfigurationError: Training has evaluated the metric too rarely, or it has no best value.
     """
+    # late: mistakes in a study's file are told before PyTorch is imported
+    from fl_lightning.experiments.run_directory.finished import metric_values
+    from fl_lightning.round.directions import best_is
+
     last = metric_values(result)[name]
     if rule == LAST:
         return last
