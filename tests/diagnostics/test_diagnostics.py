@@ -334,7 +334,9 @@ def test_an_evaluation_after_the_last_round_counts_as_that_rounds():
     assert metrics["bn/train_eval_gap"] == rows[3]["bn/train_eval_gap"]
     assert number == watched.result()["bn_gap_round"] == 3
     assert watched.result_lines()["train/eval gap"].endswith("in round 3")
-    curve = watched.figures([*rows.values()])["bn_drift"](["x"]).axes[-1].get_lines()[1]  # the first is the zero line
+    curve = (
+        watched.figures([*rows.values()])["bn_drift"](["x"]).axes[-1].get_lines()[1]
+    )  # the first is the zero line
     assert [*curve.get_xdata()] == [2, 3]
     assert curve.get_ydata()[1] == metrics["bn/train_eval_gap"]
 
