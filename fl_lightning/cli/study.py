@@ -29,6 +29,7 @@ from fl_lightning.experiments.studies.found import ChoiceFound, Found
 from fl_lightning.experiments.studies.progress import StudyProgress, time_left
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.experiments.studies.reads import Reads
+from fl_lightning.experiments.studies.reported import check_rule
 from fl_lightning.experiments.studies.running import Runner
 from fl_lightning.experiments.studies.sharing import share_first_stages
 from fl_lightning.experiments.studies.tables import (
@@ -162,7 +163,8 @@ class StudyCells:
                     settings = self._settings(labels)
                     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                         build(settings)
-                    _resolved(tuple(settings))
+                    config = _resolved(tuple(settings))
+                    check_rule(self.study.definition.report, self.study.definition.metrics, config)
                 except ConfigurationError as error:
                     names = " ".join(f"{axis}={label}" for axis, label in labels.items())
                     mistakes.setdefault(f"{error}", names)

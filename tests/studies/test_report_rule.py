@@ -1,13 +1,14 @@
 """The report rule: which evaluation of a run is its value, and that every table says so."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from untrained_cells import finish, study_cells
 
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies.findings import findings
-from fl_lightning.experiments.studies.reported import reported
+from fl_lightning.experiments.studies.reported import check_rule, reported
 from fl_lightning.experiments.studies.tables import caption, whole_table, write_tables
 
 ROWS = [
@@ -71,3 +72,20 @@ def test_every_table_names_its_rule(tmp_path, monkeypatch, rule, words, value):
         assert words in (tmp_path / name).read_text()
     if rule != "last":
         assert f"test accuracy, {words}" in (tmp_path / "table.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rule", "rounds", "every", "fraction", "told"),
+    [
+        ("best", 20, 5, 0.1, "report: 'best' needs evaluations of test data in training, and data.val_fraction is 0.1"),
+        ("mean of the last 5", 20, 5, 0, "report: 'mean of the last 5' needs 5 evaluations in a run, and .* gives 4 in 20"),
+        ("best", 20, 5, 0, ""),
+        ("mean of the last 5", 21, 5, 0, ""),
+        ("last", 1, 1, 0.1, ""),
+    ],
+)  # fmt: skip
+def test_a_rule_that_a_run_cannot_follow_is_refused_before_training(rule, rounds, every, fraction, told):
+    trainer = {"max_epochs": rounds, "check_val_every_n_epoch": every}
+    config = {"trainer": trainer, "data": {"init_args": {"val_fraction": fraction}}}
+    with pytest.raises(ConfigurationError, match=told) if told else nullcontext():
+        check_rule(rule, ["test/accuracy"], config)

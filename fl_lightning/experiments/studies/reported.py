@@ -2,9 +2,9 @@
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fl_lightning.errors import ConfigurationError
 
@@ -23,6 +23,33 @@ def rule_in_words(rule: str) -> str:
     """
     words = {LAST: "after the last round", BEST: "best on test data: optimistic"}
     return words.get(rule, f"{rule} evaluations")
+
+
+def check_rule(rule: str, metrics: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Check before training that a run will have the evaluations that a report rule needs.
+
+    Args:
+        rule: Report rule.
+        metrics: Metrics of the study's table.
+        config: Resolved configuration of a cell.
+
+    Raises:
+        ConfigurationError: Test data are evaluated only once, or training evaluates too rarely.
+    """
+    trainer, data = config["trainer"], (config.get("data") or {}).get("init_args") or {}
+    rounds, every = trainer.get("max_epochs"), trainer.get("check_val_every_n_epoch")
+    mean = re.fullmatch(MEAN, rule)
+    wanted = 1 if rule == LAST else int(mean[1]) if mean else 2
+    if wanted > 1 and data.get("val_fraction") and any(metric.startswith("test/") for metric in metrics):
+        raise ConfigurationError(
+            f"report: {rule!r} needs evaluations of test data in training, and data.val_fraction is {data['val_fraction']}; "
+            "set it to 0, or write 'last'"
+        )
+    if rounds and every and -(-rounds // every) < wanted:
+        raise ConfigurationError(
+            f"report: {rule!r} needs {wanted} evaluations in a run, and trainer.check_val_every_n_epoch {every} gives "
+            f"{-(-rounds // every)} in {rounds} rounds; reduce it, or write 'last'"
+        )
 
 
 def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str, float]]) -> float:
