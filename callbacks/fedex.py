@@ -112,7 +112,7 @@ class FedExFixBN(FoundFreezing):
         self.batch_round: int | None = None
 
     def undecided(self) -> Mapping[str, str]:
-        """Declare that running statistics may freeze, as long as neither configuration has won."""
+        """Declare that running statistics may freeze, until one of the two configurations has won."""
         return super().undecided() if self.batch_round is None else {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
@@ -214,7 +214,7 @@ def step_size(gradient: Tensor, schedule: str, past: float) -> tuple[float, floa
         schedule: Choice of the scale. ``"constant"``: 1. ``"auto"``: root of the number of steps.
             ``"adaptive"``: root of the summed squares of all gradients' largest entries.
             ``"aggressive"``: largest entry of this gradient. Entries are absolute values.
-        past: Sum under the root over earlier steps, initially 0.
+        past: What earlier steps added to the sum whose root is the scale; 0 at the first step.
     """
     largest = float(gradient.abs().max())
     past += {"auto": 1.0, "adaptive": largest**2}.get(schedule, 0.0)

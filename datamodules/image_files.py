@@ -119,7 +119,7 @@ def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int)
 
 
 DECODER = 3
-"""Version of the cache: 1 clipped 16-bit pixels at 255, 2 stored file names, 3 a digest."""
+"""Version of the cache. Version 1 clipped 16-bit pixels at 255, 2 stores file names, 3 a digest."""
 
 
 def cached_tensors(

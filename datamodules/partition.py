@@ -126,7 +126,7 @@ def split_among_holders(available: Counts, holds: Incidence) -> Counts:
 
 
 def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[int]:
-    # breadth-first from the largest source; a client too large for one is too large for the next
+    # search from the largest source on: a client too large for a source fits into no smaller one
     parent: dict[int, int] = {}
     for source in np.argsort(-sizes, kind="stable").tolist():
         queue = [] if source in parent else [source]
@@ -182,8 +182,8 @@ def dirichlet(
     alpha)``, as in the FBN paper's experiments (appendix C.2). Client sizes are unequal.
 
     With C equal classes ``"client"`` has the concentration ``alpha / C`` per class, and ``"class"``
-    has ``alpha`` per client. A large ``alpha`` makes the clients IID (``"class"``: in equal
-    shares). A small ``alpha`` gives each client one class (``"class"``: each class to one client).
+    has ``alpha`` per client. A large ``alpha`` makes the clients IID. With a small
+    ``alpha``, ``"client"`` gives each client one class, and ``"class"`` gives each class to one client.
 
     Raises:
         ConfigurationError: ``balance="class"`` leaves a client without a sample.
@@ -347,7 +347,7 @@ def check_class_fraction(class_fraction: float) -> None:
 
 
 def check_shards(assignment: str, tail: int) -> None:
-    """Raise a ConfigurationError unless the assignment is known and the tail at least 0."""
+    """Raise a ConfigurationError if the assignment is unknown or the tail is negative."""
     check_choice("Shards.assignment", assignment, get_args(Assignment))
     if tail < 0:
         raise ConfigurationError(f"Shards.tail: {tail} must be at least 0 samples of every class")

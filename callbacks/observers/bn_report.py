@@ -73,7 +73,7 @@ class BatchNormReport(Report):
         """Return the figures ``bn_drift`` (the whole model) and ``bn_layers`` (each layer)."""
         figures: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():
-            # add evaluations after the last round, which were logged after its metrics
+            # an evaluation after the last round is logged after the round's metrics: add it to them
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             figures["bn_drift"] = lambda title: drift_figure(rows, title)

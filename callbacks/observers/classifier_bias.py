@@ -37,8 +37,8 @@ class ClassifierBias(FederatedCallback):
     - ``train_loss``, ``train_accuracy``: on a fixed sample of batches from the clients' first
       epoch, evenly spaced over all clients, augmented as in training.
     - ``predicted_share_<class>``: share of the samples for which the class is predicted.
-    - ``accuracy_calibrated``: accuracy once a bias is added to the logits that makes the mean
-      probability of every class 1 / C, without use of labels
+    - ``accuracy_calibrated``: accuracy after a bias is added to the logits. The bias is found
+      without labels: it makes the mean probability of every class 1 / C
       (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). Left out if the bias
       does not converge. The classifier's bias causes the difference from ``accuracy``.
     - ``accuracy_within_clients``: accuracy if the client is known. The highest logit among the
@@ -49,9 +49,9 @@ class ClassifierBias(FederatedCallback):
     A class belongs to a client if the client has at least a tenth as many samples of it as of its
     most frequent class. The last two measures need a data module with class histograms.
 
-    Names that end in ``_mean_model`` are these measures, with ``accuracy`` and ``loss``, of the mean of
-    the newest server models. Weights, running means and running variances are averaged with equal
-    weights; counters are the newest model's.
+    All measures, ``accuracy`` and ``loss`` are also logged for the mean of the newest server
+    models; these names end in ``_mean_model``. Weights, running means and running variances are
+    averaged with equal weights; counters are the newest model's.
 
     Only ``accuracy`` and ``loss`` include samples with non-finite outputs. All evaluation data are
     used, whatever ``trainer.limit_val_batches`` is.

@@ -28,7 +28,7 @@ class CoordinateRule(RobustAggregator):
 
     @abstractmethod
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return the shares ``[c, n]`` of the values of sorted columns ``[c, n]``.
+        """Return the share of each value in the mean of its sorted column, ``[c, n]``.
 
         ``weights`` has the shape ``[c, n]``, or ``[1, n]`` if all clients have equal weight.
         """

@@ -28,8 +28,9 @@ class NNM(PreAggregator):
 
     Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Ties go to the lower index. A row
     with a non-finite value is the farthest from all rows and becomes NaN itself, so that the next
-    rule drops it. With f = 0 every row becomes the mean. If weighted, a row mixes its nearest rows
-    until they have the total weight without the f heaviest clients; the last row is mixed in part.
+    rule drops it. With f = 0 every row becomes the mean. With weights, let W be the weight of
+    all clients but the f heaviest. A row becomes the weighted mean of its nearest rows of weight W;
+    of the farthest of these rows only the share that completes W counts.
     """
 
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:

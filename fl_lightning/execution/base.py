@@ -136,7 +136,7 @@ def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
 
 
 def _computation(module: ClientTask, batch: Any) -> str:
-    """Return the model, the loss, the batch and valid batches in words, for an error message."""
+    """Describe the model, the loss, the batch and valid batches, for an error message."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
     return (

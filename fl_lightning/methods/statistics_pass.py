@@ -138,7 +138,7 @@ def measured_statistics(
 def _measuring(
     pl_module: "FederatedModule", forward: Callable[[Any], object], total: bool
 ) -> Iterator[Callable[[int, Iterable[Any]], dict[str, Sums]]]:
-    """Yield a function of (index, batches) that returns float64 CPU sums by BN layer."""
+    """Yield a function of (index, batches) that returns sums for each BN layer, float64 on the CPU."""
     model, precision, sums = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:

@@ -34,7 +34,7 @@ def frozen_from(rows: Rows) -> int | None:
 
 
 def with_gaps(values: Series) -> Series:
-    """Replace values that cannot be drawn by NaN."""
+    """Put NaN in place of values that cannot be drawn."""
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 

@@ -106,7 +106,7 @@ def union_batch(data: FederatedDataModule, step: int) -> Batch:
 
 
 def union_of(data: FederatedDataModule, clients: Sequence[int], steps: Sequence[Sequence[int]]) -> Batch:
-    """Return the batches of some clients, each at its list of local steps, as one batch."""
+    """Return one batch that joins batches of clients; ``steps[i]`` are the local steps of client i."""
     pairs = [(client, step) for client, taken in zip(clients, steps, strict=True) for step in taken]
     inputs, targets = zip(*(client_batch(data, client, step) for client, step in pairs), strict=True)
     return torch.cat(inputs), torch.cat(targets)

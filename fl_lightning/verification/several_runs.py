@@ -167,9 +167,8 @@ def pooled_weights(trials: Trials) -> str:
 def traffic(trials: Trials) -> str:
     """Check that ``extra_payload`` declares what crosses the network beside weights, statistics and losses.
 
-    Upload: if a client sends the same weights, statistics and loss, its data change neither the server
-    nor the server's memory. Download: the server's memory of more than a few numbers changes no local
-    step.
+    Upload: a client's data reach the server only by the weights, statistics and loss that it sends.
+    Download: memory of the server that is larger than a few numbers does not affect local steps.
     """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]

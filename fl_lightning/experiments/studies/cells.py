@@ -142,7 +142,8 @@ class Cell:
     def _attempts(self) -> tuple[list[Attempt], str]:
         """Return the attempts that continue no other run, newest first.
 
-        The second value names the run that the newest ignored attempt continues, if there is any.
+        Attempts that continue another run are ignored. The second value is the run that the newest of
+        them continues; empty if there is none.
         """
         every = self.directory.attempts()
         origins = [other_origin(_origins(attempt), self.config, self.directory.root) for attempt in every]
