@@ -45,8 +45,8 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
     The step uses the run's precision, the method's BN layers (in one joint forward pass if the
     method has one), the clients' batches, and the weights and buffers from which the clients start.
     Dropout is off, because clients and union would draw different masks. The union is a cohort of
-    one client. It starts from state that all clients have in common (callbacks may set it in
-    ``on_round_start``), otherwise from the server's.
+    one client. If all clients start from the same state, so does the union (callbacks may set this state in
+    ``on_round_start``); otherwise the union starts from the server's.
 
     Args:
         pl_module: The federated module, inside a round.

@@ -28,7 +28,7 @@ class OutputCheck:
 
     def __init__(self, applies: bool) -> None:
         self.applies = applies
-        self._passed: int | None = None  # the number of classes of the last passed check
+        self._passed: int | None = None  # number of classes when the check last passed
 
     def check(self, run: RunContext, outputs: Any, targets: Any) -> None:
         """Check the number of a model's outputs, except for a user's task or unknown classes.
