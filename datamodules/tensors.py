@@ -204,7 +204,11 @@ class ScikitLearn(TensorData):
             self.class_names = [str(name) for name in loaded.target_names]
 
 
-def _read(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
+_Given = Mapping[str, Any]
+"""Settings of a data set by name."""
+
+
+def _read(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str, Any]:
     if path.suffix not in (".csv", ".npz", ".pt"):
         raise ConfigurationError(f"data.features: {path} has no known ending; use .csv, .npz or .pt")
     if not path.is_file():
@@ -222,7 +226,7 @@ def _read(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -
     return {**given, **{name: content[name] for name in _PARTS if name in content}}
 
 
-def _read_csv(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
+def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str, Any]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             header, *rows = csv.reader(file)

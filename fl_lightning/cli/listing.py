@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from inspect import isabstract, isfunction
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import yaml
 from tabulate import tabulate
@@ -20,6 +20,7 @@ from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.experiments.run.trainer import as_list
 from fl_lightning.models.norm import NORMS
 from fl_lightning.round.hooks import in_order
+from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.plan import RoundPlan, cohort_size
 from fl_lightning.round.policy import stages_in_words, treatment_table
 
@@ -86,7 +87,7 @@ def parameters(cli: FederatedCLI) -> str:
     Raises:
         ConfigurationError: The number of rounds is unknown, or two methods' treatments conflict.
     """
-    module: Any = cli.model
+    module: FederatedModule = cli.model
     callbacks = in_order(as_list(cli.config_init.fit.trainer.callbacks))
     treatments = treatment_table(module.model, callbacks, _rounds(cli))
     kinds = {**parameter_kinds(module.model), **buffer_kinds(module.model)}

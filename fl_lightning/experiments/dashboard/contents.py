@@ -88,7 +88,9 @@ def media(attempt: Attempt) -> dict[str, Any]:
 
     policy = json.loads(attempt.policy.read_text())
     rows = [[state_label(kind), stages_in_words(stages)] for kind, stages in policy.items()]
-    shown: dict[str, Any] = {"policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)}
+    shown: dict[str, object] = {
+        "policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)
+    }
     for path in sorted(attempt.path.glob("*.csv")):
         if not path.name.startswith("predictions"):  # predictions have a row per sample
             columns, cells = read_table(path)

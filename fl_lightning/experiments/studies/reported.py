@@ -4,9 +4,10 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.directory import Config
 
 if TYPE_CHECKING:
     from fl_lightning.experiments.run_directory.finished import Result
@@ -25,7 +26,7 @@ def rule_in_words(rule: str) -> str:
     return words.get(rule, f"{rule} evaluations")
 
 
-def check_rule(rule: str, metrics: Iterable[str], config: Mapping[str, Any]) -> None:
+def check_rule(rule: str, metrics: Iterable[str], config: Config) -> None:
     """Check before training that a run will have the evaluations that a report rule needs.
 
     Args:
