@@ -40,7 +40,7 @@ REFUSED = {
     *(frozenset(pair) for pair in combinations(("MaintainedMomentum", "FedNova", "FedTAN"), 2)),
     *(frozenset(pair) for pair in combinations(("FedDyn", "FedNova", "FedProx", "SCAFFOLD"), 2)),
     *(frozenset(pair) for pair in combinations(("FedBABU", "FedPer", "FedRep"), 2)),
-    *(frozenset({"FedRep", other}) for other in ("FedTAN", "MaintainedMomentum")),
+    *(frozenset({"FedRep", other}) for other in ("FedNova", "FedTAN", "MaintainedMomentum")),
     *(frozenset({"FedBABU", other}) for other in ("FedBN", "MTFL", "SiloBN")),
 }
 BESIDE_AFFINE = (

@@ -35,6 +35,8 @@ def trained(root, executor, method=None, rounds=2, crop=(12, 16), width=4, **set
 def rows():
     seen = set()
     for place, row in enumerate(TABLE):
+        if row.callback == "ClassifierBias":  # needs one label a sample
+            continue
         marks = (
             []
             if row.callback in ("FBN", "FedTAN", "FixBN") and row.callback not in seen
