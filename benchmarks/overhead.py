@@ -28,7 +28,7 @@ def overhead(
     rounds: int | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time whole rounds of the naive loop and of the framework, and each of :data:`PARTS` alone.
+    """Time whole rounds of the naive loop and of the framework, and each of ``PARTS`` alone.
 
     Args:
         workload_name: A name of ``WORKLOADS``.
@@ -40,7 +40,7 @@ def overhead(
 
     Returns:
         Spreads of ms per client step: ``naive[clock]`` of the naive loop, and
-        ``executors[name][clock][key]`` with the keys total, each of :data:`PARTS`, "own" (total
+        ``executors[name][clock][key]`` with the keys total, each of ``PARTS``, "own" (total
         minus the parts timed alone) and "own, inside" (total minus the parts timed inside the
         rounds of another run). Both own times are also shares of the naive loop's total; in the
         ``strict`` share the reset of the client optimizers' state and the server optimizer's step

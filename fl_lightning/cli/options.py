@@ -17,7 +17,7 @@ options are settings of every cell, such as --data.data_dir data/cifar10 or --tr
 
 
 class Refusal(SystemExit):
-    """Exception that ends a command; :func:`command` prints its line.
+    """Exception that ends a command; ``command`` prints its line.
 
     Attributes:
         line: Line to print.

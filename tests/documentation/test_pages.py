@@ -46,6 +46,7 @@ ELSEWHERE = ("dashboard", "upload", "verify")
 """Run by tests/dashboard/ and tests/verification/test_verify.py."""
 
 LEFT = {
+    "docs/audit.md": "cifar10_fedavg_bn/*/result.json",
     "README.md": "quickstart_lr0.05/*/result.json",
     "docs/byzantine.md": "digits_undefended/*/result.json",
     "docs/data.md": "quickstart/*/partition.json",
@@ -54,7 +55,7 @@ LEFT = {
     "docs/own-data.md": "digits_fedavg_bn/*/result.json",
     "docs/own-method.md": "quickstart/*/updates.csv",
     "docs/reliability.md": "digits_failures/*/result.json",
-    "docs/metrics.md": "metrics/*/result.json",
+    "docs/metrics.md": "quickstart_f1/*/result.json",
     "docs/results.md": "digits_statistics_sources/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions_round_*.csv",
     "docs/studies.md": "studies/fixbn_table4-quick/table.tex",

@@ -1,7 +1,7 @@
 """Verdicts on the claims of a study, by paired differences and Holm's correction.
 
 The claims of a table form a family: the probability of any wrong verdict in a family is at most
-:data:`FAMILY_ERROR`. Headline claims, at most :data:`HEADLINE_CLAIMS`, form a separate family if
+:data:`FAMILY_ERROR`. Headline claims, at most ``HEADLINE_CLAIMS``, form a separate family if
 they have at least :data:`HEADLINE_SEEDS` seeds.
 """
 
