@@ -46,7 +46,6 @@ ELSEWHERE = ("dashboard", "upload", "verify")
 """Run by tests/dashboard/ and tests/verification/test_verify.py."""
 
 LEFT = {
-    "docs/audit.md": "cifar10_fedavg_bn/*/result.json",
     "README.md": "quickstart_lr0.05/*/result.json",
     "docs/byzantine.md": "digits_undefended/*/result.json",
     "docs/data.md": "quickstart/*/partition.json",

@@ -74,7 +74,8 @@ def digits(num_clients=4):
 
 def train(callbacks=(), rounds=3, num_clients=4, dropout=True, **settings):
     """Where the CPU has waited within local steps; the last round is evaluated."""
-    settings = {"client_optimizer": SGD, "local_steps": 2, **settings}
+    work = {} if "local_epochs" in settings else {"local_steps": 2}
+    settings = {"client_optimizer": SGD, **work, **settings}
     steps, module = LocalSteps(), FederatedModule(model(dropout), **settings)
     waits = fit(module, digits(num_clients), rounds, [*callbacks, steps], check_val_every_n_epoch=rounds)
     assert waits  # losses are read once a round
