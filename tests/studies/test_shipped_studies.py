@@ -94,7 +94,7 @@ def test_its_file_can_be_read_and_a_quick_scale_is_small(name):
 def test_every_label_runs(name, scale):
     study = read_study(FOLDER / f"{name}.yaml", scale)
     cells = StudyCells(study, [])
-    short = [*SHORT, *([] if cells.any.config["model"]["local_epochs"] else ["--model.local_steps=1"])]
+    short = [*SHORT, *([] if cells.any.config["model"]["local_epochs"] else ["--model.local_steps=2"])]
     unseen = labels_in(study.combinations())
     for labels in study.combinations():
         if unseen.isdisjoint(labels.items()):
