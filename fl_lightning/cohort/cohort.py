@@ -105,6 +105,11 @@ class Cohort:
     def __len__(self) -> int:
         return len(next(iter(self.params.blocks.values())))
 
+    @property
+    def block_names(self) -> list[str]:
+        """The names of all blocks of parameters and buffers."""
+        return [*self.params.layout, *self.buffers.layout]
+
     def treatment(self, block: str) -> str:
         """Return the round's treatment of the block of parameters or buffers with this name."""
         layout = {**self.params.layout, **self.buffers.layout}[block]

@@ -11,7 +11,7 @@ from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.declarations import ROLES, Declarations
-from fl_lightning.round.idle import versions
+from fl_lightning.round.idle import is_watched, versions
 
 
 def in_order(callbacks: Iterable[Any]) -> list[Any]:
@@ -26,9 +26,11 @@ def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
         name = f"{type(method).__name__}.{hook}"
         with run.clock.part("callbacks"), doing(f"{name}, round {cohort.round}"):
             seed_global(derive_seed(run.seed, name, cohort.round, *step), run.device)
-            before = versions(run, cohort)
+            before = versions(run, cohort) if (watched := is_watched(run, method)) else ()
             getattr(method, hook)(run.trainer, run, cohort, *step)
-            if method.policy(cohort.round, run.planned_rounds) or versions(run, cohort) != before:
+            if watched and (
+                method.policy(cohort.round, run.planned_rounds) or versions(run, cohort) != before
+            ):
                 run.record.acting.add(type(method).__name__)
 
 

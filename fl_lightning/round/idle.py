@@ -1,5 +1,6 @@
 """Detection of the user's methods that change nothing; a fit names them at its end."""
 
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -8,6 +9,13 @@ from torch import Tensor
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.round.context import RunContext
+from fl_lightning.round.declarations import Declarations
+
+
+def is_watched(run: RunContext, method: Declarations) -> bool:
+    """Return whether a method is a user's own, acts only in a round, and has changed nothing so far."""
+    kind: Any = type(method)
+    return kind.__name__ not in run.record.acting and _only_rounds(kind)
 
 
 def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
@@ -24,28 +32,25 @@ def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
 
 
 def idle_methods(run: RunContext) -> list[str]:
-    """Return the user's methods that cannot have changed the run; the run must begin in this fit.
+    """Return the user's methods that seem to have changed nothing; the run must begin in this fit.
 
     Such a method has FedAvg's policy, and its hooks wrote to no tensor of the run. It overrides no
     hook in which a method may change the model, the optimizer or the evaluation.
     """
     if any(isinstance(module, SwappedBatchNorm) for module in run.model.modules()):
         return []
-    names = [type(method).__name__ for method in run.federated_callbacks if _only_rounds(method)]
-    return [name for name in names if name not in run.record.acting]
+    return [type(method).__name__ for method in run.federated_callbacks if is_watched(run, method)]
 
 
-def _only_rounds(method: Any) -> bool:
-    """Return whether a user's method can act only through its policy and the hooks of a round."""
-    elsewhere = [name for name in vars(L.Callback) if name.startswith(("on_", "setup"))]
-    base = next(cls for cls in type(method).__mro__ if cls.__module__.startswith("fl_lightning."))
-    changed = [name for name in (*elsewhere, "configure_batch_norm") if name not in _STATE]
+@cache
+def _only_rounds(kind: Any) -> bool:
+    """Return whether a user's class of methods acts only through its policy and the hooks of a round."""
+    base = next(cls for cls in kind.__mro__ if cls.__module__.startswith("fl_lightning."))
+    state = ("on_save_checkpoint", "on_load_checkpoint")
+    elsewhere = [name for name in vars(L.Callback) if name.startswith(("on_", "setup")) and name not in state]
     return (
-        not type(method).__module__.startswith("fl_lightning.")
-        and base.__name__ == "FederatedCallback"
-        and method.role == "method"
-        and all(getattr(type(method), name, None) is getattr(base, name, None) for name in changed)
+        base.__name__ == "FederatedCallback"
+        and kind is not base
+        and kind.role == "method"
+        and all(getattr(kind, name) is getattr(base, name) for name in (*elsewhere, "configure_batch_norm"))
     )
-
-
-_STATE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})

@@ -41,7 +41,8 @@ class RunRecord:
         diverged_round: The first such round; None if unknown or not diverged.
         not_finite: Number of non-finite updates by client, aggregated or not.
         clients: Rounds, local steps and last mean training loss, by client.
-        holders: The clients that have received the frozen state; empty before the freeze.
+        holders: The clients that have received each frozen block, by the block's name; without blocks
+            that are not frozen. The one list of older checkpoints is under ``""``.
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
         description: The settings that determine results, by dotted name; may be empty.
         computed_by: The executor and other causes of rounding; empty if unknown.
@@ -67,7 +68,7 @@ class RunRecord:
         self.diverged_round: int | None = None
         self.not_finite: dict[int, int] = {}
         self.clients: dict[int, tuple[int, int, float]] = {}
-        self.holders: list[int] = []
+        self.holders: dict[str, list[int]] = {}
         self._pending: dict[str, float] = {}
         self._logging_seconds: float | None = None
 
@@ -87,10 +88,14 @@ class RunRecord:
         for client, taken, loss in zip(cohort.client_ids, cohort.local_steps, losses, strict=True):
             rounds, steps, _ = self.clients.get(client, (0, 0, 0.0))
             self.clients[client] = (rounds + 1, steps + taken, loss)
-        frozen = "frozen" in cohort.policy.values()
-        self.holders = sorted({*self.holders, *cohort.client_ids}) if frozen else []
+        frozen = [name for name in cohort.block_names if cohort.treatment(name) == "frozen"]
+        self.holders = {name: sorted({*self.holding(name), *cohort.client_ids}) for name in frozen}
         self.samples += sum(cohort.samples)
         self.spend(seconds, costs)
+
+    def holding(self, block: str) -> list[int]:
+        """Return the clients that have received a frozen block."""
+        return self.holders.get(block, self.holders.get("", []))
 
     def spend(self, seconds: float, costs: Mapping[str, float]) -> None:
         """Add time, and bytes by metric, to the totals."""
@@ -191,11 +196,14 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals and the newest metrics."""
-        public = {name: copy(value) for name, value in vars(self).items() if not name.startswith("_")}
+        saved = (name for name in vars(self) if not name.startswith("_") and name != "acting")
+        public = {name: copy(getattr(self, name)) for name in saved}
         return {"row" if name == "metrics" else name: value for name, value in public.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the totals and the newest metrics of a checkpoint."""
         self.compiled = False  # checkpoints without this entry are older than compilation
+        if isinstance(state.get("holders"), list):
+            state = {**state, "holders": {"": state["holders"]}}
         for name, value in state.items():
             setattr(self, "metrics" if name == "row" else name, value)

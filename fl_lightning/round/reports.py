@@ -1,6 +1,6 @@
 """The reports of finished and skipped rounds: loss, learning rates and costs."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fl_lightning.batch_norm.kinds import JOINT_LABELS
 from fl_lightning.cohort.cohort import Cohort
@@ -24,7 +24,7 @@ def log_round(run: RunContext, cohort: RoundCohort) -> None:
         run.log_numbers(run.statistics.counts())
     run.communication = Communication()
     if not run.centralised:
-        run.communication = round_communication(cohort, run.federated_callbacks, run.record.holders)
+        run.communication = round_communication(cohort, run.federated_callbacks, run.record.holding)
     costs, times = run.communication.metrics(), run.clock.stop()
     seconds = times["time/round_s"]
     run.record.finish_round(cohort, losses, seconds, costs)
@@ -83,7 +83,9 @@ def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
 
 
 def round_communication(
-    cohort: Cohort, callbacks: Sequence[Declarations], holders: Collection[int] = ()
+    cohort: Cohort,
+    callbacks: Sequence[Declarations],
+    holding: Callable[[str], Collection[int]] = lambda _: (),
 ) -> Communication:
     """Return the traffic of a round: state under the round's policy, and methods' declared traffic.
 
@@ -93,11 +95,10 @@ def round_communication(
     Args:
         cohort: The round's clients, after their local steps.
         callbacks: The run's methods.
-        holders: The clients that have received the frozen state.
+        holding: Function that returns the clients that have received a frozen block. Default: none.
     """
     each: dict[str, UpDown] = {}
     beside: dict[str, dict[int, UpDown]] = {}
-    newcomers = set(cohort.client_ids) - set(holders)
     for rows in (cohort.params, cohort.buffers):
         for name, block in rows.blocks.items():
             if not block.is_floating_point():
@@ -106,7 +107,7 @@ def round_communication(
             if cohort.treatment(name) in ("averaged", "pooled"):
                 add(each, label, (sent, sent))
             elif cohort.treatment(name) == "frozen":
-                for client in newcomers:
+                for client in set(cohort.client_ids) - set(holding(name)):
                     add(beside.setdefault(label, {}), client, (0, sent))
     size = next(iter(cohort.params.blocks.values())).element_size()
     exchanges = 1

@@ -13,6 +13,7 @@ from fl_lightning.callbacks import (
     SCAFFOLD,
     ClientEvaluation,
     CommunicationLedger,
+    FedBABU,
     FedBN,
     FedDNA,
     FedExFixBN,
@@ -58,7 +59,7 @@ def traffic(model, methods=(), round_number=1, rounds=2, clients=1):
         for name in (name for name, kind in cohort.buffer_kinds.items() if kind == "counter"):
             cohort.buffers[name].add_(1)  # as the forward pass of the joint step does
         method.on_local_step_end(None, module, cohort, 0)
-    return round_communication(cohort, methods, range(clients))
+    return round_communication(cohort, methods, lambda block: range(clients))
 
 
 def payload(model, methods=(), round_number=1, clients=1):
@@ -181,6 +182,18 @@ def test_non_persistent_buffers_and_counters_are_not_sent():
     floats = sum(p.numel() for p in model.parameters()) + 20
     model.register_buffer("scratch", torch.zeros(1000), persistent=False)
     assert payload(model, clients=3) == (3 * 4 * floats, 3 * 4 * floats)
+
+
+def test_what_freezes_later_is_received_once_beside_what_is_frozen_already():
+    """FedBABU's head is frozen from round 1, FixBN's statistics from round 3."""
+    received = {}
+
+    class Beside(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            received[pl_module.round] = pl_module.communication.beside.get("BN statistics", {}).keys()
+
+    federated_run(FedBABU(), FixBN(freeze_round=2), Beside(), data=blobs, rounds=4)
+    assert received == {1: set(), 2: set(), 3: {0, 1, 2}, 4: set()}
 
 
 def test_frozen_statistics_are_received_once_in_the_first_round_after_the_freeze(tmp_path):
