@@ -349,8 +349,10 @@ def check_class_fraction(class_fraction: float) -> None:
 def check_shards(assignment: str, tail: int) -> None:
     """Raise a ConfigurationError if the assignment is unknown or the tail is negative."""
     check_choice("Shards.assignment", assignment, get_args(Assignment))
-    if tail < 0:
-        raise ConfigurationError(f"Shards.tail: {tail} must be at least 0 samples of every class")
+    if not isinstance(tail, int) or tail < 0:
+        raise ConfigurationError(
+            f"Shards.tail: {tail} must be a whole number of samples of every class, at least 0"
+        )
 
 
 def check_gamma(gamma: float) -> None:

@@ -57,11 +57,13 @@ def test_the_interval_is_students():
 
 def test_what_is_not_there_leaves_a_claim_undecided():
     """A method that diverges with one seed would look the better for it, and one without a learning rate is nowhere."""
-    found = study({("GN", "1"): [0.6, 0.61], ("BN", "1"): [0.4, 0.41]})
+    found = study({("GN", "1"): [0.6, 0.61, 0.62], ("BN", "1"): [0.4, 0.41, 0.42]})
     found["groups"][1]["runs"].append({"phase": "failed", "directory": "runs/1-s2"})
     assert judge("GN > BN", found)["verdict"] == judge("BN > GN", found)["verdict"] == "undecided"
     assert judge("GN > BN", found)["words"] == "runs/1-s2 is failed"
-    found = study({("GN", "1"): [0.6, 0.61], ("BN", "1"): [0.4, 0.41], ("GN", "100"): [0.6, 0.61]})
+    found = study(
+        {("GN", "1"): [0.6, 0.61, 0.62], ("BN", "1"): [0.4, 0.41, 0.42], ("GN", "100"): [0.6, 0.61, 0.62]}
+    )
     found["choices"] = [{"axis": "lr", "for": {"method": "BN", "E": "100"}, "chosen": None}]
     assert judge("GN > BN", found)["words"] == "lr of method=BN E=100 was not chosen"
     assert judge("GN > BN at E=1", found)["verdict"] == "holds"
@@ -93,7 +95,7 @@ def test_a_difference_is_taken_in_pairs_by_seed():
 
 def test_a_claim_without_a_place_is_about_every_one():
     values = {
-        ("GN", "1"): [0.6, 0.61], ("BN", "1"): [0.4, 0.41], ("GN", "100"): [0.5, 0.51], ("BN", "100"): [0.7, 0.71],
+        ("GN", "1"): [0.6, 0.61, 0.62], ("BN", "1"): [0.4, 0.41, 0.42], ("GN", "100"): [0.5, 0.51, 0.52], ("BN", "100"): [0.7, 0.71, 0.72],
     }  # fmt: skip
     assert judge("GN > BN", study(values)) == {
         "claim": "GN > BN", "verdict": "does not hold", "p": pytest.approx(0), "adjusted": pytest.approx(0), "family": 1, "headline": False,
@@ -104,7 +106,7 @@ def test_a_claim_without_a_place_is_about_every_one():
     assert verdict("E=100 > E=1 at method=BN", values) == "holds"
     assert verdict("E=100 > E=1 at BN", values) == "holds"
     words = judge("GN > BN at E=1", study(values))["words"]
-    assert words == "+0.200, +0.200 to +0.200 by 2 pairs; p < 0.001, < 0.001 corrected for 1 claim"
+    assert words == "+0.200, +0.200 to +0.200 by 3 pairs; p < 0.001, < 0.001 corrected for 1 claim"
 
 
 def test_a_chain_is_all_of_its_pairs():
@@ -234,3 +236,9 @@ def test_differences_of_four_deviations_are_decided_rightly():
     kinds = [kind for study in simulated(4, studies=300) for kind in study]
     assert kinds.count("holds") >= 0.7 * len(kinds)
     assert "does not hold" not in kinds
+
+
+@pytest.mark.parametrize("differences", [[0.2, 0.2], [0.3 - 0.1, 0.4 - 0.2]])
+def test_two_equal_differences_are_one_pair_since_rounded_values_tie(differences):
+    assert Comparison.of(differences).kind(0.05) == "one pair agrees"
+    assert Comparison.of([0.2, 0.2001]).kind(0.05) == "holds"

@@ -8,7 +8,7 @@ they have at least :data:`HEADLINE_SEEDS` seeds.
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf, isclose, isfinite
 from typing import NamedTuple
 
 from scipy.stats import t
@@ -48,8 +48,13 @@ class Comparison(NamedTuple):
 
     @classmethod
     def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
-        """Return the comparison from paired differences."""
+        """Return the comparison from paired differences; two equal differences count as one.
+
+        Accuracies are multiples of 1 / (test samples), so two differences may be equal by chance.
+        Their deviation of 0 would decide any claim.
+        """
         n = len(differences)
+        n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=1e-9) else n
         error = statistics.stdev(differences) / n**0.5 if n > 1 else inf
         return cls(statistics.mean(differences), error, n, margin)
 
