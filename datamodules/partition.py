@@ -351,7 +351,7 @@ def check_shards(assignment: str, tail: int) -> None:
     check_choice("Shards.assignment", assignment, get_args(Assignment))
     if not isinstance(tail, int) or tail < 0:
         raise ConfigurationError(
-            f"Shards.tail: {tail} must be a whole number of samples of every class, at least 0"
+            f"Shards.tail: {tail} must be at least 0, a whole number of samples of every class"
         )
 
 

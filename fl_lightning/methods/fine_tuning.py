@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.cohort.slots import StateSlots
+from fl_lightning.execution.base import client_losses
 from fl_lightning.randomness import derive_seed, seeded
 
 if TYPE_CHECKING:
@@ -16,8 +17,9 @@ def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[s
     """Return a copy of the server's state after training on a client's data, on the CPU, by name.
 
     The client optimizer steps all trainable parameters at its initial learning rate, without
-    ``parameter_groups`` and dropout. BN normalises with the client's batches. The server's model
-    and the random numbers of training do not change.
+    ``parameter_groups`` and dropout, and with the terms of ``add_loss``. BN layers are in training
+    mode, also after a freeze of their statistics. The server's model and the random numbers of
+    training do not change.
 
     Args:
         pl_module: The federated module.
@@ -43,7 +45,7 @@ def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[s
                 for step in range(epochs * data.steps_per_epoch(client)):
                     batch = data.cohort_batch([client], [step]).map(pl_module.on_device).batches()[0]
                     optimizer.zero_grad()
-                    pl_module.client_loss(batch).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+                    client_losses(pl_module, batch)[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
                     optimizer.step()
         finally:
             for layer, mode in zip(layers, modes, strict=True):

@@ -6,10 +6,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import SaveRounds, blobs, client_batch, distance, federated_run, plain_step, small_cnn
+from helpers import SGD, SaveRounds, blobs, client_batch, distance, federated_run, plain_step, small_cnn
 from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    SequentialExecutor,
+    VectorizedExecutor,
+    add_loss,
+)
 from fl_lightning.callbacks import MTFL, FedBABU, FedPer, FedRep, MaintainedMomentum
 from fl_lightning.methods import fine_tuned
 from fl_lightning.round.plan import sample_cohort
@@ -274,6 +282,27 @@ def test_fedbabu_evaluates_models_that_are_fine_tuned_on_the_clients_data():
     assert module.metrics["val/personal_accuracy"] == pytest.approx(sum(personal) / 4, abs=1e-6)
     assert module.metrics["val/own_accuracy"] == pytest.approx(sum(own) / 4, abs=1e-6)
     assert len({sum(personal) / 4, sum(own) / 4, accuracy(module.model, data.val_dataloader())}) == 3
+
+
+class Penalised(nn.Module):
+    """A layer that adds the mean square of its input to the loss."""
+
+    def forward(self, inputs):
+        add_loss(inputs.square().mean())
+        return inputs
+
+
+def test_fine_tuning_includes_the_terms_that_layers_add_to_the_loss():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 4), nn.Linear(4, 3), Penalised())
+    module = run(FedBABU(fine_tune_epochs=0), model=model, client_optimizer=SGD).module
+    expected, data = deepcopy(module.model), blobs(4, SIZES)
+    for step in range(data.steps_per_epoch(0)):
+        inputs, labels = client_batch(data, 0, step)
+        scores = expected(inputs)
+        expected.zero_grad()
+        (cross_entropy(scores, labels) + scores.square().mean()).backward()
+        SGD(expected.parameters()).step()
+    assert distance(expected.state_dict(), fine_tuned(module, 0, 1)) < 1e-12
 
 
 def test_without_fine_tuning_fedbabus_clients_have_the_servers_model():
