@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -108,6 +109,8 @@ def explain(
     remedy = "give one that this setting takes, or the dotted path of your own"
     remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 17 else remedy
     if no_class and not missing:
+        if unread := re.search(r"'(\w+)': \{'class_path': '([\w.]+)'", no_class[1]):
+            return f"{name}.{unread[1]}: {_not_importable(unread[2])}"
         what = "a list, not one class" if no_class[1][0] == "[" and "list[" not in message else "no class"
         return f"{setting}{_one_line(no_class[1])} is {what}; {remedy}"
     if missing:
@@ -125,6 +128,18 @@ def explain(
     text = message.partition(f'"{key}":')[2] if key else message
     # users write settings without the command's name: drop it
     return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", text))
+
+
+def _not_importable(path: str) -> str:
+    """Return why the class of a dotted path, in a dict of classes, cannot be made."""
+    module, _, name = path.rpartition(".")
+    try:
+        known = [other for other in dir(import_module(module)) if other[:1].isupper()]
+    except (ImportError, ValueError) as error:
+        return f"class {path!r} cannot be imported: {error}"
+    if name not in known:
+        return f"class {path!r} cannot be imported: {module} has no {name}{nearest(name, known)}"
+    return f"class {path!r} does not accept these init_args, or is of another kind"
 
 
 def setting_of(message: str, settings: Sequence[str]) -> str:

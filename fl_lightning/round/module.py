@@ -45,7 +45,7 @@ from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.idle import idle_methods
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.metrics import MetricSetting, check_names, make_metrics
-from fl_lightning.round.monitors import check_monitors
+from fl_lightning.round.monitors import check_monitors, check_quality
 from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, plan_rounds
 from fl_lightning.round.policy import check_together, declared_parts, resolve_policy
@@ -428,6 +428,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def on_train_start(self) -> None:
         """Check monitored metrics, outputs and first local steps; record the data's digests."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
+        check_quality(self.task, row, self.data.fit_split)
         check_monitors(self.trainer, self, row, self.data.fit_split)
         self.output_check.before_training(self)
         self.record.data = self.record.data or self.data.fingerprint()

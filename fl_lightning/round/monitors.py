@@ -1,4 +1,4 @@
-"""The check that a run logs the metrics that its callbacks monitor."""
+"""Checks that a run logs the metrics that its callbacks monitor and that its task is judged by."""
 
 from collections.abc import Mapping
 
@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
+from fl_lightning.round.tasks import Task
 
 _ROUND = ("client/", "clients/", "comm/", "server/", "statistics/", "time/")
 """Prefixes of the metrics that every run may log in a round, beside ``train/loss``."""
@@ -57,6 +58,20 @@ def check_monitors(
             raise ConfigurationError(
                 f"monitor: nothing in this run logs {monitor!r}, which {type(callback).__name__} monitors; logged are: {logged}"
             )
+
+
+def check_quality(task: Task, row: Mapping[str, float], split: str) -> None:
+    """Raise an error if the evaluation before round 1 lacks the quality of a user's task.
+
+    Raises:
+        ConfigurationError: The task's ``quality`` is no metric of the run.
+    """
+    evaluated = [name.partition("/")[2] for name in row if name.startswith(f"{split}/")]
+    if evaluated and task.quality not in evaluated and not type(task).__module__.startswith("fl_lightning."):
+        raise ConfigurationError(
+            f"model.task: the quality {task.quality!r} of {type(task).__name__} is no metric of this run; add it to "
+            f"model.metrics, or set quality to one of {', '.join(evaluated)}"
+        )
 
 
 def _is_known(thing: object) -> bool:
