@@ -245,6 +245,9 @@ TABLE = [
     ({"trainer.callbacks": ["FixBM"]}, "trainer.callbacks: there is no class 'FixBM'; did you mean FixBN?"),
     ({"trainer.callbacks": [{"class_path": "FixBN"}, {"class_path": "FBN"}]}, "callbacks FixBN and FBN cannot be combined: one wants mean averaged, the other pooled, in round 1"),
     ({"model.model": "nowhere.yaml"}, "model.model: class 'nowhere.yaml' cannot be imported: No module named 'nowhere'"),
+    ({"model.metrics": {"f1": {"class_path": "torchmetrics.F1Score", "init_args": {"task": "multiclass"}}, "f2": {"class_path": "torchmetrics.F2Score"}}},
+     "model.metrics.f2: class 'torchmetrics.F2Score' cannot be imported: torchmetrics has no F2Score; did you mean R2Score or F1Score or CHRFScore?"),
+    ({"model.metrics": {"f2": {"class_path": "nowhere.F2"}}}, "model.metrics.f2: class 'nowhere.F2' cannot be imported: No module named 'nowhere'"),
 ]  # fmt: skip
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit
+from helpers import SGD, blobs, fit, small_cnn
 from PIL import Image
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from fl_lightning import Classification, ConfigurationError, FederatedModule, Segmentation
+from fl_lightning import Classification, ConfigurationError, FederatedModule, Segmentation, Task
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.models import SmallDeepLab
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -147,3 +147,16 @@ def test_targets_that_are_numbers_need_a_task_but_probabilities_do_not():
     ):
         task.loss(scores, torch.zeros(4))
     assert task.loss(scores, torch.full((4, 3), 1 / 3)).isfinite()
+
+
+def test_a_quality_that_no_metric_has_is_refused_before_training():
+    class Judged(Task):
+        quality = "r2"
+
+        def loss(self, outputs, targets):
+            return cross_entropy(outputs, targets)
+
+    module = FederatedModule(small_cnn(), SGD, local_steps=1, task=Judged())
+    told = r"^model\.task: the quality 'r2' of Judged is no metric of this run; .* one of loss$"
+    with pytest.raises(ConfigurationError, match=told):
+        fit(module, blobs(), 2, limit_val_batches=None, num_sanity_val_steps=-1)
