@@ -10,6 +10,7 @@ from command_line import run as command
 from command_line import write_config
 from helpers import (
     SGD,
+    Received,
     SaveRounds,
     blobs,
     client_batch,
@@ -19,7 +20,6 @@ from helpers import (
     small_cnn,
     train,
 )
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
@@ -218,17 +218,6 @@ def test_a_frozen_layer_is_not_trained_and_normalises_with_its_running_statistic
         plain_step(model, stepper, client_batch(data, 0, step))
     assert distance(state.state_dict(), model.state_dict()) < 1e-10
     assert all(layer.training for layer in (state.model[1], state.model[4]))
-
-
-class Received(Callback):
-    """Bytes up and down of each round."""
-
-    def __init__(self):
-        self.received = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        names = ("comm/upload_bytes", "comm/download_bytes")
-        self.received.append(tuple(int(trainer.callback_metrics[name]) for name in names))
 
 
 def test_bytes_of_parts_that_are_kept_and_frozen():

@@ -6,8 +6,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import SGD, SaveRounds, blobs, client_batch, distance, federated_run, plain_step, small_cnn
-from lightning.pytorch.callbacks import Callback
+from helpers import (
+    SGD,
+    Received,
+    SaveRounds,
+    blobs,
+    client_batch,
+    distance,
+    federated_run,
+    plain_step,
+    small_cnn,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -178,17 +187,6 @@ def test_an_absent_client_keeps_its_part_bit_for_bit_and_a_new_one_starts_from_t
             last[client] = (number, result.clients.end[number][client])
     assert max(absent) >= 2
     assert not torch.equal(last[0][1][kept[0]], last[1][1][kept[0]])
-
-
-class Received(Callback):
-    """Bytes up and down of each round."""
-
-    def __init__(self):
-        self.received = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        names = ("comm/upload_bytes", "comm/download_bytes")
-        self.received.append(tuple(int(trainer.callback_metrics[name]) for name in names))
 
 
 def test_heads_are_not_sent():

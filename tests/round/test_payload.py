@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SaveRounds, blobs, federated_run, fit, small_cnn
+from helpers import Received, SaveRounds, blobs, federated_run, fit, small_cnn
 from lightning.pytorch.callbacks import Callback
 
 from fl_lightning import FederatedModule
@@ -214,17 +214,6 @@ def test_frozen_statistics_are_received_once_in_the_first_round_after_the_freeze
     methods = [FixBN(freeze_round=3), CommunicationLedger(), again]
     fit(resumed, blobs(5, sizes=(40,) * 5), 8, methods, tmp_path / "5.ckpt")
     assert again.received == rounds.received[5:]
-
-
-class Received(Callback):
-    """Bytes up and down of each round."""
-
-    def __init__(self):
-        self.received = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        names = ("comm/upload_bytes", "comm/download_bytes")
-        self.received.append(tuple(int(trainer.callback_metrics[name]) for name in names))
 
 
 def test_nothing_is_sent_on_one_machine():

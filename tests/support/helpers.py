@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from PIL import Image
 
 from fl_lightning import FederatedDataModule, FederatedModule
@@ -35,6 +35,17 @@ def federated_run(
     observed = [*callbacks, rows, states, clients]
     runner = fit(module, data, rounds, observed, ckpt_path, **(trainer or {}))
     return Run(module, rows.rows, states.states, clients, runner)
+
+
+class Received(Callback):
+    """Bytes up and down of each round."""
+
+    def __init__(self):
+        self.received = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        names = ("comm/upload_bytes", "comm/download_bytes")
+        self.received.append(tuple(int(trainer.callback_metrics[name]) for name in names))
 
 
 class SaveRounds(Checkpoint):
