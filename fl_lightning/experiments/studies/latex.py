@@ -19,32 +19,22 @@ _ESCAPED = {
 }  # fmt: skip
 """Characters that LaTeX would interpret (``[`` and ``*`` at a row's start) or pdflatex lacks."""
 
+_CAPITALS = ["gamma", "delta", "theta", "lambda", "xi", "pi", "sigma", "upsilon", "phi", "psi", "omega"]
 _GREEK = [
     "alpha",
     "beta",
-    "gamma",
-    "delta",
     "epsilon",
     "zeta",
     "eta",
-    "theta",
     "iota",
     "kappa",
-    "lambda",
     "mu",
     "nu",
-    "xi",
-    "pi",
     "rho",
-    "sigma",
     "tau",
-    "upsilon",
-    "phi",
     "chi",
-    "psi",
-    "omega",
+    *_CAPITALS,
 ]
-_CAPITALS = ["gamma", "delta", "theta", "lambda", "xi", "pi", "sigma", "upsilon", "phi", "psi", "omega"]
 
 _LONG = 15
 """Largest number of letters of a column's name in one line."""
