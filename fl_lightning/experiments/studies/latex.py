@@ -19,22 +19,8 @@ _ESCAPED = {
 }  # fmt: skip
 """Characters that LaTeX would interpret (``[`` and ``*`` at a row's start) or pdflatex lacks."""
 
-_CAPITALS = ["gamma", "delta", "theta", "lambda", "xi", "pi", "sigma", "upsilon", "phi", "psi", "omega"]
-_GREEK = [
-    "alpha",
-    "beta",
-    "epsilon",
-    "zeta",
-    "eta",
-    "iota",
-    "kappa",
-    "mu",
-    "nu",
-    "rho",
-    "tau",
-    "chi",
-    *_CAPITALS,
-]
+_CAPITALS = "gamma delta theta lambda xi pi sigma upsilon phi psi omega"
+_GREEK = f"alpha beta epsilon zeta eta iota kappa mu nu rho tau chi {_CAPITALS}"
 
 _LONG = 15
 """Largest number of letters of a column's name in one line."""
@@ -57,10 +43,10 @@ def _letter(letter: str) -> str:
         return _ESCAPED.get(letter, letter)
     name = unicodedata.name(letter, "").lower()
     greek = name.removeprefix("greek small letter ").replace("lamda", "lambda")
-    if greek in _GREEK:
+    if greek in _GREEK.split():
         return f"$\\{greek}$"
     capital = name.removeprefix("greek capital letter ").replace("lamda", "lambda")
-    if capital in _CAPITALS:
+    if capital in _CAPITALS.split():
         return f"$\\{capital.capitalize()}$"
     if name.startswith("latin ") and ord(letter) < 0x100 and letter not in "ÐðÞþ":
         return letter
