@@ -1,6 +1,8 @@
 """Settings of every test: one thread, no network, no accelerator, no W&B but in its own tests."""
 
 import os
+from collections import defaultdict
+from zlib import crc32
 
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -15,6 +17,19 @@ from lightning.fabric.utilities import registry
 
 # every Trainer asks all installed packages for callbacks of theirs
 registry.entry_points = cache(registry.entry_points)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark all rows of a parametrised test but one as slow, so that ``-m "not slow"`` runs one row of each test."""
+    rows = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            rows[item.nodeid.partition("[")[0]].append(item)
+    for test, of_test in rows.items():
+        drawn = crc32(test.encode()) % len(of_test)
+        for item in of_test[:drawn] + of_test[drawn + 1 :]:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

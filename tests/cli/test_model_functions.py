@@ -102,6 +102,7 @@ def test_a_setting_that_is_a_class_by_default_names_the_way_out(name, capsys):
         assert [word for word in words if word not in message] == []
 
 
+@pytest.mark.slow
 def test_resnet18_of_torchvision_is_trained_and_resumed_from_a_yaml():
     write_cifar10_folders()
     data = {"class_path": "CIFAR10", "init_args": {"image_size": 8, "num_clients": 2, "batch_size": 4}}

@@ -33,6 +33,7 @@ def test_run_whose_output_nobody_takes_ends_with_its_result(stream, monkeypatch,
     assert attempt.result.exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_from_the_first_line_on_ends_no_run():
     write_config({"trainer.max_epochs": 1})
     with open("/dev/full", "w") as output:

@@ -53,6 +53,7 @@ def test_a_run_leaves_its_metrics_pictures_and_predictions():
     assert colours <= set(Cityscapes.palette)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_one_on_two_ranks_have_the_numbers_of_one_that_was_not_stopped():
     whole = fit("whole", "--trainer.devices", 1, "--checkpoint.keep_rounds", "[2]").attempt
     path = whole.checkpoints / "round_2.ckpt"

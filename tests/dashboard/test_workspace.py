@@ -57,6 +57,7 @@ def panels(workspace):
     }
 
 
+@pytest.mark.slow
 def test_every_metric_of_a_panel_is_one_that_runs_log(offline):
     history, summary = set(), set()
     for name, changes in {"healthy": HEALTHY, "attacked": ATTACKED}.items():

@@ -140,6 +140,7 @@ def test_shipped_configurations_are_found_from_an_empty_folder(installed, tmp_pa
     assert "configs/studies/methods.yaml" in python(run(["list", "studies"]), installed, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkout_imports_its_folders_as_the_same_objects():
     code = "from callbacks import FixBN\nimport callbacks.fixbn, fl_lightning.callbacks\n"
     code += "assert FixBN is callbacks.fixbn.FixBN is fl_lightning.callbacks.FixBN"

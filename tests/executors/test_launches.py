@@ -62,6 +62,7 @@ def final_state(attempt):
     return checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method["trainer.callbacks"][0]["class_path"])
 def test_a_run_that_changes_its_number_of_ranks_ends_like_one_that_does_not(method, capsys):
     write_config({**method, "trainer.max_epochs": 5, "model.participation": 2})

@@ -183,6 +183,7 @@ def test_a_rank_that_ends_before_it_has_met_the_others_ends_the_run(met, raises,
     assert_same(states(), states(3))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_the_run_in_one_line():
     callback = Sends(signal.SIGSTOP)
     strategy = CohortStrategy(timeout=timedelta(seconds=3))

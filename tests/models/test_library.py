@@ -182,6 +182,7 @@ def segmented(model, root, executor, batch_size=2):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoder", ["mobilenet_v2", pytest.param("resnet50", marks=pytest.mark.slow)])
 def test_deeplab_v3_plus_segments_with_the_same_numbers_from_every_executor(tmp_path, encoder):
     pytest.importorskip("segmentation_models_pytorch")

@@ -98,6 +98,7 @@ def test_order_of_callbacks_counts_and_order_of_keys_does_not():
     assert config_hash(dict(reversed(CONFIG.items()))) == config_hash(CONFIG)
 
 
+@pytest.mark.slow
 def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
     code = "import json, sys; from fl_lightning.experiments.run_directory.description import *; print(config_hash(json.load(sys.stdin)))"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"

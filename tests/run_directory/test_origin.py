@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from command_line import run, write_config
@@ -111,6 +112,7 @@ def test_a_result_says_how_it_was_computed():
     assert checkpoint["fl_lightning"]["record"]["computed_by"] == result(together)["computed_by"]
 
 
+@pytest.mark.slow
 def test_resuming_with_another_executor_or_number_of_threads_says_that_rounding_differs(capsys):
     first = run("--trainer.max_epochs", 1).attempt
     Path("first.ckpt").write_bytes((first.checkpoints / "last.ckpt").read_bytes())

@@ -35,6 +35,7 @@ def killed_in_round(number, monkeypatch, *arguments):
             run(*arguments)
 
 
+@pytest.mark.slow
 def test_one_command_starts_goes_on_and_ends(monkeypatch):
     whole = rows(run("--name", "whole").attempt)
     auto = ("--ckpt_path", "auto")
@@ -91,6 +92,7 @@ def test_last_finds_the_checkpoints_that_lie_elsewhere_and_goes_on_in_the_same_a
     assert [row["round"] for row in rows(resumed)] == list(range(6))
 
 
+@pytest.mark.slow
 def test_a_folder_of_checkpoints_that_two_runs_share_knows_whose_they_are(capsys):
     shared = ("--checkpoint.dirpath", "ck", "--trainer.max_epochs", 1)
     first = run(*shared).attempt

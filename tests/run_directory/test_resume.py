@@ -258,6 +258,7 @@ def test_resume_of_a_run_whose_rows_are_gone_is_refused(change, capsys):
         source.metrics.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_second_resume_of_an_attempt_at_the_same_time_is_refused(capsys):
     source = run("--trainer.max_epochs", 2).attempt
     resume = ("--ckpt_path", "last", "--trainer.max_epochs")

@@ -283,6 +283,7 @@ FAMILIES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The default weight initialization of GoogleNet")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_of_torchvision_gets_an_output_for_each_class(family):

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import yaml
 from command_line import run
 from study_in_process import finished_study, found, study, write
@@ -37,6 +38,7 @@ def origins(folder):
     return json.loads((folder / "result.json").read_text())["continued_from"]
 
 
+@pytest.mark.slow
 def test_an_attempt_that_went_on_from_another_learning_rate_is_not_the_cell(ran, capsys):
     write(**RATES)
     finished_study("--checkpoint.keep_rounds=[3]")
@@ -69,6 +71,7 @@ def test_a_study_does_not_go_on_with_what_another_run_began(ran):
         assert cell.state().phase == "running"
 
 
+@pytest.mark.slow
 def test_a_shared_first_stage_is_the_cells_own_in_every_study(ran, capsys):
     finished_study("--checkpoint.keep_rounds=[4]")
     early, _, late = folders()

@@ -10,6 +10,7 @@ import pytest
 from study_in_process import finished_study, found, study, write
 
 
+@pytest.mark.slow
 def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, capsys):
     finished_study()
     folder = Path(found()["groups"][0]["runs"][0]["directory"])
@@ -43,6 +44,7 @@ def trained_on_others(one, written):
     os.utime(file, (written, written))
 
 
+@pytest.mark.slow
 def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran, capsys):
     finished_study()
     old = found()["groups"][0]["runs"][0]
@@ -61,6 +63,7 @@ def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran, capsys):
     assert Path(found()["groups"][0]["runs"][0]["directory"]).name == f"{Path(old['directory']).name}.2"
 
 
+@pytest.mark.slow
 def test_the_data_of_now_count_where_a_newer_cell_had_others(ran):
     """One that was trained while ``data_dir`` held something else costs no valid cell but the one that shows it."""
     finished_study()
@@ -103,6 +106,7 @@ def test_who_goes_on_from_a_cell_on_other_data_waits_for_it(ran):
     assert [origin["round"] for origin in result["continued_from"]] == [2]
 
 
+@pytest.mark.slow
 def test_a_rate_that_was_tried_on_other_data_is_tried_again_before_it_chooses(ran):
     lr, steps = "model.client_optimizer.lr", "model.local_steps"
     axes = {lr: [0.05, 0.1], steps: [1, 2]}

@@ -296,6 +296,7 @@ def test_the_time_left_counts_the_start_of_each_cell():
     assert time_left(states[-1:], 1, cell_seconds=7.0) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_seconds_of_a_process_are_those_since_its_start():
     code = "import time; from fl_lightning.experiments.run_directory.describe import process_seconds as x; "

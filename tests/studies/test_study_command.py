@@ -51,6 +51,7 @@ def test_the_table_is_printed_and_the_same_command_again_trains_nothing(ran, cap
     assert capsys.readouterr().out.partition("When to freeze")[2] == out.partition("When to freeze")[2]
 
 
+@pytest.mark.slow
 def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ran):
     study(
         "--trainer.check_val_every_n_epoch=1", "--checkpoint.monitor=val/loss", "--checkpoint.mode=max"
@@ -75,6 +76,7 @@ def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ra
         assert own(one) == own(other)
 
 
+@pytest.mark.slow
 def test_a_damaged_first_stage_is_named_and_trained_anew(ran, capsys):
     finished_study()
     child, _, parent = (Path(group["runs"][0]["directory"]) for group in found()["groups"])
@@ -129,6 +131,7 @@ def test_settings_that_do_not_work_are_all_named_before_the_first_cell(ran, caps
         )
 
 
+@pytest.mark.slow
 def test_rounds_that_are_to_be_kept_are_kept_beside_those_of_first_stages(ran):
     finished_study("--checkpoint.keep_rounds=[4]")
     kept = [
@@ -153,6 +156,7 @@ def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
     assert out[-1].startswith("6 of 6 cells are done; about 0 s left")
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
     write(
         axes={"method": {"BN": {}, "broken": {"data.batch_size": 4000}}}, without=[], published=[], claims=[]
@@ -167,6 +171,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
     assert len(found()["groups"][0]["values"]["test/accuracy"]) == 2
 
 
+@pytest.mark.slow
 def test_what_was_chosen_on_validation_data_is_recorded_and_trained_once(ran, capsys):
     write(
         axes={"method": {"BN": {}, "GN": {"model.model.norm": "gn"}}, "model.client_optimizer.lr": [0.05, 0.2]},
@@ -190,6 +195,7 @@ def test_what_was_chosen_on_validation_data_is_recorded_and_trained_once(ran, ca
     assert "by validation" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_trial_that_diverges_is_no_failure_of_the_study(ran, capsys):
     lr = "model.client_optimizer.lr"
     choose = [{"axis": lr, "extend": 0}]
@@ -203,6 +209,7 @@ def test_a_trial_that_diverges_is_no_failure_of_the_study(ran, capsys):
     assert [run["phase"] for run in found()["groups"][0]["runs"]] == ["failed"] * 2
 
 
+@pytest.mark.slow
 def test_runs_that_diverged_are_rows(ran, capsys):
     lr, record = {"model.client_optimizer.lr": 1e30}, {"model.on_divergence": "record"}
     write(
@@ -224,6 +231,7 @@ def test_runs_that_diverged_are_rows(ran, capsys):
     assert Path("report.html").read_text().count("not finite in 2 of 2 seeds") == 1
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_on(ran, capsys):
     """What ends it may say nothing of the value: the machine's memory, a full disk."""
     batch = {"data.batch_size": [20, 4000]}
@@ -246,6 +254,7 @@ def test_a_caption_names_the_options_that_decide():
     assert deciding_options(options.split()) == kept.split()
 
 
+@pytest.mark.slow
 def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/acuracy": "test too"})
     message = message_of(capsys, lambda: study("--trainer.max_epochs=5"))
@@ -301,6 +310,7 @@ def test_a_running_cell_shows_by_its_first_rows_what_it_will_log(ran):
         assert logged(cell, State("stale", attempt, {"val/loss": 1.0})) == set()
 
 
+@pytest.mark.slow
 def test_settings_of_the_command_line_are_those_of_every_cell(ran):
     study("--name", "short", "--trainer.max_epochs=2", "--run_root=elsewhere")
     results = [json.loads(path.read_text()) for path in Path("elsewhere/cells/2").glob("*/result.json")]

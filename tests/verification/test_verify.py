@@ -96,6 +96,7 @@ def test_every_line_rejects_some_broken_callback():
     assert {line for lines in FAILS.values() for line in lines} >= {*RULES, *CLAIMS}
 
 
+@pytest.mark.slow
 def test_the_shipped_methods_with_claims_pass_and_say_what_was_measured():
     certificate = certify(callbacks.FBN)
     assert not certificate.failed
@@ -191,6 +192,7 @@ def test_a_mistake_is_told_in_one_line_and_makes_the_status_2(arguments, told, o
     assert told in lines[0]
 
 
+@pytest.mark.slow
 def test_all_are_the_shipped_methods_with_their_examples(own_code, monkeypatch, capsys):
     class Unfit(callbacks.FedBN):
         def on_round_end(self, trainer, pl_module, cohort):
