@@ -189,6 +189,7 @@ def test_a_centralised_run_aggregates_nothing():
     assert distance(states[0], states[1]) == distance(states[0], states[2]) == 0
 
 
+@pytest.mark.slow
 def test_rules_are_named_in_yaml_by_their_class_alone():
     for name in ("Median", "GeometricMedian"):
         write_config({"model.aggregator": name})

@@ -252,6 +252,7 @@ def digests(folder):
     }
 
 
+@pytest.mark.slow
 def test_same_command_makes_a_second_attempt_and_leaves_the_first_alone():
     first = run("--trainer.max_epochs", 1).attempt
     before = digests(first.path)

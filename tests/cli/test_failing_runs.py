@@ -39,6 +39,7 @@ def test_settings_that_agree_with_what_decides_them_are_taken():
     assert given.datamodule.seed == given.model.seed == 3
 
 
+@pytest.mark.slow
 def test_a_model_setting_that_the_data_do_not_decide_is_the_users(capsys, tmp_path, monkeypatch):
     Path("silent.py").write_text(
         "from datamodules import Digits\nclass Silent(Digits):\n    num_classes = None\n"

@@ -26,6 +26,7 @@ def shared():
     return last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_second_stage_starts_from_a_checkpoint_and_a_resume_from_its_own(shared, devices, capsys):
     start = ("--model.initial_weights", "shared.ckpt", "--trainer.devices", devices)

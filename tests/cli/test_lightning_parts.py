@@ -237,6 +237,7 @@ def test_a_time_limit_ends_the_run_after_a_complete_round(way, monkeypatch):
     assert "test/accuracy" in attempt.result.read_text()
 
 
+@pytest.mark.slow
 @shows("precision")
 def test_precision_is_of_the_clients_passes_or_of_everything():
     losses = {}

@@ -114,6 +114,7 @@ def test_resnet18_of_torchvision_is_trained_and_resumed_from_a_yaml():
     assert run("--ckpt_path", "last", "--trainer.max_epochs", 2).trainer.global_step == 2
 
 
+@pytest.mark.slow
 def test_a_model_of_torchvision_takes_another_norm_from_a_yaml():
     write_cifar10_folders()
     data = {"class_path": "CIFAR10", "init_args": {"image_size": 32, "num_clients": 2, "batch_size": 4}}

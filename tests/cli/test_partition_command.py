@@ -65,6 +65,7 @@ def test_clients_smaller_than_a_batch_are_counted_where_fit_refuses_them(capsys)
     assert found["without a batch"].strip() == "3 clients have fewer than 81 examples"
 
 
+@pytest.mark.slow
 def test_a_saved_partition_trains_the_same_clients(capsys):
     write_config()
     shown = table(capsys, "--config", "tiny.yaml", "--save", "kept/clients.json", "--output", "pictures")

@@ -31,6 +31,7 @@ def fit(name, *arguments):
     return main([str(argument) for argument in given])
 
 
+@pytest.mark.slow
 @pytest.mark.pictures
 def test_a_run_leaves_its_metrics_pictures_and_predictions():
     cli = fit("scenes")

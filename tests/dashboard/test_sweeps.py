@@ -22,6 +22,7 @@ def agent(name, values, *more):
     return main([*words[4:], *SHORT, *more])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWEEPS)
 def test_agent_runs_what_the_sweep_says(name, offline, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
@@ -68,6 +69,7 @@ def signalled():
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_run_that_a_scheduler_ends_is_marked_and_goes_on_when_the_agent_starts_it_again(
     offline, signalled, monkeypatch, tmp_path
 ):

@@ -59,6 +59,7 @@ def test_mode_of_the_configuration_decides_over_the_environment(offline, monkeyp
     assert not (attempt.path / "wandb").exists()
 
 
+@pytest.mark.slow
 def test_unreachable_server_turns_the_run_offline_with_one_line(offline, monkeypatch, capsys):
     import wandb
 
@@ -115,6 +116,7 @@ def test_online_without_a_usable_key_is_offline_with_one_line(
     assert len(offline_runs(attempt)) == 1
 
 
+@pytest.mark.slow
 def test_names_of_the_environment_come_first_and_a_sweep_gives_a_resumed_run_its_id(offline, monkeypatch):
     import wandb
 

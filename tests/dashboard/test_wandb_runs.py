@@ -16,6 +16,7 @@ from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.experiments.run_directory.describe import clients_table
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_its_id_and_leaves_one_offline_run_with_all_rounds(offline):
     attempt = run("--trainer.max_epochs", 2).attempt
     (first,) = offline_runs(attempt)
@@ -88,6 +89,7 @@ def test_own_wandb_logger_gets_the_rows_and_no_second_run_is_started(offline, mo
     assert [row["round"] for row in logged.history if "round" in row] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_run_goes_on_where_wandb_fails_and_a_resume_brings_everything_back(offline, monkeypatch, capsys):
     from wandb import Run
 

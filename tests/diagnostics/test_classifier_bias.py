@@ -120,6 +120,7 @@ def digits():
     return Digits(num_clients=5, batch_size=10, partition=Shards(0.2), max_examples=400)
 
 
+@pytest.mark.slow
 def test_a_run_measures_the_server_and_the_mean_of_its_newest_models(tmp_path):
     torch.manual_seed(0)
     data, settings = digits(), {"trainer": EVALUATED, "local_steps": 4}

@@ -131,6 +131,7 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
     assert list(Path("runs").glob(LEFT[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

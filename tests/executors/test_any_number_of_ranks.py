@@ -287,6 +287,7 @@ def test_clients_know_nothing_of_each_other_in_a_local_step():
         states(callbacks=[Averages()])
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_the_number_of_ranks():
     one = run("--name", "one").attempt
     two = run("--name", "two", "--trainer.devices", 2)

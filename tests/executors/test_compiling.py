@@ -100,6 +100,7 @@ def test_compile_is_true_false_or_auto():
         SequentialExecutor("always")
 
 
+@pytest.mark.slow
 def test_the_decision_is_kept_in_the_checkpoint(compiler, monkeypatch, tmp_path):
     monkeypatch.setattr(compiling, "_WORTH_IT", 1)
     monkeypatch.setattr(compiling, "_FEWEST_STEPS", 1)

@@ -94,6 +94,7 @@ def test_a_run_has_a_rank_for_each_core_where_that_helps(monkeypatch, cores, set
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_the_number_of_ranks_is_said_and_changes_no_number(capsys, monkeypatch):
     one = run(*LONG)
     monkeypatch.setattr(choice, "cores_of_a_run", lambda: 2)

@@ -130,6 +130,7 @@ def test_a_term_in_a_module_of_ones_own_equals_one_in_the_loss(executor):
     assert distance(terms, train(small_cnn(), blobs(), 2, local_steps=3)) > 1e-4
 
 
+@pytest.mark.slow
 def test_compiled_passes_have_the_terms(monkeypatch):
     monkeypatch.setattr(compiling, "_trouble", lambda: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -198,6 +198,7 @@ class Late(FederatedCallback):
             time.sleep(0.3)
 
 
+@pytest.mark.slow
 def test_a_late_rank_changes_no_bit():
     assert_same(states(), states(2, callbacks=[Late()]))
 

@@ -64,6 +64,7 @@ def test_fedtan_at_one_step_is_centralised_batch_norm_where_all_pixels_count(tmp
     assert max(distance(*pair) for pair in zip(federated, central, strict=True)) < 1e-10
 
 
+@pytest.mark.slow
 def test_segmentation_is_learnt(tmp_path):
     scenes = write_scenes(tmp_path, size=(32, 48), block=16)
     settings = {"crop": None, "width": 8, "client_optimizer": MOMENTUM}

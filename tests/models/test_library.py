@@ -40,6 +40,7 @@ def images(clients=2, classes=3):
     return FederatedDataModule(parts, parts[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "norm"),
     [

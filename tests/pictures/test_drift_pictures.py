@@ -97,6 +97,7 @@ def test_heat_maps_have_the_layers_from_first_to_last_and_columns_half_way_to_th
     assert isinstance(mesh.norm, LogNorm) == log
 
 
+@pytest.mark.slow
 def test_many_layers_keep_their_labels_apart(tmp_path):
     names = [f"stage{i}.0.conv1" for i in range(150)]
     values = {quantity: {1: dict.fromkeys(names, 1.0), 2: dict.fromkeys(names, 0.1)} for quantity in LAYERS}
@@ -110,6 +111,7 @@ def test_before_the_first_round_there_is_nothing_to_show():
     assert not any((watched.figures([]), watched.tables(), watched.histograms(), watched.result_lines()))
 
 
+@pytest.mark.slow
 @pytest.mark.pictures
 def test_a_run_leaves_figures_and_a_table_and_says_what_it_found(capsys):
     write_config(

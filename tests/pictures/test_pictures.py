@@ -291,6 +291,7 @@ def test_settings_of_the_user_neither_count_nor_change():
         rcParams.update(before)
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_late_and_without_pyplot():
     code = (
         "import sys; from pathlib import Path\n"

@@ -120,6 +120,7 @@ def rows(ranks):
     return metrics, module.evaluation.arrays, module.evaluation.class_samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_rank_count_logs_the_metrics_of_one_process(ranks):
     assert rows(ranks) == rows(1)

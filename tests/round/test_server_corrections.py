@@ -158,6 +158,7 @@ def test_a_run_resumes_exactly_and_two_ranks_are_one(tmp_path):
     assert distance(whole, resumed) == distance(whole, shared) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("right", "rounds"), [(Momentum, 3), (ServerEMA, 4)])
 def test_verify_accepts_a_correction_in_its_hook(right, rounds):
     certificate = certify(right, references=False)
@@ -166,6 +167,7 @@ def test_verify_accepts_a_correction_in_its_hook(right, rounds):
     assert server.detail.endswith(f"corrected by on_after_aggregate in {rounds} rounds")
 
 
+@pytest.mark.slow
 def test_verify_sends_any_other_correction_to_the_hook():
     failed = {finding.line: finding.detail for finding in certify(AtTheEnd, references=False).failed}
     assert "only on_after_aggregate may correct the server" in failed["server state"]

@@ -140,6 +140,7 @@ def hash_of(**settings):
     return config_hash(python_run(**settings).config)
 
 
+@pytest.mark.slow
 def test_a_script_and_a_yaml_of_the_same_settings_are_one_run_with_one_name():
     cli = run("--trainer.max_epochs", 1)
     mine = python_run(rounds=1)
@@ -334,6 +335,7 @@ def test_a_configuration_that_would_build_another_run_is_an_error_of_ours(monkey
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_auto_does_not_resume_a_run_of_another_plan_and_last_extends_it(capsys):
     write_config({"trainer.callbacks": [{"class_path": "FixBN"}]})
     trial = run("--trainer.max_epochs", 2).attempt

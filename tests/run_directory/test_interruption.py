@@ -60,6 +60,7 @@ def interrupted(number, times=1):
     return Attempt(folder), stop.value.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )

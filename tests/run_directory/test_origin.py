@@ -24,6 +24,7 @@ def result(attempt):
     return json.loads(attempt.result.read_text())
 
 
+@pytest.mark.slow
 def test_a_run_continued_twice_under_other_learning_rates_names_both_everywhere(capsys):
     first = run("--trainer.max_epochs", 1).attempt
     second = change(first, 2, "--model.client_optimizer.init_args.lr", 0.01).attempt
@@ -129,6 +130,7 @@ def test_resuming_with_another_executor_or_number_of_threads_says_that_rounding_
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_source_of_the_methods_of_its_first_rounds(capsys):
     prox, silo = "fl_lightning.callbacks.FedProx", "fl_lightning.callbacks.SiloBN"
     first = run("--trainer.max_epochs", 1, "--trainer.callbacks", "FedProx").attempt

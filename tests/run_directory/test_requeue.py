@@ -50,6 +50,7 @@ def test_one_command_starts_goes_on_and_ends(monkeypatch):
     assert len(list(Path("runs/tiny").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_killed_attempt_without_a_checkpoint_is_used_again_and_nothing_of_it_is_left(monkeypatch):
     first = run().attempt
     killed_in_round(1, monkeypatch)
@@ -64,6 +65,7 @@ def test_killed_attempt_without_a_checkpoint_is_used_again_and_nothing_of_it_is_
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.slow
 def test_attempt_that_is_locked_or_has_something_to_keep_is_not_used_again(monkeypatch):
     killed_in_round(1, monkeypatch)
     (name,) = attempts()
@@ -79,6 +81,7 @@ def test_killed_after_its_first_round_a_run_has_a_checkpoint(monkeypatch):
     assert [row["round"] for row in rows(run("--ckpt_path", "last").attempt)] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_last_finds_the_checkpoints_that_lie_elsewhere_and_goes_on_in_the_same_attempt(monkeypatch):
     whole = rows(run("--name", "whole").attempt)
     killed_in_round(3, monkeypatch, "--checkpoint.dirpath", "elsewhere", "--checkpoint.every_n_rounds", 1)

@@ -156,6 +156,7 @@ def test_resuming_a_finished_run_changes_neither_rows_nor_result():
     assert again | {"process_seconds": 0} == result | {"process_seconds": 0}
 
 
+@pytest.mark.slow
 def test_checkpoint_by_its_path_goes_on_in_its_own_folder_under_the_same_settings():
     attempt = run("--trainer.max_epochs", 2).attempt
     again = run("--ckpt_path", attempt.checkpoints / "last.ckpt", "--trainer.max_epochs", 3).attempt
@@ -289,6 +290,7 @@ def test_last_says_where_the_run_of_another_version_lies_and_that_file_goes_on(c
     assert [row["round"] for row in rows(new)] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "test"])
 def test_file_that_is_no_checkpoint_of_a_run_is_one_line(command, capsys):
     source = run("--trainer.max_epochs", 1).attempt

@@ -268,6 +268,7 @@ MORE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", MORE)
 def test_objects_that_are_met_again_or_decide_later_name_a_run(what):
     names = [hash_of(**one()) for one in MORE[what]]
@@ -275,6 +276,7 @@ def test_objects_that_are_met_again_or_decide_later_name_a_run(what):
     assert [hash_of(**one()) for one in MORE[what]] == names
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_trained_and_told_by_its_class():
     run = python_run(rounds=1, model=torch.compile(lenet(), backend="aot_eager"), callbacks=[])
     run.fit()

@@ -88,6 +88,7 @@ def test_without_pandas_a_frame_is_refused_in_a_line(tmp_path, monkeypatch):
             loaded.frame()
 
 
+@pytest.mark.slow
 def test_a_study_shows_the_models_of_clients_beside_the_server_s(ran):
     fedbn = {"trainer.callbacks": ["FedBN"]}
     methods = {"BN": {}, "FedBN": fedbn, "clients": {**fedbn, "metric": "test/personal_accuracy"}}

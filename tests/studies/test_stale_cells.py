@@ -79,6 +79,7 @@ def test_the_data_of_now_count_where_a_newer_cell_had_others(ran):
     assert len(ran) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", ["checkpoints", "error.txt"])
 def test_a_cell_that_was_stopped_when_it_ran_again_goes_on(ran, left):
     finished_study()
@@ -95,6 +96,7 @@ def test_a_cell_that_was_stopped_when_it_ran_again_goes_on(ran, left):
     assert {run["phase"] for group in found()["groups"] for run in group["runs"]} == {"done"}
 
 
+@pytest.mark.slow
 def test_who_goes_on_from_a_cell_on_other_data_waits_for_it(ran):
     finished_study()
     child, parent = (found()["groups"][index]["runs"][0] for index in (0, 2))

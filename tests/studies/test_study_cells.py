@@ -143,6 +143,7 @@ def test_a_stopped_cell_goes_on_from_its_checkpoint_of_the_same_source_only():
     assert one.state(accept_stale=True).phase == "stopped"
 
 
+@pytest.mark.slow
 def test_how_a_cell_is_computed_stands_in_its_configuration():
     """Whatever the base says for runs by themselves."""
     Path("base.yaml").write_text("threads: 2\ntrainer: {accelerator: auto, devices: 2}\n")

@@ -226,6 +226,7 @@ def simulated(difference, studies=1000):
         yield [x["verdict"] for x in verdicts.judge(claims, study(values), claims)]
 
 
+@pytest.mark.slow
 def test_without_any_difference_at_most_a_tenth_of_the_studies_have_a_wrong_verdict():
     """Of 1,000 studies; without Holm's correction it is more than a tenth."""
     wrong = sum({*study} != {"undecided"} for study in simulated(0))

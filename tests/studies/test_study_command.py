@@ -141,6 +141,7 @@ def test_rounds_that_are_to_be_kept_are_kept_beside_those_of_first_stages(ran):
     assert kept == [{"round_4.ckpt"}, {"round_4.ckpt"}, {"round_2.ckpt", "round_4.ckpt"}]
 
 
+@pytest.mark.slow
 def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
     study("--dry-run")
     out = capsys.readouterr().out.splitlines()
@@ -275,6 +276,7 @@ def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
     assert len(ran) == 1
 
 
+@pytest.mark.slow
 def test_the_metric_of_a_label_or_a_choice_that_no_run_has_ends_the_study_at_its_first_cell(ran, capsys):
     lr, nothing = "model.client_optimizer.lr", {"without": [], "published": [], "claims": []}
     write(axes={"method": {"BN": {}, "sBN": {"metric": "test/accuracy_static"}}, lr: [0.1, 0.2]}, **nothing)

@@ -39,6 +39,7 @@ def own_code(tmp_path, monkeypatch):
     hide(vars(sys.modules.get("methods", SimpleNamespace())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "broken",
     [
@@ -54,6 +55,7 @@ def test_a_broken_callback_fails_on_exactly_its_lines(broken):
     assert not [finding for finding in certificate.failed if finding.detail.startswith("raises ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", RIGHT, ids=lambda cls: cls.__name__)
 def test_what_forgets_other_ranks_passes_in_its_right_form(right):
     certificate = certify(right, references=False)
@@ -106,6 +108,7 @@ def test_the_shipped_methods_with_claims_pass_and_say_what_was_measured():
     assert certificate.equals["centralised_bn"].startswith("differs by")
 
 
+@pytest.mark.slow
 def test_properties_that_say_nothing_about_a_method_are_listed_as_such():
     rules = {finding.line: finding for finding in certify(callbacks.FixBN, references=False).rules}
     assert rules["frozen state"].status == "PASSED"
@@ -140,6 +143,7 @@ def test_a_method_of_ones_own_passes_from_a_file_in_the_working_directory(own_co
     assert [line.partition("  ")[0] for line in printed.splitlines()[1 : len(RULES) + 1]] == [*RULES]
 
 
+@pytest.mark.slow
 def test_a_failure_is_printed_with_its_place_and_makes_the_status_1(own_code, capsys):
     write_methods(
         "from callbacks import MaintainedMomentum\n"
@@ -246,6 +250,7 @@ class Ring(Remembers):
         self.memory = {"losses": torch.cat([before[1:], cohort.mean(cohort.losses).double().view(1)])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [ByLayer, ByName, ByRound, Ring])
 def test_numbers_that_are_not_clients_are_not_taken_for_theirs(method):
     assert certify(method, references=False).failed == []
@@ -284,10 +289,12 @@ class LayerDropout(FederatedCallback):
             rows[left_out] = cohort.server[name].to(rows.dtype)
 
 
+@pytest.mark.slow
 def test_masks_drawn_once_a_round_are_no_noise():
     assert certify(LayerDropout, references=False).failed == []
 
 
+@pytest.mark.slow
 def test_a_part_of_the_model_may_get_noise():
     certificate = certify(NoisyHead, references=False)
     assert certificate.failed == []
