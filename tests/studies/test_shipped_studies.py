@@ -73,17 +73,21 @@ def test_each_label_makes_another_run(name, scale):
 def test_its_file_can_be_read_and_a_quick_scale_is_small(name):
     scale = "quick" if name in QUICK else "reduced"
     study = read_study(FOLDER / f"{name}.yaml", scale)
-    assert set(study.definition.scales) >= {"reduced", "full"}
+    assert {"quick", "long"} <= set(study.definition.scales) or {"reduced", "full"} <= set(
+        study.definition.scales
+    )
     if scale == "quick":
         assert len([*study.combinations()]) <= 8
         assert len(study.scale.seeds) == 1
     text = (FOLDER / f"{name}.yaml").read_text()
     assert text.startswith(f"# python -m fl_lightning study configs/studies/{name}.yaml")
     assert re.search(r"^paper: ", text, re.MULTILINE) or name in (
+        "bias_or_features",
         "layer_order",
         "many_clients",
         "methods",
         "optimizers",
+        "shards_readings",
         "statistics_gain",
         "tabular",
     )
