@@ -99,14 +99,15 @@ def test_a_claim_without_a_place_is_about_every_one():
     }  # fmt: skip
     assert judge("GN > BN", study(values)) == {
         "claim": "GN > BN", "verdict": "does not hold", "p": pytest.approx(0), "adjusted": pytest.approx(0), "family": 1, "headline": False,
-        "words": "1 holds; 1 does not hold; p < 0.001, < 0.001 corrected for 1 claim",
+        "words": "2 comparisons: holds in 1, does not hold in 1; p < 0.001, < 0.001 corrected for 1 claim",
     }  # fmt: skip
     assert verdict("GN > BN at E=1", values) == "holds"
     assert verdict("BN > GN at E=100", values) == "holds"
     assert verdict("E=100 > E=1 at method=BN", values) == "holds"
     assert verdict("E=100 > E=1 at BN", values) == "holds"
-    words = judge("GN > BN at E=1", study(values))["words"]
-    assert words == "+0.200, +0.200 to +0.200 by 3 pairs; p < 0.001, < 0.001 corrected for 1 claim"
+    words, p = judge("GN > BN at E=1", study(values))["words"].split("; ")
+    assert words == "mean difference +0.200, interval +0.200 to +0.200, 3 pairs"
+    assert p == "p < 0.001, < 0.001 corrected for 1 claim"
 
 
 def test_a_chain_is_all_of_its_pairs():
@@ -127,7 +128,7 @@ def test_a_chain_with_a_method_that_has_no_runs_is_undecided_and_one_of_another_
 def test_one_pair_must_be_a_tenth_apart_and_is_nothing_against_a_smaller_margin():
     assert verdict("GN > BN", {("GN", "1"): [0.6], ("BN", "1"): [0.51]}) == "undecided"
     (words,) = [judge("GN ~ BN within 0.05", study({("GN", "1"): [0.5], ("BN", "1"): [0.5]}))["words"]]
-    assert words == "+0.000 in one pair, which says nothing of so small a margin"
+    assert words == "difference +0.000 in one pair, which cannot confirm so small a margin"
 
 
 def test_as_good_as_equal_is_a_claim_with_a_margin():
@@ -208,7 +209,7 @@ def test_claims_of_a_table_are_corrected_together_and_headline_claims_alone():
     fewer = study({key: own[:4] for key, own in values.items()})
     assert not any(x["headline"] for x in verdicts.judge(claims, fewer, ["GN > BN"]))
     smallest = corrected[0]["decides"]
-    assert f"these seeds decide a difference of {smallest:.3f} or more" in corrected[0]["words"]
+    assert f"these seeds can decide a difference of {smallest:.3f} or more" in corrected[0]["words"]
     for factor, decided in ((0.99, "undecided"), (1.01, "holds")):
         values["GN", "1"] = [0.5 + factor * smallest + x for x in spread]
         found = verdicts.judge([*claims[:2], "GN ~ BN within 0.5", "FixBN ~ BN within 0.1"], study(values))

@@ -59,7 +59,7 @@ FOUND = {
         group("GN", "100", [], runs=[run(seed, "stale") for seed in range(3)]),
     ],
 }  # fmt: skip
-SMALLER = "Values: after the last round. Smaller than the paper's (LeNet, 10 rounds): orderings can be compared, numbers cannot."
+SMALLER = "Values: after the last round. Smaller than in the paper (LeNet, 10 rounds): the order of methods can be compared, numbers cannot."
 
 
 def test_a_bar_in_a_label_and_a_break_in_a_title_break_no_table(tmp_path):
@@ -159,7 +159,7 @@ def test_seeds_are_those_of_the_rows():
     one, three = group("BN", "1", [0.3]), group("GN", "1", [0.7] * 3)
     assert seeds_of({**FOUND, "groups": [one]}) == "seed 0"
     assert seeds_of({**FOUND, "groups": [three, three]}) == "seeds 0, 1, 2"
-    assert seeds_of({**FOUND, "groups": [three, one, one]}) == "seeds 0 (2 rows); 0, 1, 2 (1 row)"
+    assert seeds_of({**FOUND, "groups": [three, one, one]}) == "seed 0 (2 rows) and seeds 0, 1, 2 (1 row)"
 
 
 def test_runs_that_were_not_computed_alike_are_named():
@@ -216,9 +216,9 @@ def test_the_files_hold_the_same_table(tmp_path):
     header, rows = whole_table(FOUND)
     assert [*csv.reader((tmp_path / "table.csv").read_text().splitlines())] == [header, *rows]
     markdown, latex = (tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text()
-    seeds = "seeds 0 (1 row); 0, 1, 2 (2 rows)"  # those that are done
+    seeds = "seed 0 (1 row) and seeds 0, 1, 2 (2 rows)"  # those that are done
     assert markdown.startswith(f"A title (A paper, Table 1). Scale: reduced, {seeds}. {SMALLER}\n")
-    assert "- GN > BN: **holds** (+0.1 in one pair)" in markdown
+    assert "- `GN > BN`: **holds** (+0.1 in one pair)" in markdown
     assert "| BN       | 0.400 ± 0.100 (0.45) | 0.600" in markdown
     assert latex.count("\n\\toprule") == 2
     assert r"0.400 & ~$\pm$ 0.100" in latex
@@ -227,7 +227,7 @@ def test_the_files_hold_the_same_table(tmp_path):
 def test_a_subset_is_called_one(tmp_path):
     write_tables(tmp_path, {**FOUND, "scale": "quick"})
     assert (
-        "A declared subset, which shows that it works: what holds of it is no evidence for or against a paper."
+        "This small version only shows that the study works; its results are no evidence for or against a paper."
         in (tmp_path / "table.md").read_text()
     )
 

@@ -281,7 +281,7 @@ def as_csv(rows: Rows) -> str:
 def caption(found: Found) -> str:
     """Return the caption of a study's tables, in a few sentences."""
     subset = {
-        "quick": " A declared subset, which shows that it works: what holds of it is no evidence for or against a paper.",
+        "quick": " This small version only shows that the study works; its results are no evidence for or against a paper.",
         "reduced": _smaller(found),
     }.get(found["scale"], "")
     paper = f" ({found['paper']})" if found["paper"] else ""
@@ -298,19 +298,20 @@ def _smaller(found: Found) -> str:
         return ""
     models, rounds = ", ".join(dict.fromkeys(run["model"] for run in runs)), {run["rounds"] for run in runs}
     numbers = " to ".join(f"{x:,}" for x in dict.fromkeys((min(rounds), max(rounds))))
-    smaller = f" Smaller than the paper's ({models}, {numbers} rounds)"
-    return f"{smaller}: orderings can be compared, numbers cannot."
+    smaller = f" Smaller than in the paper ({models}, {numbers} rounds)"
+    return f"{smaller}: the order of methods can be compared, numbers cannot."
 
 
 def seeds_of(found: Found) -> str:
-    """Return in words the finished seeds of rows: ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
+    """Return the finished seeds in words: ``"seed 0 (16 rows) and seeds 0, 1, 2 (4 rows)"``."""
     runs = [group["runs"] for group in found["groups"]]
     done = [sorted(run["seed"] for run in row if run["phase"] == "done") for row in runs]
     rows = [*filter(None, done)] or [sorted(run["seed"] for run in row) for row in runs]
     counts = Counter(", ".join(map(str, seeds)) for seeds in rows)
+    words = {seeds: f"seed{'s' * (',' in seeds)} {seeds}" for seeds in sorted(counts)}
     if len(counts) == 1:
-        return f"seed{'s' * (',' in (seeds := next(iter(counts))))} {seeds}"
-    return f"seeds {'; '.join(_counted(sorted(counts.items()), 'row'))}"
+        return next(iter(words.values()))
+    return " and ".join(f"{words[seeds]} ({n} row{'s' * (n > 1)})" for seeds, n in sorted(counts.items()))
 
 
 def _counted(counts: Iterable[tuple[str, int]], what: str) -> list[str]:
@@ -383,7 +384,7 @@ def write_tables(folder: Path, found: Found, columns: Sequence[str] = ()) -> lis
     """
     tables = [rows for rows in (spread_table(found), whole_table(found, columns=columns)) if rows is not None]
     choices = [choice_in_words(choice) for choice in found["choices"]]
-    claims = [f"- {claim['claim']}: **{claim['verdict']}** ({claim['words']})" for claim in found["claims"]]
+    claims = [f"- `{claim['claim']}`: **{claim['verdict']}** ({claim['words']})" for claim in found["claims"]]
     markdown = [
         caption(found),
         *(as_text(rows, "github") for rows in tables),

@@ -110,9 +110,11 @@ class Comparison(NamedTuple):
         """Return the mean difference in words, with its interval if there are two or more pairs."""
         if self.pairs < 2:
             small = self.margin is not None and self.margin <= ONE_PAIR
-            return f"{self.mean:+.3f} in one pair{', which says nothing of so small a margin' * small}"
+            words = f"difference {self.mean:+.3f} in one pair"
+            return f"{words}, which cannot confirm so small a margin" if small else words
         half = self.half_width(level)
-        return f"{self.mean:+.3f}, {self.mean - half:+.3f} to {self.mean + half:+.3f} by {self.pairs} pairs"
+        interval = f"{self.mean - half:+.3f} to {self.mean + half:+.3f}"
+        return f"mean difference {self.mean:+.3f}, interval {interval}, {self.pairs} pairs"
 
 
 def p_of(tests: Sequence[Comparison]) -> float | None:
@@ -206,7 +208,8 @@ def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
     verdict = next(kind for kind in worst if kind in kinds)
     words = tests[0].in_words(level)
     if len(tests) > 1:
-        words = "; ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        counts = ", ".join(f"{kind} in {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+        words = f"{len(tests)} comparisons: {counts}"
     if verdict != "undecided":
         return {"claim": text, "verdict": verdict, "words": words}
     several = [
@@ -216,7 +219,7 @@ def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
         return {"claim": text, "verdict": verdict, "words": words}
     smallest = max(test.half_width(level) for test in several)
     what = "a difference" if tests[0].margin is None else "a margin"
-    words += f"; these seeds decide {what} of {smallest:.3f} or more"
+    words += f"; these seeds can decide {what} of {smallest:.3f} or more"
     return {"claim": text, "verdict": verdict, "words": words, "decides": smallest}
 
 
