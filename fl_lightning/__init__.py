@@ -1,7 +1,8 @@
 """Batch Normalization in federated learning, on PyTorch Lightning.
 
-The public names (in ``__init__.pyi``) are imported on first use: ``import fl_lightning`` does not
-import torch. Configurations name public classes as ``fl_lightning.X``, regardless of their modules.
+``__init__.pyi`` lists the public names. They are imported on first use, so ``import fl_lightning``
+does not import torch. In a configuration, the class ``X`` is ``fl_lightning.X``, whichever module
+defines it.
 """
 
 import lazy_loader

@@ -1,4 +1,7 @@
-"""Entry point of ``python -m fl_lightning``; ``--version`` and ``--help`` do not import torch."""
+"""Entry point of ``python -m fl_lightning``.
+
+``--version`` and ``--help`` do not import torch.
+"""
 
 import io
 import os
@@ -30,25 +33,26 @@ usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,par
 Batch Normalization in federated learning, on PyTorch Lightning.
 
 commands:
-  fit        train; ends with a table of results and writes runs/NAME/...
+  fit        train, print a table of results and write runs/NAME/...
   validate   evaluate a checkpoint on the validation data
   test       evaluate a checkpoint on the test data
   predict    write a checkpoint's predictions on the test data
-  verify     check what a method promises: verify --callback FixBN, --callback methods.Mine, --all
-  study      the runs of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
-  report     one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
-  partition  show who the clients are: sizes, classes, a picture; --save FILE.json keeps them
-  list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators,attacks}; shipped files:
-             list {configs,studies}; each tensor of a model and its treatment: list parameters --config FILE
-  upload     make runs at Weights & Biases from their folders: upload runs/NAME/*
-  dashboard  make a workspace at Weights & Biases with a panel for what runs log; --file without a key
+  verify     check the rules and claims of methods: verify --callback FixBN, --callback methods.Mine, --all
+  study      run the cells of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
+  report     write one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
+  partition  show the clients' sizes and classes in a table and a picture; --save FILE.json writes the partition
+  list       list the names that a YAML accepts: list {methods,models,data,partitions,norms,aggregators,attacks}
+             list the shipped files: list {configs,studies}
+             list the tensors of a model and their treatments: list parameters --config FILE
+  upload     upload run directories to Weights & Biases: upload runs/NAME/*
+  dashboard  make a Weights & Biases workspace with panels for runs; without an API key: dashboard --file FILE
 
 often used:
   --config configs/quickstart.yaml   a YAML file; several are merged, later ones win
-  --seed_everything 1                the seed of everything
+  --seed_everything 1                the seed of all random numbers
   --trainer.max_epochs 200           the number of communication rounds
   --ckpt_path last                   resume (fit) or evaluate the newest run of this configuration
-  --ckpt_path auto                   resume it if it has a checkpoint, else start a new run
+  --ckpt_path auto                   resume the newest run if it has a checkpoint, else start a new run
   --print_config                     print the resolved configuration and stop
 
   python -m fl_lightning fit --help all                   all settings, on about 2,000 lines
@@ -66,10 +70,10 @@ def main(args: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(
             errors="backslashreplace"
-        )  # a name that the terminal cannot show must not end a run
+        )  # a character that the terminal cannot show must not end a run
     try:
         _run(list(sys.argv[1:] if args is None else args))
-    except KeyboardInterrupt:  # while torch is imported; commands handle signals themselves
+    except KeyboardInterrupt:  # while torch is imported; afterwards, commands handle signals
         if not launched_rank():
             print("stopped by Ctrl-C; nothing new is kept", file=sys.stderr)
         sys.exit(130)

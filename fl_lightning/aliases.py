@@ -1,6 +1,7 @@
-"""Aliases of packages that were once top-level: ``callbacks``, ``datamodules`` and ``configs``.
+"""Old names of the packages ``callbacks``, ``datamodules`` and ``configs``.
 
-An old name imports the same objects as the new name, unless the user has a package of that name.
+These packages were once top-level and are now in ``fl_lightning``. ``import callbacks`` gives the
+same objects as ``import fl_lightning.callbacks``, unless the user has a package ``callbacks``.
 """
 
 import sys
@@ -19,7 +20,7 @@ OLD_NAMES = ("callbacks", "datamodules", "configs")
 
 
 class _Same(Loader):
-    """A loader that makes a loaded module available by its old name.
+    """A loader that makes an already loaded module available under its old name.
 
     Args:
         module: The module under its new name.
@@ -33,17 +34,24 @@ class _Same(Loader):
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's specification, which the import system has just replaced."""
+        """Restore the module's own spec: the import system has just replaced it by the alias's."""
         module.__spec__ = self.spec
 
 
 class _OldNames(MetaPathFinder):
-    """A finder of old names; it comes first, as others would load a checkout's folders twice."""
+    """A finder that resolves the old names of packages.
+
+    The finder is the first in ``sys.meta_path``. In a checkout, Python's own finder would load the
+    folders of these packages a second time.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the user's module, else of the shipped one; None for other names."""
+        """Return the spec of a module with an old name: the user's module, else the shipped one.
+
+        Return None if the name is not an old name.
+        """
         if fullname.partition(".")[0] not in OLD_NAMES:
             return None
         finders = [finder for finder in sys.meta_path if finder is not self]
@@ -78,8 +86,8 @@ def current_name(path: str) -> str:
         path: A dotted path, such as ``"callbacks.FixBN"`` of an old configuration.
 
     Returns:
-        The path below ``fl_lightning`` if ``path`` is the old name of a shipped class and no class
-        of the user has that name; else ``path``.
+        The path in ``fl_lightning``, here ``"fl_lightning.callbacks.FixBN"``. The path is unchanged
+        if no shipped class has this old name, or if the user has a class at this path.
     """
     if path.partition(".")[0] not in OLD_NAMES:
         return path
@@ -88,7 +96,7 @@ def current_name(path: str) -> str:
 
 
 def _named(path: str) -> object:
-    """Return the object at a dotted path, None if missing, or the error message of its import."""
+    """Return the object at a dotted path; None if missing, the error message if its import fails."""
     from pydoc import ErrorDuringImport, locate  # late: slow to import
 
     try:

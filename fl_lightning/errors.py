@@ -22,19 +22,22 @@ class ConfigurationError(ValueError):
 
 
 class Diverged(ConfigurationError):
-    """Training that has produced non-finite numbers from finite data."""
+    """Divergence: training on finite data has produced non-finite numbers."""
 
     exit_status = 3
 
 
 class OtherData(ConfigurationError):
-    """A checkpoint of a run on other data."""
+    """A checkpoint whose run was trained on other data than the present run."""
 
     exit_status = 4
 
 
 class CannotVectorize(ConfigurationError):
-    """A model or batches for which clients cannot be computed at once, only one after the other."""
+    """A model or batches that ``torch.func.vmap`` cannot compute for all clients at once.
+
+    Such clients must be computed one after the other.
+    """
 
 
 _EXTRAS = {
@@ -46,15 +49,18 @@ _EXTRAS = {
     "timm": "timm",
     "wandb_workspaces": "dashboard",
 }
-"""Extra of this project that installs a package, by package."""
+"""Name of the extra (``fl_lightning[EXTRA]``) that installs each package."""
 
 
 def missing_module(name: str, owner: str = "") -> str:
-    """Return a clause on how to install a missing module; empty if it may be the user's.
+    """Return a clause such as ``"; pip install numpy"`` for a missing module.
+
+    The clause is empty if the module may be the user's own, as for a dotted name.
 
     Args:
         name: The missing module.
-        owner: The importing module; if it is in the same package, the name is probably misspelt.
+        owner: The importing module. If both modules are in the same package, the name is probably
+            misspelt, and the clause is empty.
     """
     package = name.partition(".")[0]
     if package in _EXTRAS:
@@ -67,8 +73,8 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
     """Add a note to an exception that leaves the block; the command line prints the note.
 
     Args:
-        what: Activity of the block, such as ``"drawing the batch of client 3"``, or a function that
-            returns this text, if it is slow to make.
+        what: Activity of the block, such as ``"drawing the batch of client 3"``. If this text is
+            slow to make, a function that returns it.
     """
     try:
         yield
@@ -102,7 +108,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     Args:
         name: The unknown name.
-        known: Known names. Similarity ignores case; names that begin with ``name`` are preferred.
+        known: Known names. Case is ignored. Names that begin with ``name`` are preferred.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
     matches = [match for match in by_lower if match.startswith(name.lower())][:3]

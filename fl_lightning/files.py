@@ -1,4 +1,4 @@
-"""Atomic writing of files, locks, users' paths, and JSON."""
+"""Atomic writing of files, file locks, paths from users, and JSON."""
 
 import errno
 import fcntl
@@ -17,8 +17,9 @@ from fl_lightning.errors import ConfigurationError
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Write a file atomically: even after a crash, readers find either the old or the new content.
 
-    A temporary file in the target's folder is written, synced and renamed; then the folder is
-    synced. The temporary name is fixed: the next write removes what a killed process has left.
+    A temporary file in the target's folder is written, synced and renamed. Then the folder is
+    synced. The temporary file always has the same name: the next write removes the temporary file
+    of a killed process.
 
     Args:
         path: The target; missing folders are created.
@@ -55,14 +56,17 @@ def unwritable(path: Path, error: OSError) -> ConfigurationError:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file, as ``opener`` of ``open``; refuse a link, which may lead out of the folder."""
+    """Open a file as the ``opener`` of ``open``; raise an error for a symbolic link.
+
+    A link may lead out of the run's folder.
+    """
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise ConfigurationError(
-            f"{path} is a link to {os.readlink(path)}, and links are not written through; remove the link"
+            f"{path} is a link to {os.readlink(path)}, and files are not written through links; remove the link"
         ) from error
 
 
@@ -71,10 +75,11 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool
     """Lock a file or an existing folder until the block or the process ends.
 
     Args:
-        path: The file, which is created if missing, or the folder; a link raises an error.
-        folder: Whether to lock a folder.
-        wait: Whether to wait while another process holds the lock.
-        certain: Whether to raise an error if the file system cannot lock (some network ones).
+        path: The file or the folder. A missing file is created. A symbolic link raises an error.
+        folder: Whether to lock a folder (default False).
+        wait: Whether to wait while another process holds the lock (default True).
+        certain: Whether to raise an error if the file system cannot lock, as is the case for some
+            network file systems. If False (default), the block then runs without a lock.
 
     Yields:
         The file descriptor.
@@ -113,11 +118,14 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
 
 
 def shipped(path: str, folder: Path = Path()) -> Path | None:
-    """Return the shipped file if a path begins with ``configs/`` and is missing; else None.
+    """Return the shipped file at a path such as ``configs/quickstart.yaml``.
+
+    Return None if the path does not begin with ``configs/``, if the user has a file at this path,
+    or if no such file is shipped.
 
     Args:
         path: Path of a configuration or study.
-        folder: Folder of a relative path.
+        folder: Folder to which a relative path refers (default: the working directory).
     """
     is_shipped = path.startswith("configs/") and not (folder / path).exists()
     file = Path(__file__).parent / path
@@ -150,7 +158,7 @@ def folder_below(root: str | os.PathLike[str], name: str) -> Path:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return the missing folders among a folder and its parents, innermost first."""
+    """Return which of a folder and its parents do not exist, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
@@ -181,7 +189,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """Convert a tree of values for JSON: tensors become numbers, non-finite floats strings."""
+    """Convert a tree of values for JSON: tensors to numbers, non-finite floats to strings."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -194,7 +202,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Invert :func:`plain`, except for tensors."""
+    """Convert the strings of non-finite floats, such as ``"NaN"``, in a tree back to floats."""
     if isinstance(value, dict):
         return {key: restored(item) for key, item in value.items()}
     if isinstance(value, list):

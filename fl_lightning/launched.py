@@ -1,4 +1,4 @@
-"""Ranks that ``torchrun``, Slurm or the user starts on each node."""
+"""Ranks that ``torchrun``, Slurm or the user has started on each node."""
 
 import os
 import sys
@@ -11,17 +11,18 @@ def under_torchrun() -> bool:
 
 
 def launched_rank() -> int:
-    """Return this process's rank from ``torchrun``, Slurm or the user; 0 if it has none.
+    """Return the rank that ``torchrun``, Slurm or the user has given this process; default 0.
 
-    A user numbers the nodes (``NODE_RANK``) and, if ranks are not forks, the ranks of a node
-    (``LOCAL_RANK``). The result is then not a unique rank, but it is 0 only for the first rank.
+    Without a launcher, the user sets ``NODE_RANK`` on each node. If the ranks of a node are not
+    forks, the user also sets ``LOCAL_RANK``. Then several ranks may have the same result, but only
+    the first rank has the result 0.
     """
     names = ("RANK",) if under_torchrun() else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return max(int(os.environ.get(name, "0")) for name in names)
 
 
 def silence() -> None:
-    """Discard all further output and warnings, as another rank prints them."""
+    """Discard all further output and warnings of this rank, as another rank prints the same."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # either may have been redirected
+    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # both, as either may have been redirected
     warnings.filterwarnings("ignore")

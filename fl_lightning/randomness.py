@@ -1,8 +1,9 @@
 """Randomness as a function of (seed, purpose, round, client, ...), never of call order.
 
-Every random draw of a federated run (participation, data order, augmentation, dropout, attacks)
-uses a generator made here. Results do not depend on the process, block or executor that computes a
-client, any round can be computed alone, and a resumed run needs no saved generator state.
+All random draws of a federated run use generators made here: participation, data order,
+augmentation, dropout and attacks. Results therefore do not depend on the process, block or executor
+that computes a client. Any round can be computed alone. A resumed run needs no saved generator
+state.
 """
 
 import hashlib
@@ -23,8 +24,9 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
 
     Args:
         seed: The run's seed.
-        purpose: Use of the numbers, such as ``"participation"``; purposes are independent.
-        coordinates: Round, client, step and so on, on which the draw depends.
+        purpose: Use of the random numbers, such as ``"participation"``. Numbers for different
+            purposes are independent.
+        coordinates: Integers on which the draw depends, such as round, client and step.
 
     Returns:
         An integer in [0, 2**63).
@@ -34,17 +36,20 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
 
 
 def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """Return a CPU generator for a purpose at some coordinates (see :func:`derive_seed`)."""
+    """Return a CPU generator seeded with :func:`derive_seed` of the same arguments."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *coordinates))
 
 
 def permutation(n: int, seed: int, purpose: str, *coordinates: int) -> Tensor:
-    """Draw a random permutation of ``range(n)``, int64 ``[n]`` (see :func:`derive_seed`)."""
+    """Draw a random permutation of ``range(n)``, int64 ``[n]``, with :func:`generator`."""
     return torch.randperm(n, generator=generator(seed, purpose, *coordinates))
 
 
 def seed_global(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and ``device``, faster than ``torch.manual_seed``."""
+    """Seed only torch's generators of the CPU and of ``device``.
+
+    This is faster than ``torch.manual_seed``, which seeds all devices.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
@@ -57,7 +62,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of torch (all devices), numpy and Python from one integer."""
     if _has_accelerator():
         torch.manual_seed(seed)
-    else:  # equivalent, but fast: torch.manual_seed keeps a traceback for each uninitialised device
+    else:  # same effect, but fast: torch.manual_seed stores a traceback for each uninitialised device
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -65,7 +70,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Call :func:`seed_everything` for the block; restore the generators afterwards."""
+    """Seed all global generators for the block; restore their states afterwards."""
     with isolate_rng():
         seed_everything(seed)
         yield

@@ -1,4 +1,4 @@
-"""The processes of a run (ranks), which divide its work and keep equal state."""
+"""Ranks, the processes of a run: they divide its work and keep equal state."""
 
 import pickle
 import time
@@ -17,15 +17,15 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from fl_lightning.errors import ConfigurationError
 
 _LARGE = 200_000  # bytes above which a block is sent separately
-_SHORT = 4096  # bytes in the first message of an exchange
-_GRACE = 10.0  # seconds within which all ranks must notice that a rank is lost
+_SHORT = 4096  # bytes of each rank in the first all-gather of an exchange
+_GRACE = 10.0  # seconds in which running ranks must report after a rank is lost
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class LostRank(ConfigurationError):
-    """Loss of another rank, which has ended or does not answer."""
+    """Loss of a rank that has ended or does not answer."""
 
 
 class Ranks:
@@ -35,7 +35,7 @@ class Ranks:
         rank: Rank of this process, from 0.
         size: Number of ranks.
         patience: Seconds to wait for another rank.
-        here: Number of ranks on this machine, which share its memory.
+        here: Number of ranks on this machine. They share its memory.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, patience: float = 1800.0, here: int = 1) -> None:
@@ -43,7 +43,14 @@ class Ranks:
         self._depth = 0  # depth of nested exchanges
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Return a rank's contiguous, nearly equal share of ``count`` items; None is this rank."""
+        """Return the indices of a rank's share of ``count`` items.
+
+        Shares are contiguous and differ by at most one item.
+
+        Args:
+            count: Number of items.
+            rank: The rank; default: this rank.
+        """
         mine = np.array_split(np.arange(count), self.size)[self.rank if rank is None else rank]
         return range(int(mine[0]), int(mine[-1]) + 1) if len(mine) else range(0)
 
@@ -51,8 +58,8 @@ class Ranks:
         """Return ``[function(item) for item in items]`` on every rank; one rank computes each item.
 
         Args:
-            function: Function of an item, equal on every rank. Its results are pickled, and must be
-                on the CPU.
+            function: Function of an item, equal on every rank. Results are pickled, and tensors in
+                them must be on the CPU.
             items: Items, equal on every rank.
         """
         items = list(items)
@@ -60,10 +67,13 @@ class Ranks:
         return [result for part in parts for result in part]
 
     def exchange(self, compute: Callable[[], Result]) -> list[Result]:
-        """Return the results of all ranks by rank; if one rank raises an exception, all raise it.
+        """Call a function on every rank; return the results of all ranks, in order of rank.
+
+        If the function raises an exception on one rank, all ranks raise it.
 
         Args:
-            compute: Function whose result is pickled; torch's generators are restored afterwards.
+            compute: Function without arguments. Its result is pickled. Afterwards, torch's
+                generators are restored.
 
         Raises:
             ConfigurationError: A rank has raised a ``ConfigurationError``.
@@ -71,7 +81,7 @@ class Ranks:
         """
 
         def computed() -> Result:
-            # ranks compute different things here, and must continue with equal generators
+            # ranks draw different random numbers here, and must continue with equal generators
             gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # untyped in torch
             with torch.random.fork_rng(gpus):
                 return compute()
@@ -84,7 +94,7 @@ class Ranks:
             message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # all ranks have the error of a nested exchange: drop the notes of this rank alone
+                # all ranks raise the error of a nested exchange: remove notes that only this rank added
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
             mine, message = error, pickle.dumps((None, described(error), 0))
@@ -105,7 +115,10 @@ class Ranks:
         return [result for result, *_ in everyone]
 
     def _all_gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks; a second all-gather sends the rest of long messages."""
+        """Return the messages of all ranks.
+
+        If a message is long, a second all-gather sends its rest.
+        """
         heads = self._all_gather_sized(len(message).to_bytes(8) + message[:_SHORT], 8 + _SHORT)
         lengths = [int.from_bytes(head[:8]) for head in heads]
         longest = max(lengths) - _SHORT
@@ -124,10 +137,10 @@ class Ranks:
 
         Args:
             state: Function that returns trees of tensors and plain values, by name.
-            place: Where in the run the check is made, for the message.
+            place: Place of the check in the run, such as ``"round 3"``, for the error message.
 
         Raises:
-            ConfigurationError: A rank has another state; the message names the rank.
+            ConfigurationError: The state of a rank differs; the message names the rank.
         """
         if self.size == 1:
             return
@@ -145,16 +158,19 @@ class Ranks:
                 if first.get(key) != other.get(key):
                     raise _shared(
                         ConfigurationError(
-                            f"{place}: rank {rank} has another {key} than rank 0; outside of local steps hooks must compute the same on "
-                            "every rank (no clock, no process number, no random numbers but torch's global ones), and in local steps "
-                            "they may change rows only; CPUs must be of one kind"
+                            f"{place}: rank {rank} has another {key} than rank 0; outside of local steps, hooks must compute the same "
+                            "on every rank: they may use no clock, no process number, and only torch's global random numbers. "
+                            "In local steps, hooks may change rows only. All CPUs must be of the same kind"
                         )
                     )
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
-        """Receive the rows that other ranks computed into contiguous ``blocks [C, ...]``, in place.
+        """Receive the rows of blocks that other ranks have computed, in place.
 
-        Each rank has computed its :meth:`share` of the ``C`` rows of each block.
+        Each rank has computed its :meth:`share` of the rows of each block.
+
+        Args:
+            blocks: Contiguous tensors ``[C, ...]``. The number of rows, ``C``, may differ.
         """
         if self.size == 1:
             return
@@ -173,7 +189,7 @@ class Ranks:
                 work.wait()
 
     def _complete_together(self, blocks: Sequence[Tensor]) -> None:
-        """Complete small blocks in a single message, as latency takes longer than their bytes."""
+        """Complete small blocks with a single all-gather, since latency outweighs their bytes."""
 
         def parts(rank: int) -> list[Tensor]:
             shares = [self.share(len(block), rank) for block in blocks]
@@ -193,7 +209,7 @@ class Ranks:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Enclose communication between ranks.
+        """Convert a communication error in the block to :class:`LostRank`.
 
         Raises:
             LostRank: A rank has ended or does not answer; the message names the rank.
@@ -213,9 +229,11 @@ class Ranks:
             ) from error
 
     def _lost(self) -> list[int]:
-        """Return the lost ranks: those that do not report here after this rank has left the group.
+        """Return the ranks that are lost.
 
-        Leaving the group wakes ranks that wait in it.
+        This rank reports to the process group's store and leaves the group, which wakes ranks that
+        wait in the group. Running ranks then do the same. Ranks that do not report in time are
+        lost.
         """
         try:
             store: Any = dist.distributed_c10d._get_default_store()
@@ -231,7 +249,7 @@ class Ranks:
 
 
 def checksums(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return a checksum of each tensor and value in some trees, by its path."""
+    """Return the checksum of each tensor and value in named trees, by name and path."""
     return {
         f"{name}{keystr(place)}": _number(leaf)
         for name, tree in state.items()
@@ -240,7 +258,7 @@ def checksums(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _number(leaf: Any) -> int:
-    if hasattr(leaf, "checksum"):  # a large object that tracks its changes
+    if hasattr(leaf, "checksum"):  # a large object that updates a checksum with each change
         return int(leaf.checksum())
     if isinstance(leaf, Tensor):
         values = leaf.detach().cpu()
@@ -252,7 +270,7 @@ def _number(leaf: Any) -> int:
 
 
 def is_shared(error: BaseException) -> bool:
-    """Return whether every rank raises this exception, so that a single rank may report it."""
+    """Return whether every rank raises this exception; then a single rank reports it."""
     return hasattr(error, "shared_by_ranks")
 
 
@@ -262,7 +280,11 @@ def _shared(error: Exception) -> Exception:
 
 
 def described(error: Exception) -> tuple[bool, str, list[str], str]:
-    """Describe an exception for another process: (user's mistake?, message, notes, traceback)."""
+    """Describe an exception for another process, which cannot unpickle every exception.
+
+    Returns:
+        Whether the exception is a user's mistake, its message, its notes and its traceback.
+    """
     mistake = isinstance(error, ConfigurationError)
     message = str(error) if mistake else traceback.format_exception_only(error)[0].strip()
     notes = [str(note) for note in getattr(error, "__notes__", [])]
@@ -270,7 +292,7 @@ def described(error: Exception) -> tuple[bool, str, list[str], str]:
 
 
 def failure_of(rank: int, mistake: bool, message: str, notes: Sequence[str], trace: str) -> Exception:
-    """Return an exception from another rank's description (:func:`described`)."""
+    """Return an exception like another rank's, from its description by :func:`described`."""
     failure: Exception = ConfigurationError(message) if mistake else RuntimeError(message)
     for note in notes:
         failure.add_note(note)

@@ -1,4 +1,7 @@
-"""Records of constructors' arguments, which decide a run's hash, description and provenance."""
+"""Records of the arguments with which objects were made.
+
+These records determine a run's hash, description and provenance.
+"""
 
 import functools
 import inspect
@@ -18,7 +21,7 @@ class Making(NamedTuple):
     Attributes:
         maker: The class or function.
         arguments: All arguments by name, including defaults.
-        again: Function that makes an equal object.
+        again: Function without arguments that makes an equal object.
     """
 
     maker: Callable[..., Any]
@@ -30,7 +33,7 @@ class Recorded:
     """Base class of objects that record their constructor's arguments.
 
     Attributes:
-        deciding_files: Names of arguments that are files whose content decides results.
+        deciding_files: Names of arguments that are paths of files; the files affect results.
 
     The record does not depend on the object's attributes, which may be computed or missing.
 
@@ -46,7 +49,10 @@ class Recorded:
     deciding_files: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Wrap a custom ``__new__`` to record the arguments, since it may not pass them on."""
+        """Make a subclass's own ``__new__`` record its arguments.
+
+        Such a ``__new__`` may call ``Recorded.__new__`` without the arguments.
+        """
         super().__init_subclass__(**settings)
         if "__new__" in vars(cls):
             make = cls.__new__
@@ -57,20 +63,20 @@ class Recorded:
                 record(made, kind, args, kwargs)
                 return made
 
-            cls.__new__ = recorded  # type: ignore[method-assign,assignment]  # has the same arguments
+            cls.__new__ = recorded  # type: ignore[method-assign,assignment]  # accepts the same arguments
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Record the arguments before ``__init__`` runs, without a change of its signature."""
+        """Record the arguments before ``__init__`` runs; ``__init__`` keeps its signature."""
         made = super().__new__(cls)
         record(made, cls, args, kwargs)
         return made
 
 
 def records(*deciding_files: str) -> Callable[[Item], Item]:
-    """Decorate a function that makes objects, such as models: they record its arguments.
+    """Decorate a function that makes objects, such as models, to record its arguments.
 
     Args:
-        deciding_files: Names of arguments that are files whose content decides results.
+        deciding_files: Names of arguments that are paths of files; the files affect results.
     """
 
     def of(function: Item) -> Item:
@@ -87,7 +93,7 @@ def records(*deciding_files: str) -> Callable[[Item], Item]:
 
 
 def record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Record how an object was made, unless the object cannot have attributes."""
+    """Record how an object was made; ignore objects that cannot have attributes."""
     try:
         # bypass nn.Module's __setattr__: a module among the arguments must not become a child
         object.__setattr__(made, _RECORD, (maker, _copied([*args]), _copied(dict(kwargs))))
@@ -96,7 +102,7 @@ def record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 def making(made: object) -> Making | None:
-    """Return how an object was made; None without a record."""
+    """Return how an object was made; None if this was not recorded."""
     try:
         maker, args, kwargs = object.__getattribute__(made, _RECORD)
     except AttributeError:
@@ -123,8 +129,9 @@ def making(made: object) -> Making | None:
 def parameters(maker: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or function by name, as in a configuration.
 
-    ``**kwargs`` are resolved to the parameters of the base class, except for those that the
-    subclass sets itself. Defaults that depend on other settings are omitted.
+    If a class passes ``**kwargs`` to its base class, the parameters of the base class replace
+    ``**kwargs``. Parameters of the base class that the class itself sets are omitted. Defaults that
+    depend on other settings are omitted as well.
     """
     known = {}
     for parameter in get_signature_parameters(maker, logger=False):
@@ -136,7 +143,7 @@ def parameters(maker: Any) -> dict[str, inspect.Parameter]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a container, since the object may modify its argument."""
+    """Copy a dict or list, since an object may modify its arguments."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
@@ -147,7 +154,7 @@ def _lookup(name: str, *sources: Mapping[str, Any]) -> list[Any]:
 
 
 def in_words(value: object) -> str:
-    """Format a setting's value; use :func:`describe` for an object without a custom ``repr``."""
+    """Format the value of a setting: by :func:`describe` if it has no ``repr`` of its own."""
     return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
 
 

@@ -67,7 +67,7 @@ def test_what_forgets_other_ranks_passes_in_its_right_form(right):
     ("broken", "told"),
     [
         (ranks.CountsItsRows, r"two ranks must equal one: \['server'\]\['0\.weight'\] differs after round 1; local steps may change only "),
-        (ranks.SumOnSelf, r"a run must not stop on two ranks: round 1: rank 1 has another SumOnSelf\.mean than rank 0; .* in local steps they may change rows only"),
+        (ranks.SumOnSelf, r"a run must not stop on two ranks: round 1: rank 1 has another SumOnSelf\.mean than rank 0; .* In local steps, hooks may change rows only"),
         (ranks.NamesTheProcess, r"a run must not stop on two ranks: round 1: rank 1 has another NamesTheProcess\.process than rank 0; .*no process"),
         (ranks.RowsOfTheWholeCohort, r"a run must not stop on two ranks: The size .* RowsOfTheWholeCohort\.on_after_local_backward, round 1.*; local"),
     ],
