@@ -1,4 +1,4 @@
-"""The command line, in which shipped callbacks, data sets and models need no dotted path."""
+"""The command line. It finds shipped callbacks, data sets and models without a dotted path."""
 
 import sys
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ def main(
         cli_class: Class of the command line.
 
     Returns:
-        The command line after its command has ended, with trainer, model and data.
+        The command line, with trainer, model and data, after its command has ended.
     """
-    # a W&B sweep's agent adds this argument when it restarts a run; fit does not know it
+    # the agent of a W&B sweep adds an argument --_wandb... when it restarts a run; fit has none
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
     return _started(given, cli_class, model_class)
 
@@ -126,7 +126,7 @@ def build(args: Sequence[str]) -> FederatedCLI:
 
 @cache
 def _reader() -> FederatedCLI:
-    """Return a cached command line, as making its parser takes as long as reading settings."""
+    """Return a command line that is made once, since making its parser takes long."""
     try:
         return _started(["fit"], _Reader)
     except _Made as made:
@@ -152,7 +152,7 @@ _load_yaml = get_loader("yaml")
 
 
 def _with_current_names(text: str) -> Any:
-    """Read YAML; replace old dotted paths of shipped classes by the current ones."""
+    """Read YAML and replace the old dotted paths of shipped classes by the current ones."""
 
     def renamed(node: Any) -> Any:
         if isinstance(node, dict):

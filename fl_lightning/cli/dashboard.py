@@ -1,4 +1,4 @@
-"""``python -m fl_lightning dashboard``: a Weights & Biases workspace with panels for runs."""
+"""``python -m fl_lightning dashboard``: make a Weights & Biases workspace with panels for runs."""
 
 import os
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ def main(args: Sequence[str]) -> None:
     """
     parser = CommandParser(
         "dashboard",
-        "Make a workspace of panels for the runs' metrics, Batch Normalization, communication, time and attacks.",
+        "Make a W&B workspace with panels for runs: metrics, Batch Normalization, communication, time and attacks.",
     )
     project = os.environ.get("WANDB_PROJECT") or "fl_lightning"
     entity = os.environ.get("WANDB_ENTITY")
     parser.add_argument("--project", default=project, help="project of the runs (default: %(default)s)")
     parser.add_argument("--entity", default=entity, help="owner of the project (default: owner of the key)")
     parser.add_argument(
-        "--file", help="write the workspace as JSON to this file (default without a key: dashboard.json)"
+        "--file", help="write the workspace as JSON to this file (default without an API key: dashboard.json)"
     )
     parser.add_argument(
         "folders", metavar="DIR", nargs="*",
-        help="runs whose metrics get panels, such as runs/mine/8858b953-s0 (default: metrics of a classification)",
+        help="runs whose metrics are shown, such as runs/mine/8858b953-s0 (default: the metrics of a classification)",
     )  # fmt: skip
     options = parser.parse_args(args)
     metrics = _metrics(options.folders)
@@ -44,11 +44,11 @@ def main(args: Sequence[str]) -> None:
         return
     path = user_file("file", options.file or "dashboard.json")
     write_text(path, as_json(make_workspace(options.project, options.entity or "", metrics)))
-    print(f"W&B: the workspace is in {path}; to save it there: wandb login, then this command without --file")
+    print(f"W&B: the workspace is in {path}; to save it at W&B: wandb login, then rerun without --file")
 
 
 def _metrics(folders: Sequence[str]) -> Metrics:
-    """Return the metrics of the runs' tasks, the first run's metrics first."""
+    """Return the metrics of the runs' tasks, beginning with the metrics of the first run."""
     metrics: dict[str, dict[str, str]] = {}
     for folder in folders:
         attempt = Attempt(user_path("dashboard", folder))

@@ -10,7 +10,9 @@ from fl_lightning.files import shipped
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Check that configurations can be read, and check a study except its cells' settings.
+    """Check that configuration files can be read; for ``study``, also check the study's file.
+
+    The settings of a study's cells are not checked here.
 
     Args:
         arguments: A command and its arguments.

@@ -42,7 +42,7 @@ class FederatedCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._asked = next(iter(kwargs.get("args") or ()), None)
         try:
-            with ExitStack() as self.held:  # releases the lock of the folder when the run ends
+            with ExitStack() as self.held:  # releases the lock of the run directory when the run ends
                 super().__init__(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # users see one line, whatever the error
             self.end(error)
@@ -58,12 +58,18 @@ class FederatedCLI(LightningCLI):
         return self.training.start.attempt if self.training is not None else None
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in Lightning
-        """Return only the requested subcommand if it is known: each parser takes time to make."""
+        """Return the requested subcommand, or all subcommands if the requested one is unknown.
+
+        Lightning makes a parser for each subcommand, which takes time.
+        """
         known = LightningCLI.subcommands()
         return {self._asked: known[self._asked]} if self._asked in known else known
 
     def _parse_ckpt_path(self) -> None:
-        """Skip Lightning's search for settings in the still unchecked checkpoint: it has none."""
+        """Do nothing. Lightning would load the checkpoint, unchecked, and look for settings in it.
+
+        Checkpoints of fl_lightning hold no settings.
+        """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run's name, its checkpoints and the links between data and model."""
@@ -84,22 +90,22 @@ class FederatedCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the settings; raise errors for values that would be misread or overridden."""
+        """Read the settings; raise errors for values that would silently be misread or overridden."""
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
-        # a file for several commands has a section for each command: drop the section's name
+        # a file for several commands has a section for each command: remove the section's name
         read = [
             setting._replace(name=setting.name.removeprefix(f"{command}.")) for setting in read_given(args)
         ]
         ConciseParser.given, self.given = read, given_settings(read)
         seed = self.given.get("seed_everything", 0)
-        if type(seed) is not int or not 0 <= seed < 2**32:  # with true, Lightning draws a seed
+        if type(seed) is not int or not 0 <= seed < 2**32:  # true: Lightning would draw a seed
             raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
         for name, value in self.given.items():
             if isinstance(value, float) and math.isnan(
                 value
-            ):  # nan passes range checks: comparisons with it are false
+            ):  # nan would pass range checks, as comparisons with nan are false
                 raise ConfigurationError(f"{name}: nan is no number; give a number")
             inner = [setting for setting in known if setting.startswith(f"{name}.")]
             if inner and name not in known:
@@ -109,7 +115,7 @@ class FederatedCLI(LightningCLI):
         config = self.config[self.config.subcommand]
         if config.get("weights_only") is False and not any(x.startswith("--weights_only") for x in args):
             raise ConfigurationError(
-                "weights_only: false in a file would run what a checkpoint holds; leave it out there"
+                "weights_only: false in a file would run code from a checkpoint; remove it from the file"
             )
         seed = config.seed_everything
         for setting in ("data.seed", "model.seed"):
@@ -122,7 +128,8 @@ class FederatedCLI(LightningCLI):
     def _decide(self, name: str) -> Callable[[Any], Any]:
         """Return the function that links a setting of the data to the model.
 
-        It raises an error if the user's value contradicts the data; a plain link would override it.
+        The function raises an error if the user's value contradicts the data. A plain link would
+        override the user's value without an error.
         """
 
         def of_data(value: Any) -> Any:
@@ -131,7 +138,7 @@ class FederatedCLI(LightningCLI):
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if self._gives(name) else None
             if value is None and name == "in_features":
-                return parsed  # image data have no in_features; other models may have a default
+                return parsed  # image data have no in_features: keep the model's value
             # a default other than None means that the model needs this setting
             if value is None and given is None and parsed is not None:
                 raise ConfigurationError(
@@ -151,14 +158,14 @@ class FederatedCLI(LightningCLI):
         if config.threads is not None:
             config.trainer.devices = use_threads(config.threads, config.trainer.devices)
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
-        config.name = config.name or stem  # saved with the configuration, which then keeps its name
-        # no ckpt_path: the saved configuration of a resumed run must start a new run
+        config.name = config.name or stem  # saved too: a rerun of the saved file has the same name
+        # without ckpt_path: the saved configuration of a resumed run must start a new run
         self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
 
     def resolve(self, config: Namespace) -> Config:
-        """Return a configuration as plain values, with linked settings only if a user gave them."""
+        """Return a configuration as plain values; omit linked settings that the user did not give."""
         resolved = self.plain(config)
-        kind = import_object(config.data.class_path)  # may fix a value, such as CIFAR10's ten classes
+        kind = import_object(config.data.class_path)  # may define a value: CIFAR10 has ten classes
         for name in _MODEL_LINKS:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):

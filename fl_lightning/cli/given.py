@@ -1,4 +1,7 @@
-"""The user's settings, from the command line and files; this module does not import PyTorch."""
+"""The user's settings, from the command line and from files.
+
+This module does not import PyTorch.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -34,11 +37,13 @@ class Given(NamedTuple):
 
 
 _SECTION = object()
-"""Placeholder for the value of a section, whose settings have their own entries."""
+"""Value of a section's entry; the settings in the section have separate entries."""
 
 
 def read_given(arguments: Sequence[str]) -> list[Given]:
-    """Return the settings on the command line and in its files, with an entry for each section.
+    """Return the settings on the command line and in the files that the command line names.
+
+    Each section of a file has an entry in addition to its settings.
 
     Args:
         arguments: Command line without the program's name.
@@ -56,7 +61,7 @@ def read_given(arguments: Sequence[str]) -> list[Given]:
 
 
 def given_settings(given: Sequence[Given]) -> Config:
-    """Return the values of given settings by plain name (:func:`plain_name`); later values win."""
+    """Return the settings' values by plain name (:func:`plain_name`); later values win."""
     return {entry.setting: entry.value for entry in given if entry.value is not _SECTION}
 
 
@@ -90,12 +95,19 @@ def _walk(given: Given, folder: Path) -> Iterator[Given]:
 
 
 def place_in(file: str, line: int) -> str:
-    """Return a file and line in words, such as `` (mine.yaml, line 7)``; empty without a file."""
+    """Return a clause with a file and a line, such as `` (mine.yaml, line 7)``.
+
+    The clause is empty if the file or the line is unknown.
+    """
     return f" ({file}, line {line})" if file and line else ""
 
 
 def _check_class(tree: Config, name: str, place: str) -> None:
-    """Raise an error if a class has no name, or settings without names or outside ``init_args``."""
+    """Raise an error if the entry of a class is malformed.
+
+    ``class_path`` must be a name. ``init_args`` must be settings with names, or a file of settings.
+    The entry must have no settings outside ``init_args``.
+    """
     kind, settings = tree["class_path"], tree.get("init_args") or {}
     if not isinstance(kind, str):
         raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class{place}")
@@ -122,13 +134,16 @@ def _read(path: Path) -> Config:
 
 
 class _Lined(dict[Any, Any]):
-    """A mapping in a file, with the line of each key."""
+    """A mapping in a YAML file, with the line number of each key."""
 
     lines: Mapping[Any, int]
 
 
 class _OnceEach(yaml.SafeLoader):
-    """Loader that keeps the line of each key and refuses duplicate keys, which PyYAML accepts."""
+    """YAML loader that stores the line number of each key.
+
+    Duplicate keys are an error; PyYAML's own loaders accept them.
+    """
 
     def lined(self, node: yaml.MappingNode) -> Iterator[_Lined]:
         """Yield a mapping before filling it, since it may contain an alias of itself."""
@@ -155,7 +170,7 @@ def _value(text: str) -> Any:
 
 
 def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
-    """Replace ``configs/X.yaml`` in arguments as :func:`~fl_lightning.files.shipped` does."""
+    """Replace ``configs/X.yaml`` in arguments by the shipped file, unless the user has the file."""
 
     def located(argument: str) -> str:
         option, _, value = argument.rpartition("=")

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning list``: names for a configuration, shipped files, model parameters."""
+"""``python -m fl_lightning list``: list names for configurations, shipped files or parameters."""
 
 import re
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ KINDS = {
     "aggregators": "model.aggregator",
     "attacks": "trainer.callbacks.attack",
 }
-"""Setting that takes the names of each kind."""
+"""Setting that accepts the names of each kind."""
 
 
 FILES = {"configs": "fit --config", "studies": "study"}
-"""Command that takes each kind of shipped files."""
+"""Command that reads each kind of shipped files."""
 
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Print names of the given kinds with one-line descriptions, or the parameters of a model.
+    """Print the names of the given kinds with one-line descriptions, or the parameters of a model.
 
     Args:
-        args: Arguments after ``list``: kinds, empty for all kinds; or ``parameters`` and arguments
-            of ``fit``.
+        args: Arguments after ``list``: either kinds (default: all kinds), or ``parameters`` and
+            arguments of ``fit``.
     """
     if args[:1] == ["parameters"]:
         if not args[1:]:
@@ -63,7 +63,9 @@ def main(args: Sequence[str]) -> None:
 
 
 def files(kind: str) -> dict[str, str]:
-    """Return the shipped files of a kind, each with its title or the first line of its comment.
+    """Return a description of each shipped file of a kind.
+
+    The description of a study is its title; for a configuration, it is the comment in line 1.
 
     Args:
         kind: Key of :data:`FILES`.
@@ -79,7 +81,7 @@ def files(kind: str) -> dict[str, str]:
 
 
 def parameters(cli: FederatedCLI) -> str:
-    """Return a table with name, shape, kind and treatment of each parameter and buffer of a model.
+    """Return a table of a model's parameters and buffers: name, shape, kind and treatment.
 
     Args:
         cli: Command line with a model, from :func:`~fl_lightning.cli.command_line.build`.
@@ -104,7 +106,10 @@ def parameters(cli: FederatedCLI) -> str:
 
 
 def _rounds(cli: FederatedCLI) -> int:
-    """Return the planned number of rounds; set up the data if a budget decides."""
+    """Return the planned number of rounds.
+
+    If ``budget_epochs`` determines this number, the data are set up.
+    """
     module, data = cli.model, cli.datamodule
     if module.budget_epochs is None:
         rounds: int = cli.config_init.fit.trainer.max_epochs
@@ -136,7 +141,7 @@ def named(kind: str) -> dict[str, str]:
         made = get_type_hints(thing).get("return") if isfunction(thing) else thing
         is_base = thing in base_classes() or isabstract(thing)
         if isinstance(made, type) and issubclass(made, base) and not is_base:
-            name = f"{module.__name__}.{name}" if isfunction(thing) else name  # functions have no bare name
+            name = f"{module.__name__}.{name}" if isfunction(thing) else name  # a function needs its path
             line = (thing.__doc__ or "").partition("\n")[0]
             lines[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")
     return lines

@@ -43,10 +43,12 @@ _PATIENCE = 10.0  # seconds that other ranks wait for rank 0's message
 _PACKAGE = Path(fl_lightning.__file__).parent
 
 _SHIPPED = ("fl_lightning", "torch", "torchvision", "lightning")
-"""Packages whose classes have bare names."""
+"""Packages whose classes need no dotted path in a configuration."""
 
 _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
-"""Parts of Lightning's messages that a user can act on: a missing metric, duplicate callbacks."""
+"""Parts of Lightning's error messages on mistakes that a user can correct.
+
+The mistakes are a missing metric and duplicate callbacks."""
 
 SHAPES = {
     "setting": r'Parser key "(.+?)":',
@@ -60,7 +62,7 @@ SHAPES = {
     "setting of no class": r"Given value: NestedArg\(key='(.+?)'",
     "what a class says": r"(?m)^ +- (?!Expected |Type |Import path |Not a|Not of|Problem with |Does not |a class path|a dict |invalid literal)(.+)",
 }
-"""Regular expressions for jsonargparse's messages (``tests/cli/test_jsonargparse.py``)."""
+"""Regular expressions for jsonargparse's messages; tested in ``tests/cli/test_jsonargparse.py``."""
 
 
 def explain(
@@ -75,7 +77,8 @@ def explain(
         given: Settings of the user by plain name.
 
     Returns:
-        One line that names the setting and the value, with similar names if a name is unknown.
+        One line with the setting and the value. If a name is unknown, the line suggests similar
+        names.
     """
     matches = {shape: re.search(pattern, message) for shape, pattern in SHAPES.items()}
     key = matches["setting"][1] if matches["setting"] else ""
@@ -126,12 +129,16 @@ def explain(
         near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
         return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
     text = message.partition(f'"{key}":')[2] if key else message
-    # users write settings without the command's name: drop it
+    # users write settings without the command's name: remove it
     return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", text))
 
 
 def _not_importable(path: str) -> str:
-    """Return why the class of a dotted path, in a dict of classes, cannot be made."""
+    """Return in words why a class in a dict of classes cannot be made.
+
+    Args:
+        path: Dotted path of the class.
+    """
     module, _, name = path.rpartition(".")
     try:
         known = [other for other in dir(import_module(module)) if other[:1].isupper()]
@@ -143,7 +150,7 @@ def _not_importable(path: str) -> str:
 
 
 def setting_of(message: str, settings: Sequence[str]) -> str:
-    """Return the setting that a parser's message names, up to the first unknown part of its name.
+    """Return the name of the setting in a parser's message, up to the first unknown part.
 
     Args:
         message: Message of the parser.
@@ -155,7 +162,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
         return key[1] if key else ""
     option = str(unknown[unknown.lastgroup or 0])
     for end in (match.start() for match in re.finditer(r"\.", option)):
-        if option[:end] in settings:  # this setting takes a class, whose settings are not listed
+        if option[:end] in settings:  # the value is a class; its settings are not in this list
             break
         if not any(known.startswith(option[: end + 1]) for known in settings):
             return option[:end]
@@ -163,7 +170,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
 
 
 def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) -> str:
-    """Return a clause that suggests similar settings, including those of the user's classes."""
+    """Return a clause that suggests similar settings, also of classes that the user configures."""
     kinds, last = kinds_of_settings(), option.rpartition(".")[2]
     known = [*settings, *given]
     for name, value in given.items():
@@ -176,7 +183,10 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) ->
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause that names the owner's siblings with a setting; empty for more than four."""
+    """Return a clause that names the classes of the owner's kind that have a setting.
+
+    The clause is empty if no class or more than four classes have it.
+    """
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
         if owner in classes and 0 < len(others) < 5:
@@ -185,7 +195,7 @@ def _classes_with(option: str, owner: str) -> str:
 
 
 def kinds_of_settings() -> dict[str, type]:
-    """Return the base class of each setting's values, by the last part of the setting's name."""
+    """Return the base class of a setting's values, by the last part of the setting's name."""
     from fl_lightning.datamodules.partitions import Partition  # late: rarely needed
 
     return {
@@ -208,7 +218,7 @@ def kinds_of_settings() -> dict[str, type]:
 
 
 def base_classes() -> tuple[type, ...]:
-    """Return the shipped base classes; a configuration can use only a user's subclasses of them."""
+    """Return shipped base classes that a configuration cannot name, only their subclasses."""
     from fl_lightning import attacks, datamodules  # late: rarely needed
 
     return (
@@ -226,7 +236,7 @@ def _class_names(base: type) -> set[str]:
 
 
 def _classes(base: type) -> dict[str, type]:
-    """Return the shipped subclasses of a class by bare name; other classes need a dotted path."""
+    """Return the subclasses of a class that need no dotted path, by name."""
     classes, subclasses = dict[str, type](), list[type](type.__subclasses__(base))
     for kind in subclasses:
         classes |= _classes(kind)
@@ -242,7 +252,10 @@ def _one_line(text: str) -> str:
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Run a command. Errors and signals end it with one line; closed or full outputs do not."""
+    """Run a command: an error or a signal ends the command with a one-line message.
+
+    If an output is closed or its disk is full, the command continues.
+    """
     quiet_host()
     if under_torchrun() and launched_rank():
         silence()
@@ -288,7 +301,10 @@ class _Output:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Convert errors that a user can fix to ConfigurationErrors with :func:`command`'s line."""
+    """Convert an error that a user can fix to a ``ConfigurationError``.
+
+    The message is the line that :func:`command` would print.
+    """
     quiet_host()
     try:
         yield
@@ -302,7 +318,7 @@ def refusals() -> Iterator[None]:
 
 
 def _end(line: str, status: int) -> NoReturn:
-    """Print the one line of an error and exit."""
+    """Print the one-line message of an error and exit."""
     rank = launched_rank() if under_torchrun() else 0
     if rank:
         _let_the_first_rank_speak()
@@ -311,22 +327,22 @@ def _end(line: str, status: int) -> NoReturn:
 
 
 def _let_the_first_rank_speak() -> None:
-    """Wait until ``torchrun`` ends this rank: rank 0 most likely prints the same error first."""
+    """Wait, since rank 0 probably prints the same error; ``torchrun`` then ends this rank."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_PATIENCE)
 
 
 def _errors() -> TextIO:
-    """Return the stream for errors; ranks other than 0 print only there."""
+    """Return the stream for errors. Ranks other than 0 print nothing to other streams."""
     return (sys.__stderr__ if launched_rank() else None) or sys.stderr
 
 
 def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
-    """Print one line about an error and exit, with status 1 if the error is unforeseen.
+    """Print one line about an error and exit.
 
-    Other errors exit with their ``exit_status`` (default 2). The traceback of an unforeseen error
-    is written to a file. If the environment variable ``FL_LIGHTNING_TRACEBACK`` is set, any
-    traceback is printed above the line.
+    The exit status is 1 for an unforeseen error, and the error's ``exit_status`` (default 2) for
+    other errors. The traceback of an unforeseen error is written to a file. If the environment
+    variable ``FL_LIGHTNING_TRACEBACK`` is set, the traceback of any error is printed.
 
     Args:
         error: Error that ends the command.
@@ -341,14 +357,17 @@ def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     if line is not None:
         _end(line + module, getattr(error, "exit_status", 2))
     place = _write_traceback(error, traceback_file or Path("error.txt"))
-    # jsonargparse wraps the error that a class raised; the notes are on the inner error
+    # jsonargparse wraps an error that a class raises; the notes are on the inner error
     cause = next((cause for cause in _causes(error) if hasattr(cause, "__notes__")), error)
     doing = "; ".join([*getattr(cause, "__notes__", ()), place])
     _end(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f"{module} ({doing})", 1)
 
 
 def broken_module(error: BaseException | None) -> str:
-    """Return where an import outside this package failed, such as `` (methods.py, line 7)``."""
+    """Return the place of a failed import outside this package, such as `` (methods.py, line 7)``.
+
+    The text is empty if no such import failed.
+    """
     place = ""
     for cause in _causes(error):
         for frame in traceback.extract_tb(cause.__traceback__):
@@ -358,7 +377,7 @@ def broken_module(error: BaseException | None) -> str:
 
 
 def _write_traceback(error: Exception, path: Path) -> str:
-    """Write the traceback of an error to a file; return in words where it is."""
+    """Write the traceback of an error to a file; return a clause that names the file."""
     text = "".join(traceback.format_exception(error))
     try:
         if path.is_file() and not path.read_bytes().startswith(b"Traceback"):
@@ -388,7 +407,7 @@ def told(error: BaseException | None) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its explicit causes (``raise ... from``), without its contexts."""
+    """Yield an exception and its explicit causes (``raise ... from ...``), without contexts."""
     while error is not None:
         yield error
         error = error.__cause__

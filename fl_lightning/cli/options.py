@@ -1,4 +1,4 @@
-"""Options of commands; this module does not import PyTorch."""
+"""Options of commands. This module does not import PyTorch."""
 
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.columns import COLUMNS, TITLES, split_columns
 
 ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
-"""Classes of ``--engine`` by module in ``fl_lightning.experiments.studies.engines``."""
+"""Class of each engine, by its module in ``fl_lightning.experiments.studies.engines``."""
 
 _DESCRIPTION = """\
 Run the cells of a study that have no result yet, and print its table. The same command resumes a stopped study. All other
@@ -17,7 +17,7 @@ options are settings of every cell, such as --data.data_dir data/cifar10 or --tr
 
 
 class Refusal(SystemExit):
-    """Exception that ends a command; ``command`` prints its line.
+    """Exception that ends a command with a one-line message.
 
     Attributes:
         line: Line to print.
@@ -70,11 +70,11 @@ def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
     words = "where cells are computed: on this machine (default), a Ray cluster or Slurm"
     parser.add_argument("--engine", choices=ENGINES, default="local", help=words)
     parser.add_argument("--jobs", type=int, help="cells at a time (default: one for each GPU or core)")
-    words = "print the state of each cell and the time that is left, without running cells"
+    words = "print the state of each cell and the remaining time, without running cells"
     parser.add_argument("--dry-run", action="store_true", help=words)
-    words = "accept results by other source, versions or data"
+    words = "accept results of other source code, versions or data"
     parser.add_argument("--accept-stale", action="store_true", help=words)
-    words = "folder of the tables in runs/studies (default: stem of FILE and scale, for any options of fit)"
+    words = "folder of the tables in runs/studies (default: stem of FILE and scale, for any other options)"
     parser.add_argument("--name", help=words)
     words = "largest number of cells that axes and seeds may span (default 1000)"
     parser.add_argument("--max-cells", type=int, default=1000, help=words)

@@ -1,4 +1,4 @@
-"""Parser of LightningCLI with one-line errors that give file and line and suggest names."""
+"""Parser of LightningCLI with one-line errors, which name file and line and suggest names."""
 
 import enum
 import inspect
@@ -22,7 +22,7 @@ from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.recorded import parameters, record
 
-# an enum may be the default of another type: Timer(interval: str = Interval.step); write its value
+# the default of a str may be an enum, as in Timer(interval: str = Interval.step): write its value
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
@@ -31,7 +31,7 @@ class ConciseParser(LightningArgumentParser):
 
     Attributes:
         owner: Class whose settings the parser reads; empty for several classes.
-        given: The user's settings. Errors name their file and line, and suggest similar names.
+        given: The user's settings. Error messages take files, lines and similar names from them.
     """
 
     owner = ""
@@ -46,7 +46,7 @@ class ConciseParser(LightningArgumentParser):
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        """Add the settings of a class, which becomes the owner if the parser has no other class."""
+        """Add the settings of a class. Without ``nested_key``, the class becomes the owner."""
         if nested_key is None:
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
@@ -59,7 +59,7 @@ class ConciseParser(LightningArgumentParser):
     ) -> list[str]:
         """Add the settings of a function that makes a model.
 
-        jsonargparse passes ``linked_targets``, which only its method for classes accepts.
+        jsonargparse passes ``linked_targets`` here, although its own method does not accept it.
         """
         self.owner = function.__name__
         self._functions.add(function)
@@ -69,18 +69,18 @@ class ConciseParser(LightningArgumentParser):
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
-            # num_classes is hidden if a function calls others by name, as timm's create_model does
+            # jsonargparse cannot find num_classes in timm's create_model, which passes it on by name
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
     def _let_links_decide(self, targets: Any) -> None:
-        """Set unknown defaults of linked settings to None: links skip settings without a value."""
+        """Set unknown defaults of linked settings to None, else jsonargparse ignores the links."""
         for action in self._actions:
             if action.dest in (targets or ()) and isinstance(action.default, UnknownDefault):
                 action.default = None
 
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
-        """Raise an error if a default is a class with required arguments (in ShuffleNetV2)."""
+        """Raise an error if a default is a class with required arguments, as in ShuffleNetV2."""
         for action in self._actions:
             if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
                 path = action.default["class_path"]
@@ -97,12 +97,12 @@ class ConciseParser(LightningArgumentParser):
         return self._commands
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Make the configured objects; add class and settings as a note to their exceptions."""
+        """Make the configured objects; if this fails, add class and settings to the exception."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
 
     def _get_parser_instantiators(self) -> dict[tuple[Any, bool], Any]:
-        """Let :func:`_make` also call model functions: ``instantiate`` covers only classes."""
+        """Return :func:`_make` for each model function; ``instantiate`` covers only classes."""
         return {(function, False): _make for function in self._functions}
 
     def settings(self) -> list[str]:
@@ -112,7 +112,7 @@ class ConciseParser(LightningArgumentParser):
         return list(dict.fromkeys(map(plain_name, names)))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise ``Refusal`` with a parser's message, shortened to one line."""
+        """Raise :class:`Refusal` with a parser's message, shortened to one line."""
         settings = self.settings()
         given = given_settings(self.given)
         place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)
@@ -121,7 +121,10 @@ class ConciseParser(LightningArgumentParser):
 
 
 def _of_import(message: str) -> Exception | None:
-    """Return the error of importing a class's module; jsonargparse drops it in lists of classes."""
+    """Import the class in a parser's message; return the error, or None if the import works.
+
+    For lists of classes, jsonargparse omits this error.
+    """
     named = re.search(r"Given value: '?(\w+(?:\.\w+)+)'?$", message)
     try:
         if named:
@@ -142,7 +145,7 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
 
 
 def _refuse_null(class_type: type, settings: Config) -> None:
-    """Raise an error if a setting is null against its type; jsonargparse accepts this."""
+    """Raise an error if a setting is null but its type excludes null; jsonargparse accepts null."""
     for name in [name for name, value in settings.items() if value is None]:
         known = parameters(class_type).get(name)
         if known is None or known.default is None:
@@ -158,7 +161,7 @@ def _refuse_null(class_type: type, settings: Config) -> None:
 
 
 def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
-    """Return where a setting is given, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
+    """Return the place of a setting, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
     inner = f".{setting}"
     entries = [x for x in given if x.setting == setting or (of_a_class and x.setting.endswith(inner))]
     entries = entries if setting else []
@@ -171,7 +174,7 @@ def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
 def new_lists(arguments: Sequence[str]) -> list[str]:
     """Insert ``--trainer.callbacks=null`` before each list of callbacks except the first.
 
-    Otherwise jsonargparse would complete a list's entries with settings from the earlier list.
+    Otherwise jsonargparse would fill a list's entries with settings of the earlier list.
     """
     result, is_given = [], False
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
@@ -186,7 +189,7 @@ def new_lists(arguments: Sequence[str]) -> list[str]:
 
 
 def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
-    """Let the option ``freeze_round`` replace a file's ``freeze_fraction``, and vice versa."""
+    """Make the option ``freeze_round`` replace a file's ``freeze_fraction``, and vice versa."""
     options, result = [argument.partition("=")[0] for argument in arguments], []
     for option, argument in zip(options, arguments, strict=True):
         name, _, unit = option.rpartition("_")

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning partition``: the clients of a configuration, without training."""
+"""``python -m fl_lightning partition``: show the clients of a configuration, without training."""
 
 import json
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from fl_lightning.pictures.federation import clients_figure
 from fl_lightning.pictures.style import write_figure
 
 _DESCRIPTION = """\
-Show the clients of a configuration without a model and without training: their sizes, the differences between their classes,
-and a picture of both. All options of fit are accepted, such as --data.partition.alpha 0.1."""
+Show the clients of a configuration, without a model and without training: their sizes, the differences between their classes,
+and a picture. All options of fit are accepted, such as --data.partition.alpha 0.1."""
 
 
 class DataCLI(FederatedCLI):
@@ -57,19 +57,19 @@ def main(args: Sequence[str]) -> None:
     )
     words = "folder of partition.png (default: here)"
     parser.add_argument("--output", metavar="FOLDER", default=".", help=words)
-    words = "write the clients for partition: FromFile(FILE.json)"
+    words = "write the partition to a file, for the setting partition: FromFile(FILE.json)"
     parser.add_argument("--save", metavar="FILE.json", help=words)
     options, fit_options = parser.parse_known_args(args)
     saved = None if options.save is None else user_file("save", options.save)
     cli = run(["fit", *fit_options], cli_class=DataCLI)
     data: FederatedDataModule = cli.datamodule
     data.prepare_data()
-    # "fit" would refuse clients with less than one batch; the table shows them
+    # the table shows clients with less than one batch, for which setup("fit") raises an error
     data.setup("validate" if isinstance(data, PartitionedDataModule) else "fit")
     distribution: Any = getattr(data, "distribution", None)
     if saved is not None and distribution is None:
         raise ConfigurationError(
-            f"save: {type(data).__name__} does not number its samples, which the file would list; leave --save out"
+            f"save: {type(data).__name__} does not number its samples, but the file lists numbers; leave --save out"
         )
     record = data.partition_record()
     rows = in_words(data, record)

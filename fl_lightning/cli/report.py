@@ -1,4 +1,4 @@
-"""``python -m fl_lightning report``: an HTML page about studies and runs."""
+"""``python -m fl_lightning report``: write an HTML page about studies and runs."""
 
 from argparse import BooleanOptionalAction
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ Runs of one configuration are grouped by seed. The page needs no network and no 
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Write the page.
+    """Write the HTML page and print its path.
 
     Args:
         args: Arguments after ``report``.
     """
     parser = CommandParser("report", _DESCRIPTION)
     parser.add_argument("directories", metavar="DIR", nargs="+", help="folder of a study, or run directory")
-    words = "(default: report.html in the study's folder; for several studies, or for runs, in the working directory)"
+    words = "page to write (default: report.html in a single study's folder, else in the working directory)"
     parser.add_argument("--output", metavar="FILE", help=words)
-    words = f"write the tables of the studies anew: {COLUMNS}"
+    words = f"rewrite the tables of the studies; {COLUMNS}"
     parser.add_argument("--columns", type=split_columns, default=[], metavar="NAMES", help=words)
-    words = f"draw the pictures of the studies anew: {TITLES}"
+    words = f"redraw the pictures of the studies; {TITLES}"
     parser.add_argument("--titles", action=BooleanOptionalAction, help=words)
     options = parser.parse_args(args)
     output = user_path("output", options.output) if options.output is not None else None

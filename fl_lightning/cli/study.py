@@ -1,4 +1,4 @@
-"""``python -m fl_lightning study``: runs of a paper's table or figure, with tables and verdicts."""
+"""``python -m fl_lightning study``: run the cells of a study and write tables and verdicts."""
 
 import io
 import shlex
@@ -46,12 +46,12 @@ _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
     "model.executor": "SequentialExecutor", "model.executor.compile": False,
 }  # fmt: skip
-"""Default settings of cells; they make results independent of how many cells run at a time."""
+"""Default settings of cells. With them, results do not depend on how many cells run at a time."""
 
 
 @contextmanager
 def _cells_are_kept() -> Iterator[None]:
-    """State in the message of an interruption which results are kept."""
+    """Add to the message of an interruption which results are kept."""
     try:
         yield
     except Stopped as stopped:
@@ -99,7 +99,7 @@ def main(args: Sequence[str]) -> None:
         runner = Runner(folder, engine, jobs, accept_stale, show)
 
         def choose() -> list[ChoiceFound]:
-            """Run the trials; while a chosen learning rate is at its grid's edge, add trials."""
+            """Run the trials; add trials while a chosen learning rate is at the grid's edge."""
             while True:
                 runner.run(reads.soon(cells.trial_cells))
                 choices = chosen(cells.study, cells.trials, accept_stale, runner.diverged)
@@ -110,7 +110,7 @@ def main(args: Sequence[str]) -> None:
         choices = choose()
         table = cells.table(choices)
         runner.run([*cells.trial_cells, *reads.soon(table)])
-        while (again := choose()) != choices:  # trials were rerun, as the table's cells had newer data
+        while (again := choose()) != choices:  # a trial was rerun: the table's cells have newer data
             choices, table = again, cells.table(again)
             runner.run([*cells.trial_cells, *reads.soon(table)])
     if table:
@@ -146,7 +146,7 @@ class StudyCells:
         self._made: dict[tuple[Any, ...], Cell] = {}
         if not study.has():
             raise ConfigurationError(
-                f"study: {study.name} leaves out all of its cells at scale {study.scale_name}"
+                f"study: {study.name} omits all of its cells at scale {study.scale_name}; change 'without'"
             )
 
     def check(self) -> None:
@@ -191,7 +191,11 @@ class StudyCells:
         return [cell for trial in self.trials for cell in trial]
 
     def extend(self, choices: Sequence[ChoiceFound]) -> bool:
-        """Extend each learning-rate grid whose edge was chosen; return whether any was extended."""
+        """Extend each grid of learning rates at whose edge a value was chosen.
+
+        Returns:
+            Whether a grid was extended.
+        """
         before, self.study = self.study, with_wider_grids(self.study, choices)
         if self.study is before:
             return False
@@ -216,7 +220,7 @@ class StudyCells:
         return self._made[key]
 
     def _settings(self, labels: Labels) -> list[str]:
-        """Return the settings of a combination with its first seed as arguments of ``fit``."""
+        """Return the settings of a combination, with its first seed, as arguments of ``fit``."""
         computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
         arguments = self.study.arguments(labels, self.study.seeds(labels)[0])
         return [*self.study.base, *computed, *arguments, *self._options]
@@ -234,7 +238,7 @@ def _resolved(arguments: tuple[str, ...]) -> Config:
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
-    for _ in range(2):  # the second pass ignores trials whose data the first pass found outdated
+    for _ in range(2):  # the second pass ignores trials for which the first pass found newer data
         choices = chosen(cells.study, cells.trials, accept_stale)
         while cells.extend(choices):
             choices = chosen(cells.study, cells.trials, accept_stale)
@@ -262,7 +266,7 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
 
 
 def deciding_options(fit_options: Sequence[str]) -> list[str]:
-    """Return the options that decide which cells are run; drop others, such as ``--threads 2``."""
+    """Return the options that decide which cells are run; omit others, such as ``--threads 2``."""
     deciding_words: list[str] = []
     counts = True
     for word in fit_options:
@@ -304,7 +308,10 @@ def make_engine(name: str) -> Engine:
 
 
 def _room(cells: StudyCells, engine: Engine) -> int:
-    """Return the default number of cells at a time: one for each GPU, else by cores and threads."""
+    """Return the default number of cells at a time.
+
+    The number is one per GPU; without GPUs, it is the number of cores divided by a cell's threads.
+    """
     first = cells.any.config
     if engine.gpus and first["trainer"]["accelerator"] != "cpu":
         return engine.gpus

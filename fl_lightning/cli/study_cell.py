@@ -1,4 +1,7 @@
-"""Command by which an engine trains a cell of a study: ``fit`` from its newest checkpoint."""
+"""Command with which an engine trains a cell of a study.
+
+The command runs ``fit`` and resumes from the cell's newest checkpoint, if there is one.
+"""
 
 import json
 import sys
@@ -22,9 +25,9 @@ _PAUSE = 1.0  # seconds between two checks
 
 
 def preload() -> None:
-    """Import the packages that runs import late and read the source, once for all forks.
+    """Import packages that runs import late, and read the source code, once for all forks.
 
-    Packages of data sets are not imported: pyarrow, which pandas imports, starts a thread.
+    Packages of data sets are not imported, since some import pyarrow, which starts a thread.
     """
     import_module("matplotlib.backends.backend_agg")
     provenance({})
@@ -38,9 +41,9 @@ def main(args: Sequence[str]) -> None:
     a scheduler may have started it twice.
 
     Args:
-        args: Configuration of the cell. Optional: ``--branch`` with a parent's checkpoint, for a
-            cell without a checkpoint; ``--data`` with the required digests of the data; and
-            ``--accept-stale``.
+        args: File with the configuration of the cell, and options. ``--branch`` is a parent's
+            checkpoint, for a cell without a checkpoint. ``--data`` is the required digests of the
+            data as JSON. ``--accept-stale`` accepts stale results.
     """
     parser = ArgumentParser()
     parser.add_argument("file", type=Path)
@@ -66,7 +69,7 @@ def main(args: Sequence[str]) -> None:
             try:
                 run(fit)
                 break
-            except SystemExit as stop:  # the checkpoint has other data: start anew
+            except SystemExit as stop:  # the checkpoint is of other data: start without a checkpoint
                 if stop.code != OtherData.exit_status:
                     raise
 

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning upload``: upload of run directories to Weights & Biases."""
+"""``python -m fl_lightning upload``: upload run directories to Weights & Biases."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -17,7 +17,9 @@ from fl_lightning.files import user_path
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Create or complete the W&B run of each folder; ``WANDB_MODE`` decides if online or offline.
+    """Create the W&B run of each folder, or complete it if it exists.
+
+    The environment variable ``WANDB_MODE`` decides whether this is done online or offline.
 
     Args:
         args: Arguments after ``upload``.
@@ -57,5 +59,5 @@ def _settings(attempt: Attempt) -> WandbSettings:
         setting = ".".join(map(str, ("wandb", *first["loc"])))
         raise ConfigurationError(
             f"upload: {attempt.config}: {setting}: {first['input']!r} is not valid; there are "
-            f"{', '.join(f'wandb.{field.name}' for field in fields(WandbSettings))}, as fit takes them"
+            f"{', '.join(f'wandb.{field.name}' for field in fields(WandbSettings))}, as in fit"
         ) from error

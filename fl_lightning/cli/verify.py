@@ -1,4 +1,4 @@
-"""``python -m fl_lightning verify``: checks of methods, with settings in the syntax of ``fit``."""
+"""``python -m fl_lightning verify``: check methods. Their settings have the syntax of ``fit``."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: Arguments after ``verify``.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # checks fork, and a process that uses a GPU cannot fork
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # checks fork this process, so it must not use a GPU
     parser = ConciseParser(
         prog="python -m fl_lightning verify",
         description="Check the claims of a method on a tiny federation in float64, and print a certificate.",
@@ -37,7 +37,7 @@ def main(args: Sequence[str]) -> None:
         raise ConfigurationError(
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"
         )
-    # imported late: the parser must not offer the callbacks that the battery defines
+    # imported late: the parser must not accept the callbacks that the battery defines
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
     from fl_lightning.verification.comparison import Finding
@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> None:
             try:
                 # the summary table has no room for distances to references
                 certificates.append(certify(partial(cls, **settings), references=False))
-            except ConfigurationError as error:  # the other methods are still checked
+            except ConfigurationError as error:  # continue with the other methods
                 failure = Finding("runs", "FAILED", str(error))
                 certificates.append(Certificate(f"{cls.__name__}({settings})", cls.paper, [failure]))
         print_summary(certificates)

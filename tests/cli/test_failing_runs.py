@@ -151,7 +151,7 @@ def test_only_the_command_line_lets_a_checkpoint_run_code(capsys):
     for command in ("fit", "test"):
         message = message_of(capsys, lambda command=command: run("--config", "file.yaml", command=command))
         assert message == (
-            "error: weights_only: false in a file would run what a checkpoint holds; leave it out there\n"
+            "error: weights_only: false in a file would run code from a checkpoint; remove it from the file\n"
         )
     refused = message_of(capsys, lambda: run("--ckpt_path", "last", command="test"))
     assert (

@@ -127,7 +127,7 @@ def test_panels_of_a_segmentation_and_of_a_run_of_an_older_version(offline, caps
 def test_without_a_key_one_line_says_where_the_file_is_and_how_it_comes_to_wandb(offline, capsys):
     main(["dashboard"])
     shown = capsys.readouterr()
-    assert shown.out.startswith("W&B: the workspace is in dashboard.json; to save it there: wandb login")
+    assert shown.out.startswith("W&B: the workspace is in dashboard.json; to save it at W&B: wandb login")
     assert shown.err == ""
 
 
