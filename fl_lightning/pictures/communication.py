@@ -1,4 +1,4 @@
-"""Figure of accuracy against cost: bytes, exchanges with the server, simulated time."""
+"""Figure of accuracy against communication: bytes, exchanges with the server, simulated time."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -29,13 +29,14 @@ def has_communication(rows: Rows) -> bool:
 
 @paper_style()
 def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[str]) -> "Figure":
-    """Draw accuracy, or loss if there is no accuracy, against bytes, exchanges and simulated time.
+    """Draw accuracy against bytes, exchanges and simulated time; without accuracy, draw the loss.
 
-    For several runs the cost axes are logarithmic and omit the initial model, whose cost is 0.
+    For several runs, the horizontal axes are logarithmic. They omit the initial model, since its
+    cost is 0.
 
     Args:
         runs: Rows of each run by label; the label of a single run is not shown.
-        link: Description of the network link for which time is simulated.
+        link: Description of the network link whose time is simulated.
         title: Lines of the title.
     """
     several = len(runs) > 1
@@ -68,7 +69,10 @@ def _quality(rows: Rows) -> str | None:
 
 
 def _curve(rows: Rows, cost: str, quality: str, *, log: bool) -> tuple[Series, Series]:
-    """Return costs and values of evaluated rounds, on a ``log`` axis without the initial model."""
+    """Return the costs and qualities of all evaluated rounds.
+
+    A ``log`` axis has no initial model, since its cost is 0.
+    """
     pairs = [
         (float(row.get(cost, 0.0)), float(row[quality]))
         for row in rows

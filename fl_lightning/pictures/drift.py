@@ -1,4 +1,4 @@
-"""Figures of BN statistics and gradients over the rounds, for the model and by layer."""
+"""Figures of BN statistics and gradients over the rounds: for the whole model and by layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ _LOOKS = ((BLUE, "-", "."), (VERMILLION, "--", "."), (BLACK, ":", "."))
 _REACH = {
     "bn/gradient_deviation": 1.0,
     "gradient_deviation": 1.0,
-}  # lowest upper end of the scale, so that mere rounding stays at the bottom
+}  # the scale reaches at least this value, so that rounding errors are drawn near 0
 
 
 def has_drift(rows: Rows) -> bool:
@@ -48,11 +48,12 @@ def has_drift(rows: Rows) -> bool:
 
 @paper_style()
 def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
-    """Draw change and variance of statistics, loss, gradient deviation, bias and gap over the rounds.
+    """Draw the measurements of BN over the rounds, with a panel for each measured quantity.
 
-    The figure follows Figure 3 of Zhong et al., arXiv 2303.06530. Headings say how to read the
-    panels. A quantity without measurements has no panel. A line marks the first round with frozen
-    BN.
+    The quantities are change and variance of statistics, loss, gradient deviation, bias of running
+    statistics, and gap between training and evaluation. The figure follows Figure 3 of Zhong et
+    al., arXiv 2303.06530. Each panel's heading says how to read the panel. A vertical line marks
+    the first round with frozen BN.
     """
     measured = {name for row in rows for name in row}
     panels = [panel for panel in DRIFT if measured & panel.curves.keys()]
@@ -81,7 +82,7 @@ def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
 
 @paper_style()
 def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
-    """Draw heat maps, layer by round, of the deviation of statistics and gradients."""
+    """Draw a heat map of each deviation in :data:`LAYERS`: a row per layer, a column per round."""
     maps = {quantity: _grid(values[quantity]) for quantity in LAYERS if values.get(quantity)}
     heights = [0.55 + 0.17 * max(len(names), 3) for _, names, _ in maps.values()]
     figure = new_figure(sum(heights) + 0.3, title)
@@ -108,7 +109,10 @@ def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[
 
 
 def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) -> None:
-    """Draw a heat map; its scale is logarithmic if values span decades, with 0 and gaps white."""
+    """Draw a heat map, in which missing values are white.
+
+    If the values span decades, the scale is logarithmic, and zeros are white too.
+    """
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import NullFormatter
 
@@ -117,10 +121,10 @@ def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) 
     highest = max(positive.max(initial=0), reach) or 1.0
     log = len(positive) > 0 and highest > 20 * positive.min()
     norm = LogNorm(positive.min(), highest) if log else Normalize(0, highest)
-    # a cell extends half-way to the previous and the next round
+    # a cell extends half-way to the previous and to the next round
     middles = (np.array(rounds[1:]) + np.array(rounds[:-1])) / 2
     edges = np.concatenate([[rounds[0] - 0.5], middles, [rounds[-1] + 0.5]])
     image = axes.pcolormesh(edges, np.arange(len(cells) + 1) - 0.5, shown, norm=norm)
     label = "log scale" + (", white: 0 or none" if (shown == 0).any() else "") if log else ""
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=12, label=label)
-    bar.minorformatter = NullFormatter()  # minor labels would overlap
+    bar.minorformatter = NullFormatter()  # minor tick labels would overlap

@@ -21,22 +21,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Policy = Mapping[str, Sequence[Sequence[Any]]]
-"""Stages of each kind of state: first round (or the method that finds it) and treatment."""
+"""Stages of each kind of state. A stage is a first round and a treatment.
+
+If training finds the first round, the name of the method stands in its place."""
 
 
 @paper_style()
 def learning_curve_figure(
     rows: Rows, policy: Policy, title: Sequence[str], quality: str = "", further: Sequence[str] = ()
 ) -> "Figure":
-    """Draw quality (accuracy, mean IoU or the task's metric), if measured, and loss over rounds.
+    """Draw the loss and the measured qualities, such as accuracy or mean IoU, over the rounds.
 
-    A vertical line marks each round in which the policy changes; the legend names the change. For a
-    value that is not finite (or above 1e30) the curve has a gap, with a cross at the upper edge.
+    A vertical line marks each round in which the policy changes. The legend names the change. If a
+    value is not finite or above 1e30, the curve has a gap and a cross at the upper edge.
 
     Args:
         rows: Rows of ``metrics.jsonl``; row 0 is the initial model.
-        policy: Treatment of each kind of state by first round, as in ``policy.json``, such as
-            ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.
+        policy: Stages of each kind of state, as in ``policy.json``. For example, the means in
+            ``{"mean": [[1, "averaged"], [201, "frozen"]]}`` are frozen from round 201.
         title: Lines of the title.
         quality: Quality metric of a user's task, in [0, 1].
         further: Further metrics; each has a panel if the rows have the metric.
@@ -72,7 +74,8 @@ def learning_curve_figure(
 def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     """Return the rounds in which the policy changes, and each change in words.
 
-    ``policy`` is as in ``policy.json``. ``rows`` of ``metrics.jsonl`` have T* if training found it.
+    ``policy`` is the content of ``policy.json``. ``rows`` are those of ``metrics.jsonl``; if
+    training found T*, they contain T*.
 
     >>> policy_changes({"mean": [[1, "averaged"], [3, "frozen"]], "var": [[1, "averaged"], [3, "frozen"]]})
     {3: 'BN statistics frozen from round 3'}
@@ -95,10 +98,10 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
 
 
 def _draw_metric(axes: "Axes", rows: Rows, metric: str, is_quality: bool) -> list[Series]:
-    """Draw a metric's curve for every split with this metric, and return the drawn values."""
+    """Draw a curve of a metric for each split that has the metric; return the drawn values."""
     drawn = []
     for split, (name, look) in SPLITS.items():
-        # if clients keep local state, also draw the quality of their own models
+        # if clients keep local state, also draw the quality of the clients' models
         kinds = {f"{kind}_{metric}": look for kind, look in PERSONAL.items() if is_quality}
         known = {kind: kinds[kind] for kind in kinds if any(f"{split}/{kind}" in row for row in rows)}
         for kind, (words, kind_look) in {**known, metric: ("the server's model" * bool(known), look)}.items():

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def colours(labels: Any, palette: Sequence[tuple[int, int, int]]) -> Any:
-    """Return labels ``[H, W]`` as colours, uint8 ``[H, W, 3]``; labels of no class are black."""
+    """Return labels ``[H, W]`` as colours, uint8 ``[H, W, 3]``; unknown labels are black."""
     table = np.zeros((256, 3), dtype=np.uint8)
     table[: len(palette)] = palette
     return table[np.asarray(labels, dtype=np.uint8)]
 
 
 def default_palette(classes: int) -> list[tuple[int, int, int]]:
-    """Return colours for classes without a palette."""
+    """Return a colour for each class, for data sets without a palette."""
     from matplotlib import colormaps
 
     colors = colormaps["tab20"](np.arange(classes) % 20)[:, :3]
@@ -39,10 +39,11 @@ def overlay_figure(
 
     Args:
         images: uint8 ``[H, W, 3]``.
-        truths: Labels ``[H, W]``; a label above those of the classes marks an ignored pixel.
+        truths: Labels ``[H, W]``; a label that is not below the number of classes marks an ignored
+            pixel.
         guesses: Predicted labels ``[H, W]``.
         palette: Colour of each class.
-        class_names: Name of each class; None for numbers.
+        class_names: Name of each class; None to show class numbers.
         title: Lines of the title.
     """
     from matplotlib.patches import Patch

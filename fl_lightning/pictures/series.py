@@ -1,4 +1,4 @@
-"""Metrics of a run over its rounds, as arrays and as curves with visible gaps."""
+"""Metrics of a run over its rounds: as arrays, and as curves with gaps at non-finite values."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,36 +15,45 @@ Rows = Sequence[Mapping[str, float]]
 Series = NDArray[np.float64]
 
 MAX_POINTS = 500
-"""Maximum number of points of a curve; longer series are averaged in consecutive groups."""
+"""Maximum number of points of a curve. In a longer series, groups of points are averaged."""
 
-_LARGEST = 1e30  # larger values have diverged and cannot be drawn
+_LARGEST = 1e30  # matplotlib cannot draw larger values, which come from divergence
 
 
 def series(rows: Rows, name: str) -> tuple[Series, Series]:
-    """Return the rounds that have the metric ``name``, and its values."""
+    """Return the rounds that have the metric ``name``, and the metric's values."""
     pairs = [(float(row["round"]), float(row[name])) for row in rows if name in row]
     rounds, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return rounds, values
 
 
 def frozen_from(rows: Rows) -> int | None:
-    """Return the first round with frozen BN from the newest row with T*; None if no row has T*."""
+    """Return the first round with frozen BN: one after T* of the last row that has T*.
+
+    Return None if no row has T*.
+    """
     starts = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
     return starts[-1] if starts else None
 
 
 def with_gaps(values: Series) -> Series:
-    """Put NaN in place of values that cannot be drawn."""
+    """Replace values that cannot be drawn by NaN."""
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
 def draw_curve(
     axes: "Axes", places: Series, values: Series, look: tuple[str, str, str], label: str
 ) -> Series:
-    """Draw a curve with gaps and return its values without the gaps.
+    """Draw a curve and return its finite values.
 
-    A value that is not finite (or above 1e30) is drawn as a cross at the upper edge. The cross's
-    label is the part of ``label`` before a colon. ``look`` is colour, line and marker.
+    If a value is not finite or above 1e30, the curve has a gap and a cross at the upper edge.
+
+    Args:
+        axes: Panel of the curve.
+        places: Horizontal positions.
+        values: Values at these positions.
+        look: Colour, line style and marker.
+        label: Label of the curve. The part before a colon also labels the crosses.
     """
     colour, line, marker = look
     values = with_gaps(values)
@@ -67,7 +76,11 @@ def draw_curve(
 def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> None:
     """Make the y-axis logarithmic if no value is negative and the positive values span decades.
 
-    A logarithmic axis extends up to at least ``reach``, and includes 0 if a value is 0.
+    Args:
+        axes: Panel of the curves.
+        drawn: Values of each curve.
+        reach: Lower bound of a logarithmic axis's upper end. Such an axis includes 0 if a value is
+            0.
     """
     values = np.concatenate([*drawn, []])
     positive = values[values > 0]

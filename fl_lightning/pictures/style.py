@@ -1,4 +1,7 @@
-"""Style of figures: colours, words, legends and files. The first figure imports matplotlib."""
+"""Style of figures: colours, labels, legends and files.
+
+matplotlib is imported with the first figure.
+"""
 
 import textwrap
 import warnings
@@ -16,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 7.0
-"""Width of every figure in inches, the text width of a paper."""
+"""Width of every figure in inches: the usual width of text in a paper."""
 
 DOTS_PER_INCH = 150
 
 BLACK, GREY, LIGHT_GREY = "#000000", "#555555", "#999999"
 BLUE, VERMILLION, SKY = "#0072B2", "#D55E00", "#56B4E9"
 GREEN, PURPLE, ORANGE = "#009E73", "#CC79A7", "#E69F00"
-"""Okabe and Ito's palette, which is safe for colour-blind readers."""
+"""Palette of Okabe and Ito, with colours that colour-blind readers can distinguish."""
 
 LOOKS = (
     (VERMILLION, "-", "o"),
@@ -35,19 +38,19 @@ LOOKS = (
     (SKY, "-.", "X"),
     (GREY, ":", "*"),
 )
-"""Colour, line and marker of each run, in order."""
+"""Colour, line style and marker of the first run, the second run and so on."""
 
 SPLITS = {
     "train": ("training: clients, before aggregation", (LIGHT_GREY, "-", ".")),
     "val": ("validation", (BLUE, "-", "o")),
     "test": ("test", (VERMILLION, "--", "s")),
 }
-"""Label and style of the curves of each split."""
+"""Label of each split's curves, and their colour, line style and marker."""
 
 
 @cache
 def qualities() -> Mapping[str, str]:
-    """Return the label of each shipped task's quality, by metric."""
+    """Return the labels of the quality metrics of shipped tasks, by metric."""
     from fl_lightning.round.tasks import QUALITIES  # imported late, as torchmetrics imports pyplot
 
     return QUALITIES
@@ -57,7 +60,9 @@ PERSONAL = {
     "own": ("clients' own models, data like their own", (GREEN, "-", "D")),
     "personal": ("clients' own models, the server's data", (PURPLE, "-.", "^")),
 }
-"""Label and style of the accuracies of clients' own models, which are drawn before the server's."""
+"""Label and style of the curves for the clients' own models, by prefix of the metric.
+
+These curves are drawn before the server model's curve."""
 
 COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
     "comm/total_bytes_per_client": (
@@ -70,7 +75,7 @@ COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
         {86400.0: "days", 3600.0: "h", 60.0: "min", 1.0: "s"},
     ),
 }
-"""Communication costs by metric: the label of the axis, and the units by size."""
+"""Label of the axis and units of each communication cost, by metric. Units are given by size."""
 
 
 class Panel(NamedTuple):
@@ -142,14 +147,14 @@ LAYERS = {
 """Quantities shown layer by layer, and their titles."""
 
 _STYLE = {
-    "agg.path.chunksize": 10_000,  # Agg rejects a path of many thousand points
+    "agg.path.chunksize": 10_000,  # otherwise Agg rejects curves of many thousand points
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.titlesize": 9,
     "font.size": 9,
     "legend.fontsize": 8,
     "lines.markersize": 4,
-    "pdf.fonttype": 42,  # TrueType: text stays selectable
+    "pdf.fonttype": 42,  # TrueType keeps text selectable
     "svg.fonttype": "none",
     "svg.hashsalt": "",  # reproducible element ids
     "xtick.labelsize": 8,
@@ -159,7 +164,7 @@ _STYLE = {
 
 @contextmanager
 def paper_style() -> Iterator[None]:
-    """Draw in this project's style, independent of the user's matplotlib settings."""
+    """Draw figures in this project's style, whatever the user's matplotlib settings."""
     from matplotlib import style
 
     with style.context(["default", _STYLE]):
@@ -167,7 +172,10 @@ def paper_style() -> Iterator[None]:
 
 
 def new_figure(height: float, title: Sequence[str]) -> "Figure":
-    """Return a figure of ``height`` inches plus its title; a title line wraps to at most three."""
+    """Return a figure whose height is ``height`` inches plus the title.
+
+    A long line of the title is wrapped into at most three lines.
+    """
     from matplotlib.figure import Figure
 
     lines = [
@@ -179,10 +187,10 @@ def new_figure(height: float, title: Sequence[str]) -> "Figure":
 
 
 def legend_above(axes: "Axes", heading: str | None = None) -> None:
-    """Put a legend with a heading above the data, if any curve has a label."""
+    """Put a legend with a heading above the data if a curve has a label."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
-        columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # as many as surely fit
+        columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # by the longest label, so that all fit
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1),
@@ -196,7 +204,7 @@ def legend_above(axes: "Axes", heading: str | None = None) -> None:
 
 
 def literal(text: str) -> str:
-    """Return a text that matplotlib draws literally: without formulas or invalid Unicode."""
+    """Return a text that matplotlib draws literally: escape ``$`` and replace invalid Unicode."""
     return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
@@ -209,10 +217,13 @@ _METADATA = {
 
 
 def rendered(figure: "Figure", form: str) -> bytes:
-    """Return a figure as reproducible bytes: ``png``, ``pdf`` or ``svg`` with selectable text."""
+    """Return a figure as the bytes of a ``png``, ``pdf`` or ``svg`` file.
+
+    Equal figures give equal bytes. Text in a ``pdf`` or ``svg`` is selectable.
+    """
     content = BytesIO()
     with paper_style(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box replaces it
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # matplotlib draws a box instead
         figure.savefig(content, format=form, dpi=DOTS_PER_INCH, metadata=_METADATA[form])
     return content.getvalue()
 
