@@ -19,17 +19,17 @@ from fl_lightning.round.tasks import Classification
 
 
 def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arguments of ``wandb.init`` that name a run, and facts not in its configuration.
+    """Return the arguments of ``wandb.init`` that name a run, and facts about the run.
 
-    An example is ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0`` with the tags
-    ``[FedAvg, FixBN, Digits, LeNet]``. The environment variables ``WANDB_NAME``,
-    ``WANDB_RUN_GROUP`` and ``WANDB_PROJECT`` take precedence over generated values. The facts are
-    columns of W&B's table of runs.
+    A run's name is, for example, ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0``; its
+    tags are ``[FedAvg, FixBN, Digits, LeNet]``. The environment variables ``WANDB_NAME``,
+    ``WANDB_RUN_GROUP`` and ``WANDB_PROJECT`` override the default name, group and project. The
+    facts are not in the run's configuration; they become columns of W&B's table of runs.
 
     Args:
         attempt: The run's folder.
         settings: The run's W&B settings.
-        group: The group of all seeds.
+        group: The W&B group, shared by all seeds of the configuration.
     """
     given = os.environ.get
     facts = json.loads(attempt.identity.read_text())
@@ -45,18 +45,20 @@ def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dic
 
 
 def metrics_of(attempt: Attempt) -> dict[str, dict[str, str]]:
-    """Return ``label`` and ``best`` of the metrics of a run's task, quality first.
+    """Return ``label`` and ``best`` (``"max"`` or ``"min"``) of each metric of a run's task.
 
-    A run of an older version is treated as a classification.
+    The first metric is the task's quality, such as accuracy. If the run's folder lists no metrics,
+    as for an older version, the metrics are those of a classification.
     """
     metrics: dict[str, dict[str, str]] | None = json.loads(attempt.identity.read_text()).get("metrics")
     return metrics or shown_metrics(Classification())
 
 
 def callback_settings(config: Config) -> dict[str, Config]:
-    """Return the settings of each callback by its class; a second ``FixBN`` becomes ``FixBN_2``.
+    """Return the settings of each callback by the name of its class.
 
-    W&B shows them as ``callbacks.FixBN.freeze_round``.
+    A second ``FixBN`` is called ``FixBN_2``. W&B shows a setting as
+    ``callbacks.FixBN.freeze_round``.
 
     Args:
         config: The resolved configuration of a run.
@@ -81,8 +83,9 @@ def tested(attempt: Attempt) -> dict[str, float]:
 def media(attempt: Attempt) -> dict[str, Any]:
     """Return the tables, histograms and pictures of a run's folder.
 
-    ``policy`` lists the treatment of each kind of state, ``clients`` the data and training of each
-    client. A report's table is called ``<name>_table``, since its picture may be called ``<name>``.
+    The table ``policy`` lists the treatment of each kind of state. The table ``clients`` lists the
+    data and the training of each client. A method's report has a table ``<name>_table`` and may
+    have a picture ``<name>``.
     """
     import wandb
 
@@ -103,7 +106,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[Any]]]:
-    """Return columns and rows of a CSV file; cells are integers, floats, words or None if empty."""
+    """Return the columns and rows of a CSV file, with numbers converted; an empty cell is None."""
     with path.open(newline="") as file:
         columns, *rows = csv.reader(file)
     cells = [_typed(column) for column in zip(*rows, strict=True)]
@@ -131,7 +134,10 @@ def summary(attempt: Attempt) -> dict[str, float]:
 
 
 def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
-    """Log a run's checkpoints, if any, as an artifact with the number of the last round."""
+    """Log a run's checkpoints as an artifact, with the last round as metadata.
+
+    If the run has no checkpoints, nothing is logged.
+    """
     import wandb
 
     paths = sorted(attempt.checkpoints.glob("*.ckpt"))
@@ -139,6 +145,6 @@ def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
         return
     artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"round": round})
     for path in paths:
-        # W&B uploads the file itself, now or by wandb sync, without a copy
+        # W&B makes no copy: it uploads this very file, now or by wandb sync
         artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)
     run.log_artifact(artifact)

@@ -1,4 +1,4 @@
-"""Logger for Weights & Biases: a history row per round, online or in files for ``wandb sync``."""
+"""Logger for Weights & Biases: a row per round, online or in files for ``wandb sync``."""
 
 import os
 import shutil
@@ -23,17 +23,17 @@ from fl_lightning.files import write_text
 class RoundWandbLogger(Logger):
     """Logger that uploads a run's folder: a row per round, then tables, pictures and the result.
 
-    The W&B run starts after the first trained round and logs all rows of ``metrics.jsonl`` that W&B
-    lacks. A resumed run keeps its id and sends no row twice. Offline, a resumed run writes all rows
-    again, since ``wandb sync`` cannot join the pieces of a run. If W&B fails, one line reports the
-    failure and training continues.
+    The W&B run starts after the first trained round. It logs all rows of ``metrics.jsonl`` that W&B
+    does not have yet. A resumed run keeps its W&B id and sends no row twice. Offline, a resumed run
+    writes all rows again, since ``wandb sync`` cannot join the parts of a run. If W&B fails, one
+    line reports the failure, and training continues.
 
     Args:
         attempt: The run's folder, which also holds W&B's files.
         settings: The run's W&B settings.
     """
 
-    name = version = ""  # Lightning nests folders by name and version; a run has a flat folder
+    name = version = ""  # empty: Lightning would add folders of these names
 
     def __init__(self, attempt: Attempt, settings: WandbSettings) -> None:
         super().__init__()
@@ -41,19 +41,19 @@ class RoundWandbLogger(Logger):
         self._run: Any = None
         self._round = 0
         self._defined = {"round"}
-        self._summaries: dict[str, str] = {}  # W&B's summary of a metric; default: last value
+        self._summaries: dict[str, str] = {}  # W&B's summary by metric; default: last value
         self._failed = False
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Ignore hyperparameters, as ``config.yaml`` has the run's settings."""
+        """Ignore the hyperparameters, since ``config.yaml`` has all settings of the run."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log the row of a round.
 
         Args:
-            metrics: Numbers by name. A row without ``"round"`` is ignored. Row 0 is logged with the
-                first round, since row 0 is written before the run's other files.
+            metrics: Numbers by name. A row without ``"round"`` is ignored. Row 0 is written before
+                the run's other files, and is logged together with round 1.
             step: Ignored, as the metrics include the round.
         """
         if not metrics.get("round") or self._failed:
@@ -66,16 +66,18 @@ class RoundWandbLogger(Logger):
 
     @rank_zero_only
     def start(self) -> None:
-        """Start or resume the run at W&B, and log all rows that W&B lacks."""
+        """Start or resume the run at W&B, and log all rows that W&B does not have yet."""
         with self._harmless():
             self._start()
 
     @rank_zero_only
     def close(self, preempted: bool = False) -> None:
-        """Log tables, pictures and result; finish the run, which has failed if it has no result.
+        """Log tables, pictures and result, and finish the run at W&B.
+
+        A run without a result is marked as failed.
 
         Args:
-            preempted: Whether a scheduler ended the run, so that a W&B sweep starts it again.
+            preempted: Whether a scheduler has ended the run; a W&B sweep then starts the run again.
         """
         if self._run is None:
             return
@@ -87,9 +89,9 @@ class RoundWandbLogger(Logger):
                 if finished:
                     self._run.summary.update(contents.summary(self.attempt))
                     self._define(tested := contents.tested(self.attempt))
-                # files not yet uploaded stay in the run's folder, for wandb sync
+                # W&B stores files that are not uploaded yet in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # the last round's step is still open: W&B writes a step when the next one begins
+                # W&B writes a step when the next step begins, so the last round's step is still open
                 self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)
@@ -101,7 +103,7 @@ class RoundWandbLogger(Logger):
 
     @property
     def place(self) -> str | None:
-        """Message on where the run is at W&B; None without a W&B run."""
+        """Message with the address or the offline files of the W&B run; None without a W&B run."""
         if self._run is None or self._failed:
             return None
         if not self._run.offline:
@@ -138,7 +140,7 @@ class RoundWandbLogger(Logger):
     def _log_row(self, row: Mapping[str, float]) -> None:
         self._round = int(row["round"])
         if self._round < self._run.starting_step:
-            return  # W&B has this row already
+            return  # W&B already has this row
         self._define(row)
         self._run.log(dict(row), step=self._round)
 
@@ -149,10 +151,13 @@ class RoundWandbLogger(Logger):
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Print the first error of W&B; afterwards only :meth:`close` uses W&B."""
+        """Suppress errors of W&B and print the first error.
+
+        After an error, only :meth:`close` uses W&B.
+        """
         try:
             yield
-        except Exception as error:  # noqa: BLE001  # such as a killed W&B service: training continues
+        except Exception as error:  # noqa: BLE001  # whatever the error, training continues
             if not self._failed:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 remedy = f"the run continues without it, all metrics are in {self.attempt.metrics}"

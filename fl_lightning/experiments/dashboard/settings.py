@@ -1,4 +1,4 @@
-"""Weights & Biases: settings of a run, and its start at W&B, whose errors never stop training."""
+"""Weights & Biases: settings of a run, and its start. Errors of W&B never stop training."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict
 
 _INIT_SECONDS = 10.0
-_UPLOAD_SECONDS = 120.0  # at the end of a run; wandb sync can upload the rest
+_UPLOAD_SECONDS = 120.0  # limit at the end of a run; wandb sync can upload the rest later
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class WandbSettings:
 
     Args:
         mode: ``"online"``, ``"offline"`` (files in the run directory, for ``wandb sync``),
-            ``"disabled"`` or ``"auto"``. ``"auto"`` uses the environment variable ``WANDB_MODE``.
-            Without the variable, the run is online if W&B finds an API key (``wandb login`` stores
-            one), else offline.
+            ``"disabled"`` or ``"auto"`` (default). ``"auto"`` uses the environment variable
+            ``WANDB_MODE``. Without the variable, the run is online if W&B finds an API key, else
+            offline. ``wandb login`` stores an API key.
         project: Project of the run. Default: the environment variable ``WANDB_PROJECT``, else
             ``fl_lightning``.
         entity: User or team that owns the project. Default: the environment variable
@@ -33,7 +33,7 @@ class WandbSettings:
 
     __pydantic_config__: ClassVar = ConfigDict(
         extra="forbid"
-    )  # the upload command reads the settings from a file
+    )  # the command upload reads these settings from a file and must find misspelt names
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: str | None = None
     entity: str | None = None
@@ -42,7 +42,7 @@ class WandbSettings:
 
     @property
     def asked(self) -> str:
-        """The configured mode; for ``"auto"`` the environment variable ``WANDB_MODE`` if set."""
+        """The configured mode. For ``"auto"``, the environment variable ``WANDB_MODE`` if set."""
         return self.mode if self.mode != "auto" else os.environ.get("WANDB_MODE") or "auto"
 
 
@@ -54,13 +54,13 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
         init: Arguments of ``wandb.init``.
 
     Returns:
-        The run; None if W&B's own settings disable W&B, or W&B does not work.
+        The run; None if W&B is disabled, or if it does not work even offline.
     """
     wrong = ""
     for way in (mode, "offline"):
         try:
             run = _start(way, init)
-        except Exception as error:  # noqa: BLE001  # W&B's errors must not end the training
+        except Exception as error:  # noqa: BLE001  # an error of W&B must not end training
             wrong = wrong or " ".join(str(error).split()) or type(error).__name__
             with suppress(Exception):
                 sys.modules["wandb"].teardown()  # otherwise the run's id remains in use
@@ -73,7 +73,7 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
 
 
 def session_mode(mode: str) -> Any:
-    """Return W&B's mode on this machine; ``"auto"`` is offline without an API key.
+    """Return W&B's mode on this machine. Without an API key, ``"auto"`` gives ``"offline"``.
 
     Args:
         mode: ``"auto"`` or a mode of ``wandb.init``.

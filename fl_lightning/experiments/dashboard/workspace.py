@@ -1,4 +1,4 @@
-"""Workspace of a project at Weights & Biases: panels, their metrics, and the upload."""
+"""Workspace of a Weights & Biases project: its panels, their metrics, and the upload."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,14 +43,16 @@ _FIXED = {
         "skipped rounds": ["clients/skipped"],
     },
 }
-"""Metrics of the panels for all tasks, by section and title."""
+"""Metrics of the panels that all tasks share, by section and by title of the panel."""
 
 Metrics = Mapping[str, Mapping[str, str]]
-"""``label`` and ``best`` of a task's metrics by name, quality first."""
+"""``label`` and ``best`` (``"max"`` or ``"min"``) of each metric of a task.
+
+The first metric is the task's quality, such as accuracy."""
 
 
 def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
-    """Return the metrics of each panel with curves, by section and title.
+    """Return the metrics of each line plot, by section and by title of the plot.
 
     Args:
         metrics: The metrics of the task.
@@ -83,7 +85,10 @@ def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
 
 
 def final(metrics: Metrics) -> dict[str, list[str]]:
-    """Return the summary's numbers that the first section's bar charts show, by title."""
+    """Return the metrics of each bar chart of the first section, by title of the chart.
+
+    The metrics are numbers in the summary of a W&B run.
+    """
     return {
         f"final {metric['label']}": [f"final/{split}/{name}" for split in ("val", "test")]
         for name, metric in metrics.items()
@@ -91,15 +96,16 @@ def final(metrics: Metrics) -> dict[str, list[str]]:
 
 
 def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
-    """Save the workspace at W&B and return its address; None if W&B is not online here.
+    """Save the workspace at W&B and return its address; return None if W&B is not online.
 
     Args:
         project: Project of the runs.
-        entity: User or team that owns the project; None: W&B's default for the key.
+        entity: User or team that owns the project; None for W&B's default for the API key.
         metrics: The metrics of the runs' task.
 
     Raises:
-        ConfigurationError: The library is not installed, or W&B rejects the workspace.
+        ConfigurationError: The package ``wandb-workspaces`` is missing, or W&B rejects the
+            workspace.
     """
     try:
         if session_mode(WandbSettings().asked) != "online":
@@ -111,7 +117,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
         return str(workspace.url)
     except ConfigurationError:
         raise
-    except Exception as error:  # an error of the network or of W&B
+    except Exception as error:  # such as an error of the network
         wrong = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
             f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes it without W&B"
@@ -119,15 +125,17 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
 
 
 def as_json(workspace: "Workspace") -> str:
-    """Return a workspace as JSON that W&B can save."""
+    """Return a workspace in the JSON format of W&B."""
     return f"{workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)}\n"
 
 
 def make_workspace(project: str, entity: str, metrics: Metrics) -> "Workspace":
-    """Return a workspace of curves over the round, with mean and standard deviation over seeds.
+    """Return a workspace of line plots over the rounds and bar charts of final metrics.
+
+    The plots show the mean and standard deviation over seeds.
 
     Raises:
-        ConfigurationError: The library is not installed.
+        ConfigurationError: The package ``wandb-workspaces`` is missing.
     """
     try:
         import wandb_workspaces.reports.v2 as reports
