@@ -1,1 +1,1 @@
-"""Runs, started from the command line or Python: trainer, progress, interruption and result."""
+"""Start of runs from the command line or Python: trainer, progress line, signals and result."""

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP, after which a run finishes its round and prints what is saved."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP: a run finishes its round and prints the saved round."""
 
 import os
 import signal
@@ -16,15 +16,15 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # seconds after which a signal is sent again if Python discarded the signal's exception
-_ECHO = 2.0  # seconds in which torchrun may repeat a signal that the terminal sent to all processes
+_AGAIN = 0.05  # seconds until a signal is sent again if Python has discarded the exception
+_ECHO = 2.0  # seconds within which torchrun may repeat a signal of the terminal
 
 
 class Stopped(SystemExit):
-    """Exception that ends the command after a signal, with exit status 128 + the signal's number.
+    """Exception that ends the command after a signal, with exit status 128 + signal number.
 
     Attributes:
-        kept: Message on what is saved; empty once printed.
+        kept: Message about the saved round; empty once it is printed.
     """
 
     def __init__(self, number: int) -> None:
@@ -36,7 +36,10 @@ class Stopped(SystemExit):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise :class:`Stopped` in the block on a signal; only the outermost block prints a line."""
+    """Raise :class:`Stopped` in the block on a signal.
+
+    If blocks are nested, only the outermost block prints a message.
+    """
     previous, unraisable = _listen(_stop), sys.unraisablehook
     left = threading.Event()
 
@@ -45,7 +48,7 @@ def stoppable() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     def hear_lost(lost: Any) -> None:
-        if isinstance(lost.exc_value, Stopped):  # discarded in a destructor or a weakref's callback
+        if isinstance(lost.exc_value, Stopped):  # Python discards exceptions in a destructor or a weakref's callback
             threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
         else:
             unraisable(lost)
@@ -67,10 +70,12 @@ def stoppable() -> Iterator[None]:
 
 
 class FinishRound(L.Callback):
-    """Callback within :func:`stoppable`: a first signal stops after the round, a second at once.
+    """Callback for a fit in a :func:`stoppable` block.
+
+    The first signal stops the run after the current round. A second signal stops it at once.
 
     Attributes:
-        signal: The signal that requested the stop; None before a signal.
+        signal: The first signal; None before it.
     """
 
     def __init__(self) -> None:
@@ -91,7 +96,10 @@ class FinishRound(L.Callback):
         _listen(note)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop all ranks if one got a signal; stopping within a round would skip a batch."""
+        """Stop all ranks after the round if one of them has received a signal.
+
+        A stop inside the round would skip a batch.
+        """
         ranks: Ranks = pl_module.ranks  # type: ignore[assignment]  # of FederatedModule
         if ranks.size > 1:
             asked = ranks.exchange(lambda: (self.signal, trainer.should_stop))
@@ -101,7 +109,7 @@ class FinishRound(L.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the handler that stops at once."""
+        """Restore the signal handler that stops at once."""
         _listen(_stop)
 
 
@@ -110,7 +118,10 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _listen(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Handle all signals except ignored ones (nohup ignores SIGHUP); return the old handlers."""
+    """Install a handler for the signals, and return the old handlers.
+
+    A signal that the process ignores stays ignored, such as SIGHUP under ``nohup``.
+    """
     if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         return {}
     heard = [number for number in _WAYS if signal.getsignal(number) is not signal.SIG_IGN]

@@ -18,13 +18,13 @@ _REFRESH_SECONDS = 0.1
 class RoundProgress(Recorded, ProgressBar):
     """Progress bar of a fit in communication rounds.
 
-    A terminal shows one live line, refreshed at most ten times a second. A pipe or a log file gets
-    plain lines, without control characters. The total is the trainer's ``max_epochs``, regardless
-    of the run's planned rounds. The module provides ``metrics`` of the newest complete round, and
-    reports each local step to :meth:`local_step`.
+    A terminal shows one line, which is refreshed at most ten times a second. A pipe or a log file
+    gets a new line each time, without control characters. The total is the trainer's
+    ``max_epochs``. The line shows the module's ``metrics``, which are of the newest complete round.
+    The module calls :meth:`local_step` after each local step.
 
     Args:
-        every_n_seconds: Smallest time between two plain lines in seconds, >= 0.
+        every_n_seconds: Minimum time between two lines of a pipe or log file in seconds, >= 0.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -44,18 +44,18 @@ class RoundProgress(Recorded, ProgressBar):
         self._live: Live | None = None
         self._next_time = self._started_at = 0.0
         self._first_round = 0
-        self._metrics: dict[str, float] = {}  # newest values, as not all rounds are evaluated
+        self._metrics: dict[str, float] = {}  # the newest value of each, as not every round is evaluated
 
     def disable(self) -> None:
-        """Hide the line on this rank; another rank shows it."""
+        """Hide the line on this rank; Lightning calls this method on all ranks but the first."""
         self.is_enabled = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the line; a resumed run starts at the round of its checkpoint."""
+        """Open the line; in a resumed run, the count starts at the checkpoint's round."""
         self._metrics, self._first_round, self._started_at = {}, trainer.current_epoch, time.monotonic()
         console = Console()
         if console.is_interactive and self.is_enabled:
-            # no auto_refresh: its thread could hold a lock while worker processes are forked
+            # no auto_refresh: its thread could hold a lock at the moment a worker is forked
             self._live = Live(console=console, auto_refresh=False)
             self._live.start()
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
@@ -67,17 +67,17 @@ class RoundProgress(Recorded, ProgressBar):
             self._show()
 
     def local_step(self, step: int, of: int) -> None:
-        """Show the position inside a round.
+        """Show the number of local steps in the current round.
 
         Args:
-            step: Number of local steps done in this round, from 1.
-            of: Number of local steps of the round.
+            step: Number of the local step, from 1.
+            of: Number of local steps in the round.
         """
         if self._live:
             self._show(f"step {step}/{of}", step / max(of, 1))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the last round; the line stays on the terminal."""
+        """Show the last round, and leave the line on the terminal."""
         self._metrics |= getattr(pl_module, "metrics", {})
         self._show(at_once=True)
         self._close()
@@ -85,7 +85,7 @@ class RoundProgress(Recorded, ProgressBar):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Release the terminal."""
+        """Close the line, so that the error is printed below it."""
         self._close()
 
     def _close(self) -> None:

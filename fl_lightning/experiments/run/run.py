@@ -27,26 +27,27 @@ class Run:
     """A run of a module on its data, with a folder for metrics, checkpoints, pictures and result.
 
     The folder is ``<run_root>/<name>/<hash>-s<seed>``. The hash covers the settings of the module,
-    the data, the callbacks and the trainer: the same script finds its run again, and
-    ``fit(resume=True)`` resumes the run.
+    the data, the callbacks and the trainer. The same script therefore has the same folder, and
+    ``fit(resume=True)`` resumes its run.
 
     Args:
         module: The module, whose seed is the run's seed.
         data: The module's data.
         name: Name of the run.
-        callbacks: Methods and other Lightning callbacks; checkpoints and the progress line are
-            added.
+        callbacks: Methods and other Lightning callbacks. The run adds callbacks for checkpoints and
+            the progress line.
         run_root: Folder of all runs.
         checkpoint: Settings of the checkpoints. Default: ``RoundCheckpoint()``.
-        wandb: Mode of Weights & Biases, as ``wandb.mode`` of the command line.
-        threads: Number of CPU threads, from 1 to 1024; more than 1 implies one process. Default: 1
-            for each rank of a run on CPUs; torch's number on a GPU. After a fit, the process's
-            earlier number is restored.
+        wandb: Mode of Weights & Biases, as ``wandb.mode`` on the command line.
+        threads: Number of CPU threads, from 1 to 1024. With more than 1, the run has one rank by
+            default. Default: 1 for each rank on CPUs, torch's number on a GPU. After a fit, the
+            previous number is restored.
         trainer: Arguments of Lightning's ``Trainer``; ``max_epochs`` is the number of rounds.
 
     Attributes:
-        attempt: Folder of the newest fit (``attempt.path``); None before the first fit.
-        config: Settings that the hash covers, as in ``config.yaml``.
+        attempt: Folder of the last fit, with its path as ``attempt.path``; None before the first
+            fit.
+        config: Settings of the run, as in ``config.yaml``.
 
     Example:
         >>> from functools import partial
@@ -87,7 +88,7 @@ class Run:
         self._describe()
 
     def _describe(self) -> None:
-        """Describe the built objects, which decide the run's hash."""
+        """Describe the built objects; the run's hash is computed from the description."""
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
         self._made = built_in_python(self.module, self.data, settings)
         dirpath = None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)
@@ -98,12 +99,12 @@ class Run:
         }
 
     def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> Result:
-        """Train and evaluate the final model; write and print the result.
+        """Train the model, and evaluate the final model; write and print the result.
 
         Args:
-            resume: Checkpoint to resume from: True for the newest attempt's last checkpoint,
-                ``"best"``, a path, or ``"auto"`` for the last checkpoint if there is one. Default:
-                a new run.
+            resume: Checkpoint to resume from. True is the last checkpoint of the newest attempt,
+                ``"best"`` the best one, and a path any file. ``"auto"`` is the last checkpoint if
+                there is one, and otherwise starts a new run. Default: a new run.
             accept_data: Whether the data may differ from the checkpoint's.
 
         Returns:
@@ -111,8 +112,8 @@ class Run:
 
         Raises:
             Stopped: A signal stopped the run after a complete round.
-            ConfigurationError: There is no checkpoint, or the module of a new run has been trained
-                before.
+            ConfigurationError: The checkpoint is missing, or a new run gets a module that was
+                already trained.
         """
         if self.attempt is None:  # attributes may have been assigned after construction
             self._describe()
@@ -138,7 +139,7 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Folder of the newest fit.
+        """Folder of the last fit.
 
         Raises:
             ConfigurationError: There has been no fit yet.

@@ -1,4 +1,4 @@
-"""Trainer of a run, and the number of ranks."""
+"""Trainer of a run and its number of ranks."""
 
 import os
 from typing import Any
@@ -21,7 +21,7 @@ from fl_lightning.round.plan import RoundPlan, cohort_size
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""Smallest number of local steps in a round for which several ranks are faster than one."""
+"""Number of local steps of all clients in a round from which several ranks are faster than one."""
 
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""
@@ -34,16 +34,18 @@ _OF_THE_RUN = {
     ),
     "default_root_dir": ((None,), "would be ignored; use run_root and name"),
 }
-"""Settings that the run decides: accepted values, and the message for other values."""
+"""Trainer settings that the run determines: accepted values, and the message for other values."""
 
 
 def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Trainer:
-    """Return a trainer with this project's checkpoint plugin and, for several ranks, strategy.
+    """Return a trainer with this project's checkpoint plugin.
+
+    A run with several ranks also gets this project's strategy.
 
     Args:
         settings: The user's arguments of the trainer.
-        ranks: Number of ranks for ``devices: auto`` on CPUs. A GPU has 1 rank; under ``torchrun``,
-            each launched process is a rank.
+        ranks: Number of ranks for ``devices: auto`` on CPUs. On a GPU, ``auto`` means 1 rank. Under
+            ``torchrun``, each launched process is a rank.
         equipment: Arguments of the trainer that override ``settings``.
 
     Raises:
@@ -54,7 +56,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
         if value not in accepted:
             raise ConfigurationError(f"trainer.{name}: {value} {remedy}")
     plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
-    if not is_launched(settings):  # processes of a scheduler may be independent runs
+    if not is_launched(settings):  # a scheduler's processes may be independent runs
         plugins.append(OneMachine())
     if settings.get("devices", "auto") == "auto":
         equipment["devices"] = _devices(settings.get("accelerator", "auto"), ranks)
@@ -76,7 +78,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
 
 
 def is_launched(settings: Config) -> bool:
-    """Return whether another program may start the ranks: ``torchrun``, or Slurm for several."""
+    """Return whether another program may start the ranks, such as ``torchrun`` or Slurm."""
     asked = settings.get("devices", "auto") not in ("auto", 1, "1") or settings.get("num_nodes", 1) != 1
     return asked or under_torchrun()
 
@@ -94,24 +96,25 @@ def on_cpu(accelerator: Any) -> bool:
 
 
 def use_threads(threads: int, devices: Any) -> Any:
-    """Set the number of CPU threads; return the matching ``trainer.devices``.
+    """Set the number of CPU threads; return the value of ``trainer.devices`` for this number.
 
     Args:
         threads: Number of CPU threads.
-        devices: The setting ``trainer.devices``. For several threads, ``"auto"`` becomes 1, since
-            each of several ranks has one thread.
+        devices: The setting ``trainer.devices``. With several threads, ``"auto"`` becomes 1, since
+            ranks of a run have one thread each.
     """
     torch.set_num_threads(threads)
     return 1 if threads > 1 and devices == "auto" and not under_torchrun() else devices
 
 
 def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
-    """Return the largest useful number of ranks: the clients of a round, but 1 for a short round.
+    """Return the largest useful number of ranks.
 
-    The data are set up before ranks are forked, so that all ranks share the data's memory.
+    The number is 1 if a round has few local steps, and otherwise the number of clients in a round.
+    This function also sets up the data: ranks that are forked afterwards share the data's memory.
     """
-    # not include_cuda: a process that has initialised CUDA cannot be forked
-    with isolate_rng(include_cuda=False):  # fit sets up the data again, with the same random draws
+    # include_cuda=False: a process that has initialised CUDA cannot be forked
+    with isolate_rng(include_cuda=False):  # fit sets up the data again and must draw the same numbers
         data.prepare_data()
         data.setup("fit")
     if not data.num_clients:
@@ -125,7 +128,7 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
 
 
 def as_list(setting: Any) -> list[Any]:
-    """Return a setting as a list: empty if missing, with one item for a single value."""
+    """Return a setting as a list: a single value becomes one item, None an empty list."""
     if not setting:
         return []
     return list(setting) if isinstance(setting, list | tuple) else [setting]

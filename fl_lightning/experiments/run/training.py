@@ -1,4 +1,4 @@
-"""Preparation and end of a trainer's ``fit``: folder, loggers, pictures and result."""
+"""Preparation and end of a fit: folder, loggers, pictures and result."""
 
 import logging
 import os
@@ -47,12 +47,12 @@ TRAINER_DEFAULTS: Config = {
     "log_every_n_steps": 1,
     "enable_model_summary": False,
 }
-"""A run's defaults for the trainer's settings."""
+"""Defaults of a run for the trainer's settings."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start, with a locked folder and a trainer.
+    """A run that is ready to start: its folder is locked and its trainer is built.
 
     Attributes:
         module: The module.
@@ -60,8 +60,8 @@ class Prepared:
         start: The folder, and the checkpoint to resume from.
         trainer: The trainer.
         arguments: Arguments of the trainer's ``fit``: ``ckpt_path`` and ``weights_only``.
-        chooses_ranks: Whether the run chooses the number of ranks (``devices: auto``).
-        interruption: Callback that handles signals to stop the run.
+        chooses_ranks: Whether the run chooses the number of ranks, as with ``devices: auto``.
+        interruption: Callback that handles the signals that stop a run.
     """
 
     module: FederatedModule
@@ -73,13 +73,13 @@ class Prepared:
     interruption: FinishRound
 
     def run(self) -> Result:
-        """Train and evaluate the final server model; print and write the result.
+        """Train the server model, and evaluate the final model; print and write the result.
 
         Returns:
             The content of ``result.json``.
 
         Raises:
-            ConfigurationError: A new attempt has no rounds left to train.
+            ConfigurationError: The checkpoint of a new attempt already has all rounds.
             Stopped: A signal stopped the run before its last round.
         """
         start, trainer, signal = self.start, self.trainer, self.interruption
@@ -94,8 +94,8 @@ class Prepared:
             if signal.signal and trainer.global_step != trainer.max_epochs:
                 draw_pictures(start.attempt, self.module)
                 raise Stopped(signal.signal)
-        except Exception:  # not Stopped, which is a SystemExit
-            if trainer.global_step > start.round:  # at least one round was trained
+        except Exception:  # does not catch Stopped, which is a SystemExit
+            if trainer.global_step > start.round:  # this fit has trained a round
                 draw_pictures(start.attempt, self.module)
             raise
         stopped = stop_reason(trainer) if trainer.global_step < (trainer.max_epochs or 0) else None
@@ -106,7 +106,7 @@ class Prepared:
         return finish_run(self.module, start.attempt, stopped)
 
     def _limit_ranks(self) -> None:
-        """Set up the data before ranks are forked; for ``devices: auto``, limit their number."""
+        """Set up the data before ranks are forked; with ``devices: auto``, limit the ranks."""
         strategy = self.trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
             ranks = useful_ranks(self.module, self.data)
@@ -121,14 +121,16 @@ class Training:
         module: The module.
         data: The module's data.
         config: The resolved configuration.
-        made: The built objects (:func:`~fl_lightning.experiments.run_directory.built.built`).
-        keeper: Callback for the run's checkpoints.
-        way_on: How to resume a stopped run, for the message.
+        made: Description of the built objects, from
+            :func:`~fl_lightning.experiments.run_directory.built.built`.
+        keeper: Callback that writes the run's checkpoints.
+        way_on: Command or call that resumes the run, for the message after a stop.
         header: Comment at the top of ``config.yaml``.
 
     Attributes:
         directory: All attempts at the run.
-        start: The folder, and the checkpoint to resume from; empty before :meth:`prepare`.
+        start: The folder, and the checkpoint to resume from. Before :meth:`prepare`, it has no
+            folder.
     """
 
     def __init__(
@@ -158,24 +160,26 @@ class Training:
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> Iterator[Prepared]:
-        """Lock the run's folder, which is new or the checkpoint's, and make the trainer.
+        """Choose and lock the run's folder, and make the trainer.
 
-        At the end of the block, the run ends at W&B. If an error has ended the block, a new folder
-        without a trained round is removed.
+        The end of the block also ends the run at W&B. If an error ends the block before a round was
+        trained, a folder that was made for the run is removed.
 
         Args:
-            settings: The user's arguments of the trainer; ``fast_dev_run`` makes no folder.
+            settings: The user's arguments of the trainer. With ``fast_dev_run``, the run has no
+                folder.
             wandb: The run's W&B settings.
-            ckpt_path: Checkpoint to resume from: a path, ``"last"``, ``"best"`` or ``"auto"``; None
-                for a new run.
-            weights_only: Whether the checkpoint may only hold tensors and plain values.
+            ckpt_path: Checkpoint to resume from: a path, ``"last"``, ``"best"`` or ``"auto"``. None
+                starts a new run.
+            weights_only: Whether to refuse a checkpoint that holds more than tensors, numbers,
+                strings, lists and dicts.
 
         Raises:
             ConfigurationError: The checkpoint is missing or of another model, another process
-                trains in its folder, or the trainer refuses a setting.
+                trains in the checkpoint's folder, or the trainer refuses a setting.
         """
         rank, rounds = launched_rank() if is_launched(settings) else 0, settings.get("max_epochs")
-        with ExitStack() as held, self._ending():  # the folder's lock is released last
+        with ExitStack() as held, self._ending():  # held is the outer block: it releases the lock last
             path = None
             if rank:
                 silence()
@@ -188,7 +192,7 @@ class Training:
             if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
                 strategy.meet()
                 path = strategy.broadcast(path)
-            elif rank:  # this node forks its ranks later
+            elif rank:  # this node forks its other ranks later
                 path = self.found(ckpt_path, rounds)
             profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
             if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
@@ -205,12 +209,12 @@ class Training:
             )
 
     def found(self, ckpt_path: str | os.PathLike[str] | None, rounds: int | None = None) -> Path | None:
-        """Return the checkpoint file of ``--ckpt_path``, or None for a new run.
+        """Return the checkpoint file for the setting ``--ckpt_path``; None for a new run.
 
         Args:
-            ckpt_path: The setting; ``"auto"`` starts a new run if no attempt has as many planned
-                rounds.
-            rounds: Planned rounds of the run; None accepts any number.
+            ckpt_path: The setting. ``"auto"`` is the last checkpoint of the newest attempt with the
+                same number of planned rounds. Without such an attempt, it starts a new run.
+            rounds: Number of planned rounds; None accepts all attempts.
 
         Raises:
             ConfigurationError: The checkpoint is missing.
@@ -227,9 +231,12 @@ class Training:
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
 
     def _has_this_plan(self, path: Path, rounds: int | None) -> bool:
-        """Return whether a run has these planned rounds, which decide freezing and rate decay."""
+        """Return whether a checkpoint's run has this number of planned rounds.
+
+        Milestones and the decay of learning rates depend on the number.
+        """
         if self.module.budget_epochs is not None or rounds in (None, -1):
-            return True  # the data decide the rounds, and the hash covers the data
+            return True  # the data determine the rounds, and the hash covers the data
         planned = load_run(path)["fl_lightning"]["total_rounds"]
         if planned != rounds:
             print(
@@ -246,7 +253,8 @@ class Training:
 
         Args:
             path: The checkpoint; None for a new run.
-            weights_only: Whether the checkpoint may only hold tensors and plain values.
+            weights_only: Whether to refuse a checkpoint that holds more than tensors, numbers,
+                strings, lists and dicts.
             settings: The user's arguments of the trainer.
             held: Exit stack that holds the folder's lock.
         """
@@ -266,13 +274,13 @@ class Training:
             self.start = find_start(self.directory, path, checkpoint, self.made, resumed, held)
 
     def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
-        """Return the trainer's arguments for callbacks, loggers and folder."""
+        """Return the trainer's arguments ``callbacks``, ``logger`` and ``default_root_dir``."""
         callbacks = as_list(settings.get("callbacks"))
-        # ignore true, Lightning's default logger: metrics.jsonl is always written
+        # remove True, which means Lightning's default logger: metrics.jsonl is always written
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
-        # RunStart first, so that it prints before a progress bar takes the terminal
+        # RunStart comes first: it prints before the progress bar opens its line
         beginning = RunStart(self.start, self.config, self.made, self.header)
         callbacks = [beginning, *callbacks, interruption, self.keeper]
         self.keeper.attempt = attempt = self.start.attempt
@@ -284,13 +292,13 @@ class Training:
             loggers.append(self._wandb)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                # otherwise checkpoints would go to the folder of a logger, such as W&B's
+                # by default, Lightning would write to the folder of a logger, such as W&B's
                 callback.dirpath = str(attempt.checkpoints.resolve())
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Call :meth:`_end` at the end of the block, also after an exception."""
+        """Call :meth:`_end` at the end of the block, with the exception if there was one."""
         try:
             yield
         except BaseException as error:
@@ -299,7 +307,7 @@ class Training:
         self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """End the run at W&B, remove an untrained folder, and complete the message of a stop."""
+        """End the run at W&B, remove a folder without trained rounds, and set a stop's message."""
         attempt = self.start.attempt
         if attempt is None:
             return
@@ -315,7 +323,7 @@ class Training:
 
 
 def stop_reason(trainer: L.Trainer) -> str:
-    """Return in words which callback stopped the training before its last round, and why."""
+    """Return the callback that stopped the training before its last round, and its reason."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
     for callback in callbacks:
         name = type(callback).__name__
@@ -333,10 +341,10 @@ def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:
 
 
 def quiet_host() -> None:
-    """Silence Lightning's messages on hardware and data loaders that do not apply to a run."""
+    """Silence messages of Lightning that do not apply to a run, such as those on data loaders."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # the model summary, at a user's request, is such a message, too
+    # a model summary, which the user may request, is logged at level INFO
     logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)
     # LightningCLI 2.6 uses deprecated functions of jsonargparse; users cannot change that
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")

@@ -1,1 +1,1 @@
-"""Run directory: the folder of a run, with its checkpoints, metrics, results and pictures."""
+"""Run directory: the folder with the checkpoints, metrics, results and pictures of a run."""

@@ -1,4 +1,4 @@
-"""Description of a run's objects as one tree of plain values."""
+"""Description of a run's objects as nested dicts and lists of numbers and strings."""
 
 import copy
 import inspect
@@ -30,7 +30,7 @@ from fl_lightning.recorded import making
 from fl_lightning.round.module import FederatedModule
 
 LINKED = ("num_classes", "in_channels", "image_size", "in_features")
-"""Arguments of a model that default to the data's values."""
+"""Arguments of a model whose defaults come from the data module."""
 
 _TRAINER = {
     name: x.default for name, x in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
@@ -38,11 +38,11 @@ _TRAINER = {
 
 
 _LATER = ("seed", "executor")
-"""Arguments of a module that the run decides, and may reassign."""
+"""Arguments of a module that the run may assign after construction."""
 
 
 def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
-    """Describe the objects of a run as a tree like a configuration.
+    """Describe the objects of a run as a tree with the structure of a configuration.
 
     Args:
         module: The module.
@@ -50,13 +50,13 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
         trainer: Arguments of the trainer, including ``callbacks``.
 
     Returns:
-        ``seed_everything``, ``model``, ``data`` and ``trainer``, including arguments that links or
-        the data decide.
+        The entries ``seed_everything``, ``model``, ``data`` and ``trainer``. They include the
+        arguments that the data module determines, such as the number of classes.
     """
     model, data_node = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
     if (data_seed := data_node["init_args"].pop("seed", seed)) != seed:
-        data_node["own_seed"] = data_seed  # a key of its own: the default is the run's seed
+        data_node["own_seed"] = data_seed  # set by the user: the default is the run's seed
     if type(module) is FederatedModule:
         model = model["init_args"]
     return {
@@ -68,11 +68,11 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
 
 
 def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
-    """Describe the objects of a script as :func:`built` does.
+    """Describe the objects that a Python script has made, in the format of :func:`built`.
 
-    If the model's layers or weights do not follow from its arguments and the run's seed, a digest
-    of them is added. Settings that were assigned after construction replace the module's arguments;
-    for data and callbacks, they are the entry ``reassigned``.
+    Digests are added for layers or weights that the model's arguments and the run's seed do not
+    determine. A setting that was assigned after construction replaces the module's argument. For
+    data and callbacks, these settings are under the key ``reassigned``.
     """
     tree = built(module, data, trainer)
     settings = tree["model"].get("init_args", tree["model"])
@@ -88,7 +88,7 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
 
 
 def _describe_groups(module: FederatedModule, settings: Config) -> None:
-    """Add a digest of an optimizer's groups if their settings depend on the parameters."""
+    """Add a digest of an optimizer's parameter groups if their settings differ."""
     leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad and not is_lazy(x)]
     given = {"client_optimizer": [{"params": [x]} for x in leaves], "server_optimizer": leaves}
     for name, parameters in given.items():
@@ -106,7 +106,7 @@ def _describe_groups(module: FederatedModule, settings: Config) -> None:
 
 
 def _add_reassigned(thing: Any, node: Any) -> None:
-    """Add settings that were assigned after construction to the description of an object."""
+    """Add to an object's description the settings that were assigned after construction."""
     if isinstance(thing, list | tuple) and isinstance(node, list):
         for item, item_node in zip(thing, node, strict=True):
             _add_reassigned(item, item_node)
@@ -120,7 +120,7 @@ def _add_reassigned(thing: Any, node: Any) -> None:
 
 
 def _reassigned(thing: Any) -> Config:
-    """Return the settings and methods of an object that were replaced after construction."""
+    """Return an object's settings and methods that were assigned after construction."""
     made, held = making(thing), vars(thing)
     if made is None:
         return {}
@@ -137,12 +137,12 @@ def _reassigned(thing: Any) -> Config:
 def _is_same(now: Any, given: Any) -> bool:
     try:
         return now is given or (type(now) is type(given) and bool(now == given))
-    except (ValueError, RuntimeError):  # comparisons of arrays and tensors
+    except (ValueError, RuntimeError):  # == of arrays and tensors returns no single bool
         return False
 
 
 def without_decided(tree: Config, data: FederatedDataModule) -> Config:
-    """Return a description without the model arguments that the data decide."""
+    """Return a copy of a description without the model arguments that the data determine."""
     configured = copy.deepcopy(tree)
     settings = configured["model"].get("init_args", configured["model"])
     arguments = settings["model"]["init_args"]
@@ -157,14 +157,14 @@ def without_decided(tree: Config, data: FederatedDataModule) -> Config:
 
 
 def _digests(module: FederatedModule) -> Config:
-    """Return digests of layers and weights that do not follow from the arguments and the seed."""
+    """Return digests of layers and weights that the arguments and the seed do not determine."""
     model = getattr(module.model, "_orig_mod", module.model)  # unwrap a compiled model
     made = making(model)
     known = module.initial_weights is None and not any(map(is_lazy, model.parameters()))
     weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}
     if made is None:
         return {"state_digest": layers(model)} | weights | _parts(model)
-    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller has drawn these weights
+    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller initialised these weights
         return {"layers_digest": layers(model)} | weights | _parts(model)
     with isolate_rng(), _float32():
         seed_global(module.seed, torch.device("cpu"))
@@ -180,7 +180,7 @@ def _digests(module: FederatedModule) -> Config:
 
 @contextmanager
 def _float32() -> Iterator[None]:
-    """Make float32 the default dtype in the block, as from the command line."""
+    """Make float32 the default dtype in the block, as in runs from the command line."""
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
@@ -190,7 +190,7 @@ def _float32() -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> dict[str, list[str]]:
-    """Return the layer classes that are not torch's; the run depends on their code."""
+    """Return the names of layer classes from outside torch; the run depends on their code."""
     names = {class_name(layer) for layer in model.modules() if layer is not model}
     foreign = sorted(name for name in names if not name.startswith("torch."))
     return {"layer_classes": foreign} if foreign else {}

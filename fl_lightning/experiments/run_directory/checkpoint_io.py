@@ -1,8 +1,8 @@
 """Atomic writing and checked reading of checkpoints.
 
-Lightning writes a checkpoint to the system's temporary folder and then moves it: the move is
-neither synced nor atomic across file systems. :class:`AtomicCheckpointIO` writes a file beside the
-target, syncs and renames it.
+Lightning writes a checkpoint to the system's temporary folder and then moves the file. This move is
+not synced to the disk, and it is not atomic across file systems. :class:`AtomicCheckpointIO` writes
+a temporary file in the target's folder, syncs the file to the disk, and renames it.
 """
 
 import os
@@ -20,7 +20,7 @@ from fl_lightning.models.weights import load_whole, misfit_error, misfits
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Checkpoint plugin for local paths that always keeps a complete file, old or new, at the path.
+    """Checkpoint plugin for local paths; an interrupted write leaves the old file unchanged.
 
     Pass it as ``Trainer(plugins=[AtomicCheckpointIO()])``.
     """
@@ -28,7 +28,9 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint atomically; create missing folders and ignore ``storage_options``.
+        """Write a checkpoint atomically.
+
+        Missing folders are created. ``storage_options`` is ignored.
 
         Raises:
             ConfigurationError: The path is remote, the disk is full or the folder cannot be
@@ -39,7 +41,7 @@ class AtomicCheckpointIO(CheckpointIO):
             with atomic_write(target) as file:
                 torch.save(checkpoint, file)
         except RuntimeError as error:
-            # torch's zip writer raises a RuntimeError; its context is the system's error
+            # torch's zip writer raises a RuntimeError, with the system's error as its context
             if isinstance(error.__context__, OSError):
                 raise unwritable(target, error.__context__) from error
             raise
@@ -52,7 +54,8 @@ class AtomicCheckpointIO(CheckpointIO):
         Args:
             path: The checkpoint file.
             map_location: As in ``torch.load``; None means the CPU.
-            weights_only: As in ``torch.load``; None means True: tensors and plain values, no code.
+            weights_only: As in ``torch.load``; None means True, which allows tensors and plain
+                values, but no code.
 
         Raises:
             ConfigurationError: The file is missing, damaged or remote, or has content that
@@ -105,18 +108,18 @@ def check_run(
         path: The checkpoint file, for the message.
         checkpoint: Content of the file.
         model: The configured model.
-        optimizer: The configured server optimizer; None skips its check.
+        optimizer: The configured server optimizer; None skips this check.
 
     Raises:
-        ConfigurationError: A name or shape differs in the model (the message names the first), or
-            the optimizer is of another class or has other parameters.
+        ConfigurationError: The names or shapes of the model's tensors differ, and the message gives
+            the first; or the optimizer's settings or number of parameters differ.
     """
     if differing := misfits(checkpoint["state_dict"], model):
         raise misfit_error(f"checkpoint {path}", "checkpoint", model, differing)
     if not isinstance(optimizer, Optimizer) or not checkpoint.get("optimizer_states"):
         return
     groups = checkpoint["optimizer_states"][0]["param_groups"], optimizer.param_groups
-    # only the checkpoint's settings must be known: a newer torch may add settings
+    # check only the settings in the checkpoint: a newer torch may have added settings
     foreign = any(setting not in new for old, new in zip(*groups, strict=False) for setting in old)
     sizes = [[len(group["params"]) for group in part] for part in groups]
     if foreign or sizes[0] != sizes[1]:

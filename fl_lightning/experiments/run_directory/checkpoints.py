@@ -1,4 +1,4 @@
-"""Checkpoints after complete rounds: of the last round, the best round and rounds to keep."""
+"""Checkpoints of the last round, of the best round, and of rounds that the user chooses."""
 
 import contextlib
 import math
@@ -26,33 +26,39 @@ from fl_lightning.round.module import FederatedModule
 class RoundCheckpoint(Recorded, Checkpoint):
     """Checkpoints after complete rounds: ``last.ckpt`` and, for a monitored metric, ``best.ckpt``.
 
-    ``last.ckpt`` is written after the first and the last round of a fit, after a round if either
-    period has passed, and if an exception or a termination signal stops the fit between rounds. An
-    interrupted round is not saved: a resumed fit computes it again. ``fast_dev_run`` writes no
-    checkpoints.
+    ``last.ckpt`` is written
+
+    - after the first and the last round of a fit,
+    - after a round, if ``every_n_seconds`` or ``every_n_rounds`` have passed,
+    - if an exception or a termination signal stops the fit between two rounds.
+
+    An interrupted round is not saved; a resumed fit computes the round again. ``fast_dev_run``
+    writes no checkpoints.
 
     Args:
         dirpath: Folder of the checkpoints. Default: ``checkpoints`` in the trainer's
             ``default_root_dir``. In a folder shared by runs, each attempt has a subfolder
             ``<name>/<hash>-s<seed>``.
-        every_n_seconds: Seconds since the last save, >= 0, after which a round is saved. 0 saves
-            every round; None disables this period.
-        every_n_rounds: Period in rounds, >= 1: its multiples are saved. None disables this period.
-        monitor: Name of a logged metric, such as ``"val/accuracy"``. ``best.ckpt`` is the model of
-            the first round with the best value. Rounds without the metric or with NaN are ignored.
-        mode: Whether ``"max"`` or ``"min"`` of the metric is best. Default: minimum of a loss,
-            maximum of a quality such as accuracy (:func:`~fl_lightning.round.directions.best_is`).
-        keep_rounds: Rounds, >= 1, whose checkpoints are kept as ``round_<r>.ckpt``. For a monitored
-            metric, the best checkpoint until then is kept as ``round_<r>_best.ckpt``.
+        every_n_seconds: Minimum time between two saves in seconds, >= 0. 0 saves every round; None
+            disables saving by time.
+        every_n_rounds: Period of saving in rounds, >= 1; None disables saving by rounds.
+        monitor: Name of a logged metric, such as ``"val/accuracy"``. ``best.ckpt`` is from the
+            round with the best value, or from the first of several such rounds. Rounds without a
+            value and rounds with NaN are ignored.
+        mode: Whether the largest (``"max"``) or the smallest value (``"min"``) is best. Default:
+            smallest for a loss, largest for a quality such as accuracy
+            (:func:`~fl_lightning.round.directions.best_is`).
+        keep_rounds: Rounds, >= 1, whose checkpoints are kept as ``round_<r>.ckpt``. If ``monitor``
+            is set, ``round_<r>_best.ckpt`` is a copy of ``best.ckpt`` after round r.
 
     Attributes:
-        in_the_run: Whether the checkpoints of each fit are in its run's folder.
-        attempt: The attempt of the checkpoints; None without a run directory.
+        in_the_run: Whether the checkpoints are in the run's folder, as by default.
+        attempt: Folder of the run; None without a run directory.
         best_score: Best value of the monitored metric; None before its first value.
         best_round: Round of ``best_score``.
         best_model_path: Path of ``best.ckpt``; empty before the first save. Lightning reads this
             attribute for ``ckpt_path="best"`` and sets it after a fit in child processes.
-        saved_round: Round of this fit's ``last.ckpt``; None before the first save.
+        saved_round: Last round that this fit has saved; None before the first save.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -99,8 +105,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Key of the state, one for each metric: scores of two metrics cannot be compared."""
-        # without a metric, the key has "max", as in older checkpoints
+        """Key of the callback's state; it names the metric, as scores are comparable within one."""
+        # if no metric is monitored, the key has "max", as in older checkpoints
         return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,12 +118,12 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Copy ``best.ckpt`` of earlier rounds into a new folder, or print that it is missing."""
+        """Copy the best checkpoint of earlier rounds to a new folder; print if it is missing."""
         if trainer.state.fn != "fit" or self.monitor is None or trainer.ckpt_path is None:
             return
         assert self.dirpath is not None
         path, target = Path(trainer.ckpt_path), self.dirpath / "best.ckpt"
-        state = checkpoint.get("callbacks", {}).get(self.state_key)  # None for another metric
+        state = checkpoint.get("callbacks", {}).get(self.state_key)  # None if another metric was monitored
         missing = not target.is_file() and (state is None or state["best_round"] is not None)
         if missing and trainer.is_global_zero and self._active(trainer):
             source = self._best_until(path, state) if state and _same_data(checkpoint, pl_module) else None
@@ -128,10 +134,13 @@ class RoundCheckpoint(Recorded, Checkpoint):
                     f"best.ckpt: the best until {path} is missing; only rounds after {checkpoint['global_step']} count",
                     flush=True,
                 )
-        trainer.strategy.broadcast(None)  # barrier: afterwards the other ranks look for the file
+        trainer.strategy.broadcast(None)  # barrier: the other ranks look for the file afterwards
 
     def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
-        """Return the best checkpoint at the time of ``path``, in its folder; None if missing."""
+        """Return the checkpoint that was the best when ``path`` was written.
+
+        The file is searched in the folder of ``path``; None if it is missing.
+        """
         for candidate in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
             with contextlib.suppress(ConfigurationError):  # missing or damaged
                 if AtomicCheckpointIO().load_checkpoint(candidate)["callbacks"].get(self.state_key) == state:
@@ -139,7 +148,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best score if the folder has ``best.ckpt``; else only later rounds count."""
+        """Restore the best score if the folder has ``best.ckpt``; else start without a score."""
         if self.dirpath is not None and (self.dirpath / "best.ckpt").is_file():
             self.best_score, self.best_round = state_dict["best_score"], state_dict["best_round"]
             self.best_model_path = str(self.dirpath / "best.ckpt")
@@ -148,8 +157,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """Determine and create the folder, so that errors are raised before the first round.
 
         Raises:
-            ConfigurationError: The folder cannot be created, ``max_steps`` is set, or it is unknown
-                whether large or small values of the monitored metric are best.
+            ConfigurationError: The folder cannot be created, ``max_steps`` is set, or ``mode`` is
+                None for a metric with an unknown direction.
         """
         if isinstance(pl_module, FederatedModule):
             pl_module.prepare_metrics()
@@ -159,7 +168,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 f"checkpoint.mode: null, but it is not known which values of {self.monitor!r} are best; set checkpoint.mode to max or min"
             )
         if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
-            # with max_steps, Lightning resumes inside the last epoch and repeats or drops a round
+            # with max_steps, Lightning would resume inside an epoch, and repeat or omit a round
             raise ConfigurationError(
                 f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
@@ -169,7 +178,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             given = self._given_dirpath
             folder = given if self.attempt is None else self.attempt.below(given)
             self.dirpath = Path(trainer.strategy.broadcast(str(folder)))
-        if stage == "fit":  # afterwards a resumed checkpoint restores its values
+        if stage == "fit":  # a checkpoint restores the values after this reset
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
             try:
@@ -179,7 +188,11 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 raise unwritable(self.dirpath, error) from error
 
     def _claim(self) -> None:
-        """Mark a folder as this run's; raise a ConfigurationError if another run owns it."""
+        """Mark the checkpoint folder as this run's.
+
+        Raises:
+            ConfigurationError: The folder belongs to another run.
+        """
         if self.attempt is None or self.in_the_run:
             return
         assert self.dirpath is not None
@@ -192,22 +205,26 @@ class RoundCheckpoint(Recorded, Checkpoint):
         write_text(note, f"{this_run}\n")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock, and reset the complete and saved rounds of this fit."""
+        """Start the clock of ``every_n_seconds``, and reset the complete and saved rounds."""
         self._complete_round = self.saved_round = None
         self._saved_at = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raise a ConfigurationError if an evaluation metric is monitored but not logged."""
+        """Check that the first evaluation has logged the monitored metric.
+
+        Raises:
+            ConfigurationError: The monitored metric is an evaluation metric and was not logged.
+        """
         trained = trainer.state.fn == "fit" and self._active(trainer) and not trainer.sanity_checking
         if trained and (self.monitor or "").startswith(("val/", "test/")):
             self._require_monitor(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the due checkpoints after a complete round.
+        """Save the checkpoints that are due after this round.
 
         Raises:
-            ConfigurationError: The server optimizer did not step once per round, or a file cannot
-                be written.
+            ConfigurationError: The server optimizer did not take exactly one step per round, or a
+                file cannot be written.
         """
         if not self._active(trainer):
             return
@@ -242,7 +259,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     ) -> None:
         """Save the last complete round unless the next round has begun."""
         between_rounds = trainer.fit_loop.epoch_progress.current.ready == self._complete_round
-        # saving is a barrier: a rank that fails alone would wait for the others
+        # saving is a barrier: a rank that fails alone would wait for the others forever
         if between_rounds and self._active(trainer) and trainer.world_size == 1:
             with contextlib.suppress(ConfigurationError):  # keep the original exception
                 self._save_last(trainer)
@@ -284,7 +301,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     def _save(self, trainer: L.Trainer, name: str) -> str:
         for logger in trainer.loggers:
-            logger.save()  # a resume needs the rows: they must reach the disk before the checkpoint
+            logger.save()  # rows reach the disk before the checkpoint, since a resumed run needs them
         assert self.dirpath is not None
         path = str(self.dirpath / name)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
@@ -295,24 +312,27 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return path
 
     def _label(self, name: str) -> str:
-        """Return the label of client memories' files for a checkpoint, unique across folders."""
+        """Return the label in the names of the files of client memories for a checkpoint.
+
+        The label differs between checkpoint folders.
+        """
         if self.in_the_run:
             return Path(name).stem
         return f"{Path(name).stem}-{crc32(os.fsencode(os.path.abspath(str(self.dirpath)))):08x}"
 
 
 def kept_name(round_number: int) -> str:
-    """Return the name of a round's checkpoint in ``keep_rounds``."""
+    """Return the file name of a checkpoint for ``keep_rounds``."""
     return f"round_{round_number}.ckpt"
 
 
 def _best_name(stem: str) -> str:
-    """Return the name of the best checkpoint so far that is kept beside ``<stem>.ckpt``."""
+    """Return the file name of the best checkpoint that is kept together with ``<stem>.ckpt``."""
     return f"{stem}_best.ckpt"
 
 
 def _copy(source: Path, target: Path, round_number: int) -> None:
-    """Copy a checkpoint, and link the client memories' files that belong to it."""
+    """Copy a checkpoint, and link its files of client memories to the copy's folder."""
     link_files(
         source.parents[1],
         f"{source.stem}_{round_number}",
@@ -324,6 +344,6 @@ def _copy(source: Path, target: Path, round_number: int) -> None:
 
 
 def _same_data(checkpoint: Mapping[str, Any], module: L.LightningModule) -> bool:
-    """Return whether a checkpoint has the same data; scores on other data cannot be compared."""
+    """Return whether a checkpoint's run has the same data, so that scores can be compared."""
     record = getattr(module, "record", None)
     return record is None or checkpoint["fl_lightning"]["record"].get("data") == record.data

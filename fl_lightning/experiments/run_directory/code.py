@@ -1,4 +1,4 @@
-"""Names of classes and functions, and the code of those that cannot be imported."""
+"""Names of classes and functions, and the code of classes and functions in scripts."""
 
 import dis
 import functools
@@ -24,7 +24,7 @@ _NOT_CODE = (
 
 @functools.cache
 def full_name(maker: Any) -> str:
-    """Return the shortest import path of a class or function, the same in child processes."""
+    """Return the shortest import path of a class or function; child processes get the same path."""
     try:
         path = str(get_import_path(maker))
     except (ValueError, ImportError, AttributeError):
@@ -33,7 +33,10 @@ def full_name(maker: Any) -> str:
 
 
 def is_local(maker: Any) -> bool:
-    """Return whether a class or function cannot be imported: a script or function defines it."""
+    """Return whether a class or function cannot be imported.
+
+    That is so if a script, a notebook or the body of a function defines it.
+    """
     inner = inspect.unwrap(maker)
     path = f"{inner.__module__}.{getattr(inner, '__qualname__', '<')}"
     if "<" in path or path.startswith(("__main__.", "__mp_main__.", "None.")):
@@ -47,11 +50,11 @@ def is_local(maker: Any) -> bool:
 
 
 def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
-    """Describe the code of a class or function: its instructions and all objects that they name.
+    """Describe the code of a class or function by its bytecode and the objects that it uses.
 
     Args:
         maker: The class, or the function without wrappers.
-        reference: Function that describes a named value, such as a global or a default.
+        reference: Function that describes such an object, for example a global or a default.
     """
     if isinstance(maker, type):
         members = [[name, reference(x)] for name, x in vars(maker).items() if name not in _NOT_CODE]
@@ -76,16 +79,16 @@ def _content(cell: Any) -> Any:
 
 
 def _names(code: CodeType) -> list[str]:
-    """Return the names of globals that a function and its inner functions read."""
+    """Return the names of the globals that a function and its nested functions read."""
     inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
     outer = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return list(dict.fromkeys([*outer, *inner]))
 
 
 def _instructions(code: CodeType) -> list[Any]:
-    """Return the instructions with their operands, by name or value, without the docstring."""
+    """Return the bytecode as operations with names or values, without the docstring."""
     steps = list(dis.get_instructions(code))
-    stored = [*steps[1:], None]  # class bodies load and store docstrings
+    stored = [*steps[1:], None]  # a class body loads and stores its docstring
     docs = [x for x in stored if x is not None and (x.opname, x.argval) == ("STORE_NAME", "__doc__")]
     code_steps = [x for x, after in zip(steps, stored, strict=True) if x not in docs and after not in docs]
     return [[x.opname, _operand(x.argval)] for x in code_steps]

@@ -1,4 +1,4 @@
-"""Start of a fit: new, resumed in its checkpoint's folder, or forked into a new folder."""
+"""Start of a fit: a new run, a resumed run, or a new attempt from a checkpoint."""
 
 import shutil
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ class Start:
         attempt: Folder of the run; None with ``fast_dev_run``.
         round: Round of the checkpoint; 0 for a new run.
         is_new: Whether the folder was made for this fit.
-        checkpoint: Path of the checkpoint.
-        differs: Old and new value of each changed setting that decides results, by dotted name;
-            None if the run resumes unchanged.
+        checkpoint: Path of the checkpoint; empty for a new run.
+        differs: Old and new value of each changed setting that affects results, by dotted name;
+            None if the run resumes with the same settings.
         metrics: Lines of ``metrics.jsonl`` up to ``round``.
     """
 
@@ -35,7 +35,7 @@ class Start:
     metrics: bytes = b""
 
     def discard_untrained(self) -> None:
-        """Remove a new folder without a trained round, and parents that are then empty."""
+        """Remove the folder if this fit made it and trained no round; remove empty parents, too."""
         if self.attempt is None or not self.is_new:
             return
         rows = read_metrics(self.attempt.metrics) if self.attempt.metrics.exists() else []
@@ -52,24 +52,25 @@ def find_start(
     resumed: Attempt | None,
     held: ExitStack,
 ) -> Start:
-    """Return the start from a checkpoint, in the run's folder or in a new attempt.
+    """Return the start from a checkpoint, in the checkpoint's folder or in a new attempt.
 
-    Changed settings, another seed or an earlier checkpoint need a new attempt, so that the results
-    of the other run are neither cut nor mixed.
+    A new attempt is needed if settings or the seed have changed, or if the checkpoint is not the
+    last of its run. Otherwise the new rounds would overwrite or mix with the results of that run.
 
     Args:
         directory: All attempts at the run.
         ckpt_path: The checkpoint file.
         checkpoint: Content of the file.
-        made: The built objects.
-        resumed: Attempt of this run whose last checkpoint is ``ckpt_path``, or None.
+        made: Description of the built objects.
+        resumed: Attempt at this run with ``ckpt_path`` as its last checkpoint; None if a new
+            attempt is needed.
         held: Exit stack that holds the lock of a new attempt.
 
     Raises:
         ConfigurationError: Metrics of earlier rounds are missing, or a file cannot be written.
     """
     reached, source = int(checkpoint["global_step"]), resumed or directory.attempt_of(ckpt_path)
-    # missing lines raise an error: read them before a folder is made
+    # read the lines before a folder is made: missing lines raise an error
     lines = lines_until(source.metrics, reached) if source is not None else []
     differs = _differences(checkpoint, made)
     if resumed is not None:
@@ -84,8 +85,8 @@ def find_start(
 
 
 def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
-    """Return the old and the new value of each changed setting that decides results."""
+    """Return the old and the new value of each changed setting that affects results."""
     before = checkpoint["fl_lightning"]["record"].get("description")
-    if not before:  # the checkpoint is of an earlier version
+    if not before:  # an earlier version wrote the checkpoint
         return {"settings": ["unknown", "those of config.yaml"]}
     return differences(before, deciding_settings(made))

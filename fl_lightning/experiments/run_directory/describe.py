@@ -1,4 +1,4 @@
-"""Short descriptions of a run and its environment, for titles and tables."""
+"""Short descriptions of a run and its environment for titles and tables."""
 
 import os
 import platform
@@ -37,7 +37,7 @@ _LAYERS: dict[str, type[nn.Module]] = {
 
 
 def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> str:
-    """Return the method with remarks of callbacks, such as ``FedAvg + FixBN(freeze_round=9)``."""
+    """Return server optimizer and callbacks as text, such as ``FedAvg + FixBN(freeze_round=9)``."""
     optimizer = module.server_optimizer([torch.zeros(1)])
     settings = optimizer.param_groups[0]
     base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
@@ -55,7 +55,7 @@ def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> s
 
 
 def identity(module: FederatedModule) -> dict[str, Any]:
-    """Return the content of ``run.json``: name, tags, metrics, facts not in the configuration."""
+    """Return the content of ``run.json``: the run's name, tags, metrics and other facts."""
     methods, data = module.federated_callbacks, type(module.data).__name__
     base = method_name(module, []).partition("(")[0]
     partition = module.data.describe_partition()
@@ -76,7 +76,10 @@ def identity(module: FederatedModule) -> dict[str, Any]:
 
 
 def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
-    """Return ``label`` and ``best`` (``"max"`` or ``"min"``) of a task's metrics, quality first."""
+    """Return ``label`` and ``best`` of each metric of a task, the task's quality first.
+
+    ``best`` is ``"max"`` if large values are better, else ``"min"``.
+    """
     return {
         name: {"label": task.shown.get(name, name.replace("_", " ")), "best": best}
         for name, best in task.best.items()
@@ -84,9 +87,10 @@ def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
 
 
 def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
-    """Return columns and rows of a table of the clients' data, training and class counts.
+    """Return the columns and the rows of a table with each client's data, training and classes.
 
-    The loss is the mean over the local steps of a client's last round; None before its first round.
+    The loss is the mean over the local steps of the client's last round. It is None if the client
+    has not trained yet.
     """
     data = module.data
     histogram = data.partition_record().get("class_histogram") or [[]] * data.num_clients
@@ -100,12 +104,15 @@ def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
 
 
 def model_name(module: FederatedModule) -> str:
-    """Return the class name of the model, ignoring the wrapper of a compiled model."""
+    """Return the class name of the model, also of a compiled one."""
     return type(getattr(module.model, "_orig_mod", module.model)).__name__
 
 
 def run_title(module: FederatedModule) -> list[str]:
-    """Return the lines of a picture's title: method; model, data, partition and seed; origins."""
+    """Return the lines of a picture's title: the method, the model and its data, and origins.
+
+    An origin is a checkpoint from which the run continued.
+    """
     norms = norm_names(module.model)
     model = model_name(module) + (f" ({', '.join(norms)})" if norms else "")
     data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
@@ -114,7 +121,7 @@ def run_title(module: FederatedModule) -> list[str]:
 
 
 def norm_names(model: nn.Module) -> list[str]:
-    """Return the kinds of norm layers, or substitutes, in a model, such as ``["GN", "WS"]``."""
+    """Return the kinds of normalization, or substitutes, in a model, such as ``["GN", "WS"]``."""
     kinds = {_name(module) for module in model.modules()}
     return [name for name in _LAYERS if name in kinds]
 
@@ -126,7 +133,7 @@ def _name(module: nn.Module) -> str:
 
 
 def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
-    """Describe each checkpoint from which a run was continued: run, round, and changed settings."""
+    """Describe each checkpoint from which a run continued by run, round and changed settings."""
     lines = []
     for entry in continued_from:
         path = Path(entry["checkpoint"])
@@ -138,9 +145,10 @@ def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
 
 
 def describe_computing(module: FederatedModule) -> dict[str, object]:
-    """Return the executor and everything else that affects rounding errors.
+    """Return the executor, the device and other facts that affect rounding errors.
 
-    ``block_size`` is the number of clients computed at once; None if each is computed alone.
+    ``block_size`` is the number of clients that the executor computes at once. It is None if the
+    executor computes one client after the other.
     """
     clients = 1 if module.centralised else module.plan.cohort_size
     device = module.device
@@ -155,7 +163,10 @@ def describe_computing(module: FederatedModule) -> dict[str, object]:
 
 
 def describe_environment() -> dict[str, str | None]:
-    """Return versions, platform and git commit (with ``-dirty`` if changed; None without git)."""
+    """Return versions, platform and git commit.
+
+    The commit ends in ``-dirty`` if files have changed since the commit. It is None without git.
+    """
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -167,7 +178,7 @@ def describe_environment() -> dict[str, str | None]:
 
 
 def process_seconds() -> float | None:
-    """Return the seconds since this process started; None if the system does not report them."""
+    """Return the age of this process in seconds; None on a system without ``/proc``."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""Description of a run from YAML or Python: its built objects as a tree of plain values.
+"""Description of a run from YAML or Python as a tree of dicts, lists, numbers and strings.
 
-The tree is structured like a configuration: ``model``, ``data`` and ``trainer``, with
-``class_path`` and ``init_args`` for each object. The run's hash, its provenance and the changes
-since a resumed checkpoint are computed from the tree.
+The tree has the structure of a configuration: ``model``, ``data`` and ``trainer``, with
+``class_path`` and ``init_args`` for each object. The run's hash, its provenance and the changed
+settings of a resumed run are computed from the tree.
 """
 
 import hashlib
@@ -50,29 +50,30 @@ OUTSIDE_THE_HASH = frozenset(
         "strategy",
     }
 )
-"""Trainer settings that affect neither weights nor bytes nor metrics of a round."""
+"""Trainer settings that affect no weights, no metrics and no transferred bytes of a round."""
 
 _TASK = full_name(Classification)
 """The default task of a run."""
 
 _PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning's precision by its alias; None is the default precision."""
+"""Lightning's name of each precision by its alias; None is the default precision."""
 
 _SHOWING = (RoundCheckpoint, ProgressBar)
-"""Callbacks that do not affect results."""
+"""Callbacks that do not affect results, so that the hash ignores them."""
 
 
 def description_of(config: Config) -> Config:
-    """Return a configuration with full class names, without settings that the hash ignores.
+    """Return a configuration with full class names and without the settings that the hash ignores.
 
     Args:
-        config: A resolved configuration or a description; ``dict_kwargs`` become arguments.
+        config: A resolved configuration or a description. ``dict_kwargs`` are merged into
+            ``init_args``.
     """
     return {part: _plain(node) for part, node in _parts(config).items()}
 
 
 def _parts(config: Config) -> Config:
-    """Return model, data and trainer as classes with those arguments that can decide results."""
+    """Return model, data and trainer as classes with the arguments that may affect results."""
     model, data = config.get("model") or {}, config.get("data") or {}
     path, arguments = (
         model.get("class_path", MODULE),
@@ -104,12 +105,12 @@ def _parts(config: Config) -> Config:
 
 
 def config_hash(config: Config) -> str:
-    """Return 8 hex digits of SHA-256 over the settings that differ from the defaults.
+    """Return the first 8 hex digits of SHA-256 over the settings that differ from the defaults.
 
-    Files that decide results, such as initial weights and partitions, are hashed by content.
+    A file that affects results, such as initial weights or a partition, is hashed by its content.
 
     Args:
-        config: Model, data and trainer; the order of keys is ignored.
+        config: Model, data and trainer. The order of keys has no effect.
     """
     essential = {part: _essential(node) for part, node in _parts(config).items()}
     text = json.dumps(essential, sort_keys=True, separators=(",", ":"), default=str)
@@ -120,7 +121,8 @@ def directory_of(config: Config) -> RunDirectory:
     """Return the directory of all attempts at a resolved configuration.
 
     Args:
-        config: The resolved configuration with its name; ``~`` is the user's home.
+        config: The resolved configuration, including ``name`` and ``run_root``. In ``run_root``,
+            ``~`` is the user's home.
     """
     hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
     return RunDirectory(
@@ -129,10 +131,11 @@ def directory_of(config: Config) -> RunDirectory:
 
 
 def deciding_settings(config: Config) -> Config:
-    """Return the settings that decide results, including defaults, by dotted name.
+    """Return the settings that affect results, including defaults, by dotted name.
 
-    Names omit ``init_args``, and classes are given by full name. A callback's name is its class, as
-    in ``trainer.callbacks.FixBN.freeze_round``; the second callback of a class is ``FixBN.2``.
+    The dotted names omit ``init_args``. A callback is named by its class, as in
+    ``trainer.callbacks.FixBN.freeze_round``. A second callback of the same class is ``FixBN.2``. An
+    object is given by the full name of its class.
     """
     tree = description_of(config)
     settings = tree["trainer"]["init_args"]
@@ -147,13 +150,13 @@ def deciding_settings(config: Config) -> Config:
 
 
 def class_path(entry: Any) -> str:
-    """Return the full name of an entry's class; empty if it has no class."""
+    """Return the full name of the class in an entry's ``class_path``; empty without this key."""
     path = entry.get("class_path", "") if isinstance(entry, Mapping) else ""
     return _resolved(str(path))
 
 
 def class_name(entry: Any) -> str:
-    """Return the bare name of an entry's class; empty if it has no class."""
+    """Return the name of an entry's class without its module; empty without ``class_path``."""
     return class_path(entry).rpartition(".")[2]
 
 
@@ -176,7 +179,7 @@ def _with_digest(value: Any) -> Any:
 
 
 def _plain(node: Any) -> Any:
-    """Copy a tree with full class names and ``dict_kwargs`` merged into ``init_args``."""
+    """Copy a tree; write full class names, and merge ``dict_kwargs`` into ``init_args``."""
     if type(node) in _SCALARS:
         return node
     if isinstance(node, Mapping):
@@ -209,7 +212,7 @@ def _essential(node: Any) -> Any:
     for name, x in _arguments(node).items():
         scalar = type(x) in _SCALARS
         usual = known.get(name)
-        # most defaults are None, which no object equals: skip the costly text of the object
+        # an object never equals None, the most frequent default: skip the object's costly text
         if usual != repr(x) if scalar else usual in (None, "None") or usual != _text(_plain(x)):
             given[name] = _content(x) if name in files else x if scalar else _essential(x)
     rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}
@@ -226,25 +229,25 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 def _content(value: Any) -> Any:
-    """Return the digest of the file that a value names; the value itself if there is no file."""
+    """Return the digest of the file if a value is the path of a file, otherwise the value."""
     path = Path(value).expanduser() if isinstance(value, str) else None
     return {"content_digest": file_digest(path)} if path is not None and path.is_file() else value
 
 
 def _text(value: Any) -> str:
-    """Return a value as text, for comparisons in which ``1``, ``1.0`` and ``True`` differ."""
+    """Return a value as text, since the texts of ``1``, ``1.0`` and ``True`` differ."""
     return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
 
 
 @cache
 def _defaults(path: str) -> dict[str, str]:
-    """Return the defaults of a class or function as text; pinned defaults take precedence."""
+    """Return the defaults of a class or function as text, with the defaults of :func:`pinned`."""
     values = defaults(_maker(path)) | pinned().get(path, {})
     return {name: _text(value) for name, value in values.items()}
 
 
 def defaults(maker: Callable[..., Any] | None) -> Config:
-    """Return the defaults of a class or function as plain values."""
+    """Return the defaults of a class or function as numbers, strings, lists and dicts."""
     known = parameters(maker) if maker is not None else {}
     return {
         name: as_plain(x.default, x.annotation)
@@ -255,7 +258,10 @@ def defaults(maker: Callable[..., Any] | None) -> Config:
 
 @cache
 def pinned() -> dict[str, Config]:
-    """Return the first default of each shipped setting; the hash ignores only this default."""
+    """Return the first default of each shipped setting; the hash omits settings with this value.
+
+    If a later version changes a default, runs with the old value keep their hash.
+    """
     values: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
     return values
 
@@ -267,7 +273,7 @@ def _maker(path: str) -> Callable[..., Any] | None:
     for length in range(len(parts) - 1, 0, -1):
         try:
             value: Any = import_module(".".join(parts[:length]))
-        except Exception:  # noqa: BLE001, S112  # building the run reports the error
+        except Exception:  # noqa: BLE001, S112  # the error is reported when the run is built
             continue
         for part in parts[length:]:
             value = getattr(value, part, None)
@@ -282,7 +288,7 @@ def _resolved(path: str) -> str:
 
 
 def _hashed(path: str) -> str:
-    """Return a class's name for the hash; shipped classes keep an old path, to keep old hashes."""
+    """Return a class's name for the hash: for a shipped class, its old path, so hashes stay."""
     package, _, name = path.partition(".")
     if package in OLD_NAMES:  # the user's own package
         return f".{path}"
@@ -297,7 +303,7 @@ def _shows(path: str) -> bool:
 
 @cache
 def _threads_only_read(path: str) -> bool:
-    """Return whether the setting ``threads`` is the shipped one, which affects no number."""
+    """Return whether ``threads`` is a setting of shipped data modules, which affects no result."""
     kinds = getattr(_maker(path), "__mro__", ()) if path else ()
     owners = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
     return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")  # not a user's class
@@ -305,12 +311,12 @@ def _threads_only_read(path: str) -> bool:
 
 @cache
 def _evaluation_counts(path: str) -> bool:
-    """Return whether a method's transfers depend on how often the server evaluates."""
+    """Return whether a method transfers bytes for each evaluation of the server."""
     return bool(getattr(_maker(path), "sends_for_evaluations", False)) if path else False
 
 
 def differences(before: Config, after: Config) -> dict[str, list[Any]]:
-    """Return the old and the new value of each changed setting, by name; NaN equals NaN."""
+    """Return the old and the new value of each changed setting by name; NaN equals NaN."""
     pairs = {name: [before.get(name), after.get(name)] for name in dict.fromkeys([*before, *after])}
     return {
         name: [old, new]
@@ -320,18 +326,18 @@ def differences(before: Config, after: Config) -> dict[str, list[Any]]:
 
 
 def _is_gone(old: Any, new: Any) -> bool:
-    """Return whether a file that decided a run, such as initial weights, is missing now."""
+    """Return whether the only change is that a file, such as initial weights, is missing now."""
     return isinstance(old, str) and isinstance(new, str) and old.startswith(f"{new} (")
 
 
 def misfits(written: Config, made: Config) -> list[str]:
-    """Describe the settings that differ between a configuration and the built objects.
+    """Describe the settings that differ between a configuration file and the built objects.
 
-    The configuration may omit settings that the data decide.
+    A setting that the data determine may be missing in the file.
 
     Args:
-        written: Configuration from its file.
-        made: The built objects.
+        written: Content of the configuration file.
+        made: Description of the built objects.
     """
     decided = [f"model.model.{name}" for name in LINKED]
     file, objects = deciding_settings(written), deciding_settings(made)
@@ -339,7 +345,7 @@ def misfits(written: Config, made: Config) -> list[str]:
         f"{name}: {old} in the file, {new} was built"
         for name, (old, new) in differences(file, objects).items()
         if not (name in decided and old is None)
-        # the file gives a dataclass as its fields
+        # in the file, a dataclass is given by its fields
         and not (old is None and any(key.startswith(f"{name}.") for key in file))
         and not _is_foreign(name, objects)
         and not _is_same(old, new)
@@ -347,7 +353,7 @@ def misfits(written: Config, made: Config) -> list[str]:
 
 
 def _is_foreign(name: str, objects: Config) -> bool:
-    """Return whether a setting is in a value without recorded arguments, such as a dataclass."""
+    """Return whether a setting is part of an object whose arguments were not recorded."""
     parts = name.split(".")
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(
@@ -356,9 +362,9 @@ def _is_foreign(name: str, objects: Config) -> bool:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Return whether values differ only in notation: NaN, a set, a decimal, a function's alias."""
+    """Return whether two values are equal in another notation, such as a set and a sorted list."""
     if isinstance(old, list) and isinstance(new, list):
-        # the built list is a sorted set
+        # a set is described as a sorted list
         return new == sorted(new, key=repr) and sorted(map(str, old)) == sorted(map(str, new))
     if isinstance(old, str) and old.startswith("range(") and isinstance(new, list):
         return True

@@ -1,8 +1,8 @@
 """Run directory: ``runs/<name>/<config hash>-s<seed>``, one folder per attempt.
 
-The folder follows from the configuration alone, so that a resumed run finds its checkpoints.
-Further attempts use ``...-s0.2``, ``...-s0.3`` and so on. A new ``fit`` never touches a folder with
-a trained round.
+The configuration determines the folder, so that a resumed run finds its checkpoints. Further
+attempts use ``...-s0.2``, ``...-s0.3`` and so on. A new ``fit`` never changes a folder that has a
+trained round.
 """
 
 import re
@@ -20,16 +20,16 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import locked, unwritable, user_path
 
 Config = dict[str, Any]
-"""Settings of a run as in YAML, with all defaults."""
+"""Settings of a run as in its YAML file, including defaults."""
 
 LOCK = ".lock"
 """Name of the file in a run's folder that a process locks while it trains there."""
 
-_GLANCE = 0.1  # seconds after which a process that only checked the lock has released it
+_GLANCE = 0.1  # seconds; a process that only checks the lock releases it within this time
 
 
 class _File:
-    """Path of a file or folder in the folder of an attempt."""
+    """Descriptor that returns the path of a file in the folder of an attempt."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,20 +50,20 @@ class Attempt:
 
     config = _File("config.yaml")  # the resolved configuration
     identity = _File("run.json")  # name, tags and facts not in the configuration
-    metrics = _File("metrics.jsonl")  # one line per logged round: the source of truth
+    metrics = _File("metrics.jsonl")  # one line per logged round
     result = _File("result.json")  # the result of the finished run
-    partition = _File("partition.json")  # the distribution of the data over clients
+    partition = _File("partition.json")  # the clients' numbers of samples, by class
     policy = _File("policy.json")  # the treatment of each kind of state, by round
-    participation = _File("participation.csv")  # the data and training of each client
-    histograms = _File("histograms.json")  # histograms of the reports, by name
+    participation = _File("participation.csv")  # samples, rounds and steps of each client
+    histograms = _File("histograms.json")  # histograms of the reports by name
     partition_picture = _File("partition.png")  # the samples of each class at each client
     learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
-    wandb_id = _File("wandb_id")  # the run's id at W&B, also after a resume
-    error = _File("error.txt")  # the traceback of the run's error
+    wandb_id = _File("wandb_id")  # the run's id at W&B; a resumed run keeps it
+    error = _File("error.txt")  # the traceback if an error ended the run
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of ``last.ckpt`` and ``best.ckpt`` unless ``checkpoint.dirpath`` is set."""
+        """Folder of ``last.ckpt`` and ``best.ckpt``; ``checkpoint.dirpath`` may set another."""
         config = self.read_config() if self.config.is_file() else {}
         elsewhere = (config.get("checkpoint") or {}).get("dirpath")
         return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
@@ -90,15 +90,16 @@ class Attempt:
 
     @contextmanager
     def lock(self, certain: bool = False) -> Iterator[None]:
-        """Lock this folder against other training processes, until the block or the process ends.
+        """Lock this folder against other training processes until the block or the process ends.
 
         Args:
-            certain: Whether to raise an error if the file system cannot lock (some network ones).
+            certain: Whether to raise an error if the file system has no locks, as some network file
+                systems.
 
         Raises:
             ConfigurationError: Another process holds the lock.
         """
-        file = self.path / LOCK  # not the folder, whose lock other nodes would not see
+        file = self.path / LOCK  # lock a file: other nodes do not see the lock of a folder
         with ExitStack() as held:
             try:
                 try:
@@ -115,7 +116,10 @@ class Attempt:
             yield
 
     def is_locked(self) -> bool:
-        """Return whether a process trains here; :meth:`lock` tolerates this check's short lock."""
+        """Return whether a process trains in this folder.
+
+        The check itself locks the folder for a moment; :meth:`lock` waits for that.
+        """
         file = self.path / LOCK
         if not file.is_file() or file.is_symlink():
             return False
@@ -124,7 +128,7 @@ class Attempt:
                 return False
         except BlockingIOError:
             return True
-        except OSError:  # the folder was just removed, or the file is another user's
+        except OSError:  # the folder was just removed, or another user owns the file
             return False
 
     def kept_nothing(self) -> bool:
@@ -139,8 +143,8 @@ class RunDirectory:
 
     Args:
         root: ``runs/<name>``.
-        stem: ``<config hash>-s<seed>``, the first attempt's folder; later attempts append ``.2``,
-            ``.3`` and so on.
+        stem: Name of the first attempt's folder, ``<config hash>-s<seed>``. Later attempts append
+            ``.2``, ``.3`` and so on.
     """
 
     root: Path
@@ -154,7 +158,9 @@ class RunDirectory:
         return [numbers[number] for number in sorted(numbers, reverse=True)]
 
     def new_attempt(self) -> Attempt:
-        """Create the folder of the next attempt; concurrent processes get different folders.
+        """Create the folder of the next attempt.
+
+        Processes that call this method at the same time get different folders.
 
         Raises:
             ConfigurationError: The folder cannot be created.
@@ -172,10 +178,13 @@ class RunDirectory:
                 return Attempt(path)
 
     def next_attempt(self, held: ExitStack) -> Attempt:
-        """Return an attempt for a new run; ``held`` holds its lock.
+        """Return an attempt for a new run, and lock its folder.
 
-        The newest attempt is emptied and reused if it has no trained round and no process trains in
-        it.
+        If the newest attempt has no trained round and no process trains in its folder, the folder
+        is emptied and reused. Otherwise a new folder is made.
+
+        Args:
+            held: Exit stack that holds the lock.
         """
         for newest in self.attempts()[:1]:
             with ExitStack() as tried, suppress(ConfigurationError, FileNotFoundError):
@@ -187,32 +196,36 @@ class RunDirectory:
                     return newest
         while True:
             new = self.new_attempt()
-            with suppress(ConfigurationError, FileNotFoundError):  # another process has just taken it
+            with suppress(ConfigurationError, FileNotFoundError):  # another process has just locked the folder
                 held.enter_context(new.lock())
                 return new
 
     def newest_checkpoint(self, name: str = "last.ckpt") -> Path | None:
-        """Return the checkpoint with this file name in the newest attempt that has it."""
+        """Return the checkpoint file of this name from the newest attempt that has one."""
         paths = (attempt.checkpoints / name for attempt in self.attempts())
         return next((path for path in paths if path.is_file()), None)
 
     def attempt_of(self, checkpoint: Path) -> Attempt | None:
-        """Return the attempt, of any run, that owns a checkpoint; None outside run directories."""
+        """Return the attempt that owns a checkpoint; None if the file is in no run directory.
+
+        The attempt may be of another run.
+        """
         folder = checkpoint.resolve().parent
         around = Attempt(folder.parent)
         known = [*self.attempts(), around] if around.config.is_file() else self.attempts()
         return next((attempt for attempt in known if attempt.checkpoints.resolve() == folder), None)
 
     def other_checkpoint(self, name: str) -> Path | None:
-        """Return the newest such checkpoint in runs of the same name but another hash."""
+        """Return the newest checkpoint file of this name among runs with the same run name."""
         others = self.root.glob(f"*/checkpoints/{name}")
         return max(others, key=lambda path: path.stat().st_mtime, default=None)
 
     def resolve_checkpoint(self, ckpt_path: str) -> Path:
-        """Return the checkpoint file of ``--ckpt_path``.
+        """Return the checkpoint file for the setting ``--ckpt_path``.
 
         Args:
-            ckpt_path: ``"last"`` or ``"best"`` in the newest attempt that has the file, or a path.
+            ckpt_path: A path, or ``"last"`` or ``"best"`` for a file of the newest attempt that has
+                one.
 
         Raises:
             ConfigurationError: There is no such checkpoint.

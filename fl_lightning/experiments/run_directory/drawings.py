@@ -22,7 +22,7 @@ from fl_lightning.round.module import FederatedModule
 
 
 def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
-    """Draw ``partition.png`` from ``partition.json``: samples by client and by class, if any."""
+    """Draw ``partition.png`` from ``partition.json``: each client's samples, by class if any."""
     with harmless(attempt.partition_picture):
         record, title = json.loads(attempt.partition.read_text()), run_title(module)
         write_figure(attempt.partition_picture, clients_figure(record, module.data.class_names, title))
@@ -31,13 +31,15 @@ def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     """Draw the pictures of a run, and write the tables of its clients and reports as CSV files.
 
-    ``learning_curve.png`` is drawn from ``metrics.jsonl``. For a finished run,
-    ``class_<quality>.png``, such as ``class_accuracy.png``, is drawn from ``result.json``, and
-    ``overlays.png`` for a segmentation.
+    - Each run has ``learning_curve.png``, drawn from ``metrics.jsonl``.
+    - A finished run has ``class_<quality>.png``, such as ``class_accuracy.png``, drawn from
+      ``result.json``.
+    - A finished segmentation run also has ``overlays.png``.
+    - Reports may add ``<name>.png``, ``<name>.csv`` and entries in ``histograms.json``.
 
     Args:
-        attempt: The run's folder; None with ``fast_dev_run``.
-        module: The trained module; its reports may add ``<name>.png`` and ``<name>.csv``.
+        attempt: The run's folder. None, as with ``fast_dev_run``, draws no pictures.
+        module: The trained module.
     """
     if attempt is None:
         return
@@ -84,8 +86,8 @@ def _write_table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any
 
 @contextmanager
 def harmless(what: Path | str) -> Iterator[None]:
-    """Print an error instead of raising it: a missing picture or table must not stop a run."""
+    """Print an error instead of raising it, as a missing picture must not stop a run."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # errors of matplotlib, disk or users' code
+    except Exception as error:  # noqa: BLE001  # any error of matplotlib, the disk or users' code
         print(f"{what} was not written: {type(error).__name__}: {error}", file=sys.stderr)

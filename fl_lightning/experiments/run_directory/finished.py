@@ -15,7 +15,10 @@ from fl_lightning.round.record import Origin
 
 @with_config(extra="allow", strict=True)
 class Result(TypedDict):
-    """Content of ``result.json``, without metrics (names with a slash) and entries of reports."""
+    """Content of ``result.json``, except the metrics and the entries of reports.
+
+    Metrics are the entries with a slash in their name, such as ``test/accuracy``.
+    """
 
     method: str
     model: str
@@ -48,7 +51,7 @@ class Result(TypedDict):
 
 
 def metric_values(result: Result) -> dict[str, float]:
-    """Return the metrics of a result by name, such as ``test/accuracy``."""
+    """Return the metrics of a result by name; a metric has a slash, as in ``test/accuracy``."""
     return {name: cast("float", value) for name, value in result.items() if "/" in name}
 
 

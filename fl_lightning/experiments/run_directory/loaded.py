@@ -1,4 +1,4 @@
-"""Finished and unfinished runs that are read from their folders."""
+"""Finished and unfinished runs, read from their folders."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from fl_lightning.files import user_path
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run read from its folder by ``load_run``. Each file is read when it is first used.
+    """A run that ``load_run`` reads from its folder. Each file is read at its first use.
 
     Attributes:
         path: The run directory.
@@ -27,7 +27,7 @@ class LoadedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has a result."""
+        """Whether the run has finished, so that ``result.json`` exists."""
         return Attempt(self.path).result.is_file()
 
     @cached_property
@@ -76,7 +76,7 @@ class LoadedRun:
 
 
 def load_run(path: str | os.PathLike[str]) -> LoadedRun:
-    """Load a run.
+    """Load a run from its folder.
 
     ::
 
@@ -104,7 +104,7 @@ def frame_of(rows: Sequence[Mapping[str, object]], plain: str) -> Any:
 
     Args:
         rows: Values of each row by column.
-        plain: Attribute with the same values, which the error suggests if pandas is missing.
+        plain: Name of an attribute with the same values, for the message if pandas is missing.
 
     Raises:
         ConfigurationError: pandas is not installed.

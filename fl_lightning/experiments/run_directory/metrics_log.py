@@ -1,8 +1,8 @@
-"""``metrics.jsonl``: one JSON object per logged round, the run's source of truth.
+"""``metrics.jsonl``: the metrics of a run, one JSON object per logged round.
 
-Floats are written with all digits and read back bit for bit. As JSON has no NaN or infinity, they
-are written as strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Python's ``float(...)``,
-JavaScript's ``Number(...)`` and :func:`read_metrics` convert these strings.
+Floats are written with all digits, so that reading them returns the same bits. JSON has no NaN and
+no infinity: these values are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+:func:`read_metrics`, Python's ``float(...)`` and JavaScript's ``Number(...)`` convert the strings.
 """
 
 import json
@@ -21,15 +21,16 @@ from fl_lightning.files import no_link, plain, restored, unwritable
 class JSONLinesLogger(Logger):
     """Logger that appends the metrics of each round to ``<save_dir>/metrics.jsonl``.
 
-    The first row creates the file. Metrics without the key ``"round"``, such as from Lightning's
-    ``LearningRateMonitor``, are added to the next row, with the newest value of each name. Each row
-    is a single write: if the run is killed, at most the last line is incomplete.
+    The first row creates the file. Metrics that are logged without the key ``"round"``, as by
+    Lightning's ``LearningRateMonitor``, are added to the next row. If such a metric is logged
+    several times, its newest value counts. Each row is a single write: if the run is killed, at
+    most the last line is incomplete.
 
     Args:
         save_dir: The run's folder.
     """
 
-    name = version = ""  # Lightning nests folders by name and version; a run has a flat folder
+    name = version = ""  # empty, so that Lightning makes no subfolders
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         super().__init__()
@@ -43,10 +44,11 @@ class JSONLinesLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row, with the metrics without a round that were logged since the last row.
+        """Append a row to the file, or keep metrics without a round for the next row.
 
         Args:
-            metrics: Scalars, tensors or lists by name; without ``"round"``, kept for the next row.
+            metrics: Scalars, tensors or lists by name. Metrics without the key ``"round"`` are kept
+                for the next row.
             step: Ignored, as the metrics include the round.
 
         Raises:
@@ -66,36 +68,36 @@ class JSONLinesLogger(Logger):
             raise unwritable(self.path, error) from error
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Ignore hyperparameters, as ``config.yaml`` has the run's settings."""
+        """Ignore hyperparameters: ``config.yaml`` has the run's settings."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Flush the rows written so far to the disk."""
+        """Sync the rows of the file to the disk."""
         if self.path.exists():
             with open(self.path, "ab", opener=no_link) as file:
                 os.fsync(file.fileno())
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
-    """Return all rows of a ``metrics.jsonl`` in order, without an incomplete last line.
+    """Return all rows of a ``metrics.jsonl`` in order; ignore an incomplete last line.
 
     Raises:
-        ConfigurationError: The file is missing, or a line other than the last is not a row.
+        ConfigurationError: The file is missing, or a line before the last is not a row of metrics.
     """
     return [row for row, _ in _parse(Path(path))]
 
 
 def lines_until(path: str | os.PathLike[str], round: int) -> list[bytes]:
-    """Return the lines of all rows up to a round, byte for byte.
+    """Return the lines up to a round as bytes, unchanged.
 
     Args:
-        path: A ``metrics.jsonl``. Its first row may be of any round, since a run from a checkpoint
-            outside a run directory has no earlier rows.
-        round: The round of the last row.
+        path: A ``metrics.jsonl``. The first row may have any round number: a run from a checkpoint
+            outside a run directory has no rows of earlier rounds.
+        round: Round of the last line to return.
 
     Raises:
-        ConfigurationError: The file is missing, a line other than the last is not a row, or a round
-            between the first and the last row has no row.
+        ConfigurationError: The file is missing, a line before the last is not a row of metrics, or
+            a round between the first row and ``round`` has no row.
     """
     lines = [(int(row["round"]), line + b"\n") for row, line in _parse(Path(path)) if row["round"] <= round]
     present = {number for number, _ in lines}

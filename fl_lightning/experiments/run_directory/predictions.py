@@ -23,16 +23,16 @@ _SHOWN = 4
 
 
 def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
-    """Write predictions as ``<path>.csv``, or as ``<path>/<index>.png`` for a segmentation.
+    """Write predictions as ``<path>.csv``; for a segmentation, as ``<path>/<index>.png``.
 
-    The columns of the CSV are index, target, prediction and the prediction's probability. The
-    images have the classes' colours.
+    The columns of the CSV file are index, target, prediction, and probability of the prediction. An
+    image shows each pixel in the colour of its predicted class.
 
     Args:
         path: Path without extension, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12``.
         outputs: Class scores ``[b, classes]`` or ``[b, classes, H, W]`` of each batch.
-        batches: The batches ``(inputs, targets)`` of the outputs.
-        data: The data module, which may define the classes' colours.
+        batches: Batches ``(inputs, targets)``, in the order of ``outputs``.
+        data: The data module. Its attribute ``palette``, if any, sets the colours of the classes.
 
     Returns:
         A message with the number of predictions and the path.
@@ -40,7 +40,7 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
     lines, images = ["index,target,prediction,probability"], 0
     for scores, (_, targets) in zip(outputs, batches, strict=True):
         if scores.ndim == 4 and targets.ndim == 3:
-            scores = enlarged(scores, targets)  # the evaluation enlarges scores, too
+            scores = enlarged(scores, targets)  # to the size of the labels, as in the evaluation
         if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
             raise ConfigurationError(
                 f"predict writes predicted classes, but outputs {tuple(scores.shape)} and targets {tuple(targets.shape)} "
@@ -65,13 +65,13 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
 
 
 def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:
-    """Return a colour for each class, from the data module's palette or else the default one."""
+    """Return the data module's palette, or a default palette with a colour for each class."""
     return getattr(data, "palette", None) or default_palette(classes)
 
 
 @torch.no_grad()
 def overlays(module: FederatedModule, title: Sequence[str]) -> "Figure | None":
-    """Draw the first evaluation images, labels and predictions; None if pixels have no labels."""
+    """Draw the first evaluation images with labels and predictions; None without segmentation."""
     if not isinstance(module.task, Segmentation):
         return None
     images: list[Any] = []

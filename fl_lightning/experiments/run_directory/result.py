@@ -1,4 +1,4 @@
-"""End of a run: the final evaluation, ``result.json`` and the printed table."""
+"""End of a run: final evaluation, ``result.json`` and the printed table."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -31,7 +31,8 @@ def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | 
     Args:
         module: The trained module.
         attempt: The run's folder; None with ``fast_dev_run``.
-        stopped: Which callback stopped the run before its last round, and why; else None.
+        stopped: Reason why a callback stopped the run before its last round; None if all rounds
+            were trained.
 
     Returns:
         The content of ``result.json``.
@@ -48,7 +49,7 @@ def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | 
 
 
 def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]) -> Result:
-    """Return the content of ``result.json``, with the metrics of clients' own models first."""
+    """Return the content of ``result.json``, with the metrics of personal models first."""
     record = module.record
     kinds = [*([f"{prefix}_{module.task.quality}"] for prefix in PERSONAL), module.evaluation.metrics]
     order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))

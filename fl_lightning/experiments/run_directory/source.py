@@ -1,4 +1,4 @@
-"""Digests of the source code that decides a run's numbers; comments and docstrings are ignored."""
+"""Digests of the source code that computes a run; comments and docstrings are ignored."""
 
 import ast
 import hashlib
@@ -26,10 +26,10 @@ _NO_NUMBERS = frozenset(
         *("cli", "experiments", "pictures", "testing", "verification"),
     }
 )
-"""Parts of the package that affect no number of a run; all other parts are the core."""
+"""Files and folders of the package that affect no results; everything else is the core."""
 
 _BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
-"""Prefixes of shipped modules that matter only to runs that use them."""
+"""Prefixes of shipped modules whose code affects only the runs that use them."""
 
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
 
@@ -41,8 +41,9 @@ def provenance(config: Config) -> dict[str, str]:
         config: The resolved configuration, which may name a user's classes and functions.
 
     Returns:
-        Digests of eight hex digits: ``source`` for core, model and data, and one for each method by
-        full name. Versions of Python, PyTorch, Lightning and the configured model libraries.
+        Digests of eight hex digits, and versions. The digest ``source`` covers the core, the model
+        and the data; each method has a digest under its full name. The versions are of Python,
+        PyTorch, Lightning, and the model libraries that the configuration uses.
     """
     trainer = config.get("trainer") or {}
     entries = trainer.get("callbacks") or []
@@ -76,16 +77,16 @@ def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
 
 
 def used_files(config: Any) -> set[Path]:
-    """Return the files outside the core that decide the numbers of a run.
+    """Return the source files outside the core that affect the results of a run.
 
-    They are the files of methods, data sets and user's code in the resolved configuration, and the
-    files that these import. Other installed packages are ignored.
+    The resolved configuration names methods, data sets and users' code. The result has their files
+    and all files that they import. Installed packages of others are ignored.
     """
     return set(_files(_dotted_names(config)).values())
 
 
 def _files(names: Iterable[str]) -> dict[str, Path]:
-    """Return the files outside the core that dotted names reach, directly or through imports."""
+    """Return the files outside the core that define dotted names, and the files they import."""
     files: dict[str, Path] = {}
     waiting = [_module(name) for name in names if _may_count(name)]
     while waiting:
@@ -111,7 +112,7 @@ def _may_count(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """Return the module that defines a name exported by a shipped package; else the name."""
+    """Return the defining module of a name that a shipped package exports; else the name."""
     if name.startswith(_BY_USE):
         package, _, rest = name.removeprefix("fl_lightning.").partition(".")
         exported = getattr(import_module(f"fl_lightning.{package}"), rest.partition(".")[0], None)
@@ -120,7 +121,7 @@ def _home(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """Return the module of a class or function: the longest part of its name that is a module."""
+    """Return the module of a class or function, the longest prefix of its name with a file."""
     module = _home(name)
     if module == name:
         module = name.rpartition(".")[0]
@@ -130,7 +131,7 @@ def _module(name: str) -> str:
 
 
 def _imports(path: Path, module: str) -> tuple[str, ...]:
-    """Return the full names of modules, and of objects in them, that a module imports anywhere."""
+    """Return the full names of all modules and objects that a module imports, also in functions."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     return _imports_of(path.read_bytes(), package)
 
@@ -151,7 +152,7 @@ def _imported(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _origin(module: str) -> str:
-    """Return a module's file; empty if it has none (a notebook) or the name is no module."""
+    """Return a module's file; empty if the module has no file or does not exist."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None) or ""
     try:
@@ -161,7 +162,7 @@ def _origin(module: str) -> str:
 
 
 def _dotted_names(tree: Any) -> set[str]:
-    """Return all strings that may name a class or function; a loss, say, has no ``class_path``."""
+    """Return all strings that may name a class or function, under any key of the tree."""
     names, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()
@@ -188,7 +189,7 @@ def _core() -> bytes:
 
 
 def _code(path: Path) -> bytes:
-    """Return a file's syntax tree as bytes, without docstrings, comments and layout."""
+    """Return a file's syntax tree as bytes, without docstrings, comments and formatting."""
     return _code_of(path.read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""Start of a run: the files that identify the run, and the printed policy."""
+"""Start of a run: files that identify the run, and the printed policy."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,14 +26,15 @@ from fl_lightning.round.policy import Stage, policy_table, stages_in_words
 
 
 class RunStart(L.Callback):
-    """Callback that writes the files that identify a run, and prints its policy.
+    """Callback that writes the files that identify a run, and prints the policy.
 
-    If settings have changed since the checkpoint, the server optimizer gets the new settings.
+    The policy is how a round treats each kind of the model's state. If settings have changed since
+    the checkpoint, the server optimizer gets the new settings.
 
     Args:
         start: The run's folder, and the checkpoint to resume from.
         config: The resolved configuration.
-        made: The built objects.
+        made: Description of the built objects.
         header: Comment at the top of ``config.yaml``.
     """
 
@@ -42,7 +43,7 @@ class RunStart(L.Callback):
         self.config, self.made, self.header = config, made, header
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the configuration, ``run.json``, partition and policy; draw the partition."""
+        """Write ``config.yaml``, ``run.json``, partition and policy; draw the partition."""
         assert isinstance(pl_module, FederatedModule)
         self.start = trainer.strategy.broadcast(replace(self.start, attempt=None))
         self._note_origin(pl_module)
@@ -63,15 +64,15 @@ class RunStart(L.Callback):
             draw_partition(self.attempt, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record how the round was computed: blocks are halved if a GPU runs out of memory."""
+        """Record how the round was computed: if GPU memory is full, the executor halves blocks."""
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
 
     def _write_configuration(self, attempt: Attempt, module: FederatedModule) -> None:
-        """Write ``config.yaml``, and check that the file would build this run again.
+        """Write ``config.yaml``, and check that the file describes the built objects.
 
         Raises:
-            RuntimeError: The file would build another run.
+            RuntimeError: The file describes other objects.
         """
         origin = "".join(f"# {line}\n" for line in origin_in_words(module.record.continued_from))
         write_text(attempt.config, origin + self.header + yaml.safe_dump(self.config, sort_keys=False))
@@ -81,7 +82,7 @@ class RunStart(L.Callback):
             )
 
     def _note_origin(self, module: FederatedModule) -> None:
-        """Record settings and code for checkpoints; print what changed since the resumed one."""
+        """Record settings and code for checkpoints; print changes since the resumed checkpoint."""
         record, start = module.record, self.start
         record.description, computes = deciding_settings(self.made), provenance(self.made)
         last = record.provenance[-1] if record.provenance else {}
@@ -89,13 +90,13 @@ class RunStart(L.Callback):
         if changed:
             print(f"code or versions changed after round {start.round}: {', '.join(changed)}", flush=True)
         elif last.keys() <= computes.keys():
-            del record.provenance[-1:]  # the same code, but more methods, as after a first stage
+            del record.provenance[-1:]  # replace: equal code, and perhaps more methods
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:
             record.continue_from(start.checkpoint, start.round, start.differs)
         before, now = record.computed_by, describe_computing(module)
-        # ignore the executor's name: the number of processes changes no client's numbers
+        # ignore the executor's name: block_size has the executor's effect on rounding
         other = [
             f"{name} {before[name]} -> {now.get(name)}"
             for name in before
@@ -111,13 +112,13 @@ class RunStart(L.Callback):
 
 
 def _configure_again(optimizer: Optimizer, configured: Optimizer) -> None:
-    """Replace the optimizer settings that a checkpoint has restored by the configured ones."""
+    """Replace the optimizer settings from a checkpoint by the configured settings."""
     for group, new in zip(optimizer.param_groups, configured.param_groups, strict=True):
         group.update({name: value for name, value in new.items() if name != "params"})
 
 
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
-    """Print the policy, and the executor and its compilation if they were chosen automatically."""
+    """Print the policy; print executor and compilation if they were chosen automatically."""
     rows = {
         state_label(kind): f"{stages_in_words(stages)}{_tensors(module, kind)}"
         for kind, stages in policy.items()
@@ -134,7 +135,7 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
 
 
 def _tensors(module: FederatedModule, kind: str) -> str:
-    """Return in words the tensors of a named part of the model; empty for a kind of state."""
+    """Return text on the tensors of a named part of the model; empty for a kind of state."""
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])
@@ -142,7 +143,7 @@ def _tensors(module: FederatedModule, kind: str) -> str:
 
 
 def _remove_results(attempt: Attempt) -> None:
-    """Remove the results of the run that this run extends."""
+    """Remove the result of an earlier, shorter training in this folder."""
     pictures = (*attempt.path.glob("class_*.png"), attempt.path / "overlays.png")
     for path in (attempt.result, attempt.error, *pictures):
         path.unlink(missing_ok=True)

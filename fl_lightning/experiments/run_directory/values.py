@@ -1,4 +1,8 @@
-"""Objects as plain values of a configuration, by their recorded arguments or else their state."""
+"""Description of objects by numbers, strings, lists and dicts, as in a YAML configuration.
+
+An object is described by the arguments of its constructor. If the arguments were not recorded, the
+object is described by a digest of its state.
+"""
 
 import copyreg
 import dataclasses
@@ -28,30 +32,34 @@ from fl_lightning.recorded import making, parameters
 from fl_lightning.round.trained import MARK
 
 _TORCH_OWN = frozenset({*vars(nn.Module()), *vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))})
-"""Attributes that torch sets on modules and optimizers."""
+"""Names of the attributes that torch sets on every module or optimizer."""
 
 _NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
 
 _OF_A_RUN = frozenset({"trainer", "_trainer", MARK})
 
-_DEPTH = 100  # nested levels of an object's state; deeper objects are described by their class
+_DEPTH = 100  # levels of nested objects; an object below them is described by its class only
 
 
 class Walk:
-    """Objects of a description; each is described only once, which ends cycles and saves time."""
+    """Record of the objects that a description already contains.
+
+    Each object is described only once. This saves time, and a cycle of references has an end.
+    """
 
     def __init__(self) -> None:
-        self._met: dict[int, tuple[int, Any]] = {}  # with the object, so that its id is not reused
+        self._met: dict[int, tuple[int, Any]] = {}  # holds the object, so that its id is not reused
         self._numbers = itertools.count()
         self._depth = 0
 
     def describe(self, thing: Any, how: Callable[[], Any], *, again: bool = False) -> Any:
-        """Describe an object at its first occurrence; return its number at later ones.
+        """Describe an object at its first occurrence; at later occurrences, return its number.
 
         Args:
             thing: The object.
             how: Function that describes the object.
-            again: Whether to describe the object at each occurrence, except inside itself.
+            again: Whether to describe later occurrences again. Occurrences within the object's own
+                description remain numbers.
         """
         if id(thing) in self._met:
             return f"met {self._met[id(thing)][0]}"
@@ -68,16 +76,18 @@ class Walk:
 
 
 def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
-    """Describe a value as plain values, lists, and ``class_path`` with ``init_args`` for objects.
+    """Describe a value by numbers, strings, lists and dicts, as in a YAML configuration.
 
-    An optimizer factory is described by an optimizer that it makes, a tensor by its content, and an
-    object without recorded arguments by its state. A function is described by its name or, if it
-    cannot be imported, by its code.
+    - An object becomes ``class_path`` and ``init_args``. If its arguments were not recorded, a
+      digest of its state is added.
+    - An optimizer factory is described by an optimizer that it makes.
+    - A tensor or an array is described by a digest of its content.
+    - A function is described by its name. If it cannot be imported, a digest of its code is added.
 
     Args:
         thing: The value.
         hint: Declared type of the value.
-        walk: The objects of the description that contains the value.
+        walk: The objects that the description already contains. Default: an empty record.
 
     Raises:
         ConfigurationError: An argument is an iterator, which can be read only once.
@@ -87,7 +97,7 @@ def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
     if isinstance(thing, enum.Enum):
         as_value = any(_takes(hint, kind) for kind in (int, float, str)) and not _takes(hint, type(thing))
         return as_plain(thing.value, hint) if as_value else str(thing.name)
-    for kind in (bool, int, float, str):  # YAML has only these types: convert subclasses
+    for kind in (bool, int, float, str):  # convert subclasses, as YAML has only these types
         if isinstance(thing, kind):
             decimal = kind is int and _takes(hint, float) and not _takes(hint, int)
             return float(thing) if decimal else kind(thing)
@@ -131,11 +141,11 @@ def class_name(thing: Any) -> str:
 
 
 def layers(model: nn.Module, walk: Walk | None = None) -> str:
-    """Return a digest of classes, settings and shapes of a model's layers, without weights."""
+    """Return a digest of the classes, settings and tensor shapes of a model's layers."""
     walk, model = walk or Walk(), getattr(model, "_orig_mod", model)
     shared: dict[int, str] = {}
     ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
-    # describe() ends cycles, such as by a hook that holds the model
+    # describe() ends cycles, such as that of a hook that refers to the model
     return str(
         walk.describe(model, lambda: tree_digest([ties, [_layer(layer, walk) for layer in model.modules()]]))
     )
@@ -156,7 +166,7 @@ def _layer(layer: nn.Module, walk: Walk) -> Any:
 
 
 def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
-    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse passes the class
+    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse passes the class as an argument
     maker = makers[0] if makers else thing.func
     if not (isinstance(maker, type) or inspect.isroutine(maker)):  # a callable object
         return {
@@ -180,7 +190,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
         return _partial(make, walk)
     try:
         optimizer = make([nn.Parameter(torch.zeros(1))])
-    except ValueError:  # the factory selects parameters, and rejects this one
+    except ValueError:  # the factory selects parameters by name or shape, and rejects this dummy
         return _function(make, walk)
     kind: Any = type(optimizer)
     settings = group_settings(optimizer)[0]
@@ -192,7 +202,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, by the name of the optimizer's argument."""
+    """Return the settings of each parameter group by the optimizer's argument names."""
     kind: Any = type(optimizer)
     known = parameters(kind) if _is_of_torch(kind) else None
     return [
@@ -214,7 +224,7 @@ def _function(function: Any, walk: Walk | None) -> Any:
 
 
 def _by_state(thing: Any, walk: Walk | None) -> Any:
-    """Describe an object without recorded arguments by its class and its state."""
+    """Describe an object by its class and its state, as its arguments were not recorded."""
     if _says_itself(thing):
         return str(thing)
     kind: Any = type(thing)
@@ -236,13 +246,13 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
 
 
 def _says_itself(thing: Any) -> bool:
-    """Return whether its text identifies an object, such as a path, a dtype or a device."""
+    """Return whether an object's text identifies the object, as for a path, dtype or device."""
     cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
     return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
 
 
 def _state(thing: Any, walk: Walk) -> Any:
-    """Describe a value by its content; describe locks, files and the like by their class."""
+    """Describe a value by its content; describe locks and files by their class."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, Mapping):
@@ -270,7 +280,7 @@ def _state(thing: Any, walk: Walk) -> Any:
 
 
 def _parts(thing: Any, walk: Walk) -> Any:
-    """Describe an object by what pickle would store, or else by its attributes."""
+    """Describe an object by the data that pickle would store, or else by its attributes."""
     try:
         reduce = copyreg.dispatch_table.get(type(thing))
         made = reduce(thing) if reduce is not None else thing.__reduce_ex__(4)
@@ -293,7 +303,7 @@ def tree_digest(tree: Any) -> str:
 
 
 def _code_of_local(maker: Any, walk: Walk | None = None) -> dict[str, str]:
-    """Return a digest of the code of a class or function that cannot be imported; else empty."""
+    """Return ``code_digest`` of a class or function that cannot be imported; otherwise empty."""
     return {"code_digest": tree_digest(_code(maker, walk or Walk()))} if is_local(maker) else {}
 
 
@@ -324,7 +334,12 @@ def _takes(hint: Any, kind: type) -> bool:
 
 
 def _item(hint: Any, position: int) -> Any:
-    """Return the declared type of a container's items: type argument 0 of a list, 1 of a dict."""
+    """Return the declared item type of a container.
+
+    Args:
+        hint: Declared type of the container, such as ``dict[str, float] | None``.
+        position: Index of the item type among the type arguments: 0 for a list, 1 for a dict.
+    """
     for part in (hint, *typing.get_args(hint)):
         arguments = typing.get_args(part)
         origin = typing.get_origin(part)
