@@ -48,7 +48,7 @@ def stoppable() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     def hear_lost(lost: Any) -> None:
-        if isinstance(lost.exc_value, Stopped):  # Python discards exceptions in a destructor or a weakref's callback
+        if isinstance(lost.exc_value, Stopped):  # raised in a destructor or a weakref's callback
             threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
         else:
             unraisable(lost)

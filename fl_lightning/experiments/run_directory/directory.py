@@ -196,7 +196,7 @@ class RunDirectory:
                     return newest
         while True:
             new = self.new_attempt()
-            with suppress(ConfigurationError, FileNotFoundError):  # another process has just locked the folder
+            with suppress(ConfigurationError, FileNotFoundError):  # another process has just locked it
                 held.enter_context(new.lock())
                 return new
 

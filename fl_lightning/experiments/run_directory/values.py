@@ -166,7 +166,7 @@ def _layer(layer: nn.Module, walk: Walk) -> Any:
 
 
 def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
-    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse passes the class as an argument
+    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse passes the class
     maker = makers[0] if makers else thing.func
     if not (isinstance(maker, type) or inspect.isroutine(maker)):  # a callable object
         return {
