@@ -1,4 +1,4 @@
-"""Rules for all methods and claims of some, checked on a tiny federation in float64."""
+"""Checks of the rules for all methods, and of each method's claims, on a tiny federation."""
 
 from fl_lightning.verification.battery import certify
 from fl_lightning.verification.certificate import Certificate

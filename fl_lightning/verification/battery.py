@@ -53,29 +53,29 @@ RULES: dict[str, Check] = {
 """Rules for all methods, by the name in the certificate."""
 
 REMEDIES: dict[str, str] = {
-    "trains": "bound the step, and keep variances in their domain",
+    "trains": "limit the size of a step, and keep running variances >= 0",
     "runs repeat": "keep state on the callback, not on a class or a module",
     "between rounds": "correct weights in on_after_aggregate, and set statistics in on_round_end",
-    "server state": 'declare state that the method combines itself "pooled"',
-    "frozen state": 'declare state that does not change "frozen", and leave it unchanged',
-    "local state": "load it in on_round_start: cohort.recall(self.memory)",
-    "one broadcast": 'declare state that differs between clients "local"',
-    "done clients": "change only rows with cohort.local_steps above the step",
+    "server state": 'declare state "pooled" if the method itself combines it',
+    "frozen state": 'declare constant state "frozen", and do not change frozen state',
+    "local state": "load local state in on_round_start with cohort.recall(self.memory)",
+    "one broadcast": 'declare state "local" if it differs between clients',
+    "done clients": "change only rows of clients whose cohort.local_steps exceeds the step",
     "learning rate 0": "change gradients, not weights; send weights, not updates",
     "pooled weights": "pool with cohort.mean, or claim union_statistics",
     "fresh noise": "draw in each local step from cohort.generators",
     "server optimizer": "set statistics in on_round_end, after the server's step",
     "model comes back": "use swap_batch_norm, which is undone after the run",
-    "payload": "return the floats that a client sends and receives",
-    "traffic": "return them from extra_payload",
-    "absent clients": "change only memory of cohort.client_ids",
+    "payload": "return how many floats a client sends and receives",
+    "traffic": "count all sent and received floats in extra_payload",
+    "absent clients": "change only the memory of clients in cohort.client_ids",
     "exchange in a round": "correct the server in on_after_aggregate, or declare extra_exchanges or needs_joint_forward",
-    "clients own state": "return optimizer state that is sent from extra_payload; leave the rest at the client",
+    "clients own state": "count sent optimizer state in extra_payload; keep all other state at the client",
     "resume": "return all state in state_dict, and restore it in load_state_dict",
-    "executors": "write operations for all rows at once",
+    "executors": "write each operation for all rows at once",
     "ranks": "see docs/own-method.md",
     "observers": "draw from cohort.generators or the global generator of the hook",
-    "client numbers": "use cohort.client_ids, not the row, to name a client",
+    "client numbers": "identify a client by cohort.client_ids, not by its row",
 }
 """Change that fixes a method, by the name of the failed rule."""
 
@@ -91,13 +91,14 @@ def certify(
     """Check all rules and claims of a method, and return the certificate.
 
     Args:
-        make: Function that returns a new callback with its settings, called for each run.
-        references: Whether equalities that the method does not claim are measured too.
-        settings: Settings of ``FederatedModule`` that replace the usual ones in the checks of the
-            rules, such as another ``client_optimizer``. Claims are checked without them.
+        make: Function that returns a new callback. It is called for each run.
+        references: Whether to measure also the equalities that the method does not claim.
+        settings: Settings of ``FederatedModule`` for the checks of the rules, such as another
+            ``client_optimizer``. Claims are checked with the default settings.
 
     Raises:
-        ConfigurationError: The callback claims an unknown equality, or raises in an ordinary run.
+        ConfigurationError: The callback claims an unknown equality, or the default run of the
+            method raises an exception.
     """
     started = time.perf_counter()
     method = make()
@@ -151,7 +152,7 @@ def _judge(line: str, check: Check, trials: Trials, hindered: str) -> Finding:
         return Finding(
             line, "does not apply", f"the method rejects this set-up: {' '.join(str(error).split())}"
         )
-    except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding
+    except Exception as error:  # noqa: BLE001  # any exception of a method is a finding
         return Finding(line, "FAILED", f"raises {_in_words(error, type(trials.make()))}")
 
 
@@ -164,7 +165,7 @@ def _equals(name: str, trials: Trials) -> str:
 
 
 def _in_words(error: BaseException, method: type[FederatedCallback]) -> str:
-    """Return an exception as one line: type, position in the method's code, message."""
+    """Return an exception as one line: its type, the line of the method's code, its message."""
     file = getattr(sys.modules.get(method.__module__), "__file__", None)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = (

@@ -1,4 +1,4 @@
-"""Certificate of one method, and its printed form."""
+"""Certificate of one method: the results of its checks, and their printed tables."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from fl_lightning.verification.comparison import Finding
 
 @dataclass
 class Certificate:
-    """Findings about a method.
+    """Results of all checks of a method.
 
     Attributes:
         method: The method with its settings.
@@ -18,7 +18,7 @@ class Certificate:
         rules: Findings on the rules for all methods.
         claims: Findings on the method's claims.
         equals: Measured difference for each equality that the method does not claim.
-        beside_fedavg: Comparison of the method's usual run with FedAvg.
+        beside_fedavg: Comparison of the method's default run with FedAvg.
         seconds: Duration of the verification.
     """
 
@@ -32,7 +32,7 @@ class Certificate:
 
     @property
     def failed(self) -> list[Finding]:
-        """Return the findings of failed rules and claims."""
+        """Findings of the rules and claims that failed."""
         return [finding for finding in (*self.rules, *self.claims) if finding.status == "FAILED"]
 
 

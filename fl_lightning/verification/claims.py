@@ -1,7 +1,7 @@
-"""Claims beyond the rules for all methods: the vocabulary of ``FederatedCallback.claims``.
+"""Claims: equalities that a method can promise in ``FederatedCallback.claims``.
 
-A claim compares two computations of the same numbers in float64, up to 1e-10; ``BITWISE`` claims
-exactly.
+A claim compares two computations of the same numbers in float64. The tolerance is 1e-10; claims in
+``BITWISE`` must hold bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +30,15 @@ Gap = tuple[float, str]
 
 
 def own_twin(trials: Trials) -> Gap:
-    """Compare each round with centralised training by the same callback: E = 1, equal batches."""
+    """Compare rounds with E = 1 and equal batch sizes to centralised training with the method."""
     return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, centralised=True))
 
 
 def own_twin_when_frozen(trials: Trials) -> Gap:
-    """Compare as in ``own_twin`` after the freeze; the centralised run resumes the federated."""
+    """Compare as ``own_twin`` does, but only the rounds in which statistics are frozen.
+
+    The centralised run resumes from the last federated round before the freeze.
+    """
     federated = trials.run(ONE_STEP)
     frozen = [number for number, seen in enumerate(federated.rounds, 1) if seen.policy["mean"] == "frozen"]
     if not frozen:
@@ -45,21 +48,31 @@ def own_twin_when_frozen(trials: Trials) -> Gap:
 
 
 def own_twin_without_bn(trials: Trials) -> Gap:
-    """Compare as in ``own_twin``, but with Group Normalization, where ``g(union) = mean g_i``."""
+    """Compare as ``own_twin`` does, on a model with Group Normalization instead of BN.
+
+    In such a model, the gradient on the union of the batches is the mean of the clients' gradients.
+    """
     return _rounds_apart(trials.run(ONE_STEP, norm="gn"), trials.run(ONE_STEP, norm="gn", centralised=True))
 
 
 def centralised_bn(trials: Trials) -> Gap:
-    """Compare weights and statistics with ordinary BN on the union batch: E = 1, equal batches."""
+    """Compare rounds with E = 1 and equal batch sizes to centralised training with plain BN.
+
+    Centralised training computes each step on the union of the clients' batches. Weights and
+    statistics are compared.
+    """
     return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, bare=True, centralised=True))
 
 
 def union_statistics(trials: Trials) -> Gap:
-    """Compare server statistics with ``nn.BatchNorm2d`` on the union of equal or unequal batches.
+    """Compare the server's statistics to ``nn.BatchNorm2d`` on the union of the batches.
 
-    One step is ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)`` with
-    ``N = sum K_i``. Weights are constant. Only the first BN layer is compared, as its inputs do not
-    depend on how BN normalises.
+    The batch sizes are equal in one comparison and unequal in the other. Client i has K_i values
+    with mean u_i and variance s_i^2; the union has ``N = sum K_i`` values with mean u. The running
+    variance takes the step ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)``.
+
+    The weights are constant. Only the first BN layer is compared, as its inputs do not depend on
+    the normalization.
     """
     if trials.make().needs_joint_forward:
         raise NotApplicable("the method requires batches of equal size")
@@ -73,33 +86,46 @@ def union_statistics(trials: Trials) -> Gap:
 
 
 def weights_of_fedavg(trials: Trials) -> Gap:
-    """Compare weights, gamma and beta bit for bit with FedAvg with BN, for any E and participation."""
+    """Compare weights, gamma and beta bit for bit to FedAvg with BN.
+
+    The claim holds for any number E of local steps and for any participation.
+    """
     run = trials.run()
     weights = [name for name, kind in run.kinds.items() if kind in ("weight", "affine")]
     return _rounds_apart(run, trials.run(bare=True), weights)
 
 
 def fedavg_on_identical_clients(trials: Trials) -> Gap:
-    """Compare with FedAvg with BN if all clients have equal data, so that ``theta_i = theta_j``."""
+    """Compare to FedAvg with BN if all clients have the same data, and hence the same weights."""
     alike = USUAL.but(identities=(1,) * len(CLIENTS), script=EVERYONE)
     return _rounds_apart(trials.run(alike), trials.run(alike, bare=True))
 
 
 def one_client_is_plain_training(trials: Trials) -> Gap:
-    """Compare with training without the callback: one client, any E, SGD without momentum."""
+    """Compare a run with a single client to the same run without the method.
+
+    The client uses SGD without momentum. The claim holds for any number E of local steps.
+    """
     alone = USUAL.but(identities=(0,), script=((0,),) * len(EVERYONE), **WITHOUT_MOMENTUM)
     return _rounds_apart(trials.run(alone), trials.run(alone, bare=True))
 
 
 def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
-    """Compare a client of weight 2p with two equal clients of weight p: means use ``n_i / n``."""
+    """Compare one client of weight 2p to two clients of weight p with the same data.
+
+    The results are equal if means over clients use the weights ``n_i / n``.
+    """
     one, two = (0, 1), (0, 1, 1)  # identities: the second client has twice the data of the first
     alike = trials.run(identities=two, script=((0, 1, 2),) * 4, weighting="uniform")
     return _rounds_apart(trials.run(identities=one, script=(one,) * 4), alike)
 
 
 def moments_of_the_mixture(trials: Trials) -> Gap:
-    """Compare with ``mu = sum p_i mu_i``, ``sum p_i (sigma_i^2 + mu_i^2) - mu^2`` of sent state."""
+    """Compare the server's statistics to mean and variance of the mixture of the clients.
+
+    Client i sends mean mu_i and variance sigma_i^2, and has weight p_i. The mixture has the mean
+    ``mu = sum p_i mu_i`` and the variance ``sum p_i (sigma_i^2 + mu_i^2) - mu^2``.
+    """
     gaps = []
     for seen in trials.run().rounds:
         for name in (name for name in seen.sent if name.endswith("running_mean")):
@@ -112,7 +138,10 @@ def moments_of_the_mixture(trials: Trials) -> Gap:
 
 
 def server_keeps_the_mean(trials: Trials) -> Gap:
-    """Compare the server's memory with the mean ``sum n_i / n c_i``, absent clients included."""
+    """Compare the server's memory to the weighted mean of the memory of all clients.
+
+    The mean of the clients' memory c_i is ``sum n_i / n c_i``. It includes absent clients.
+    """
     gaps = []
     for seen in trials.run().rounds:
         server, clients = entries(seen.memory)
@@ -128,7 +157,7 @@ def server_keeps_the_mean(trials: Trials) -> Gap:
 
 
 def statistics_of_its_weights(trials: Trials) -> Gap:
-    """Check that evaluated statistics are equal for equal weights, and differ if weights differ."""
+    """Check that the server's statistics change if the server's weights change, and only then."""
     second, last = (trials.run(client_lr_schedule=rests_from(3)).rounds[number].server for number in (1, 3))
     names = [name for name in last if "running" in name]
     moving = trials.run().rounds
@@ -138,7 +167,10 @@ def statistics_of_its_weights(trials: Trials) -> Gap:
 
 
 def proximal_term(trials: Trials) -> Gap:
-    """Compare with plain SGD that adds ``mu (theta_i - theta)`` to the second step's gradient."""
+    """Compare two local steps to SGD with ``mu (theta_i - theta)`` added to the gradient.
+
+    In the first step, the term is 0.
+    """
     mu = getattr(trials.make(), "mu", None)
     if mu is None:
         raise NotApplicable("the method has no mu")
@@ -174,9 +206,10 @@ BITWISE = ("weights_of_fedavg",)
 
 
 def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -> Gap:
-    """Return the largest difference between two runs' server states over their last common rounds.
+    """Return the largest difference between the server states of two runs.
 
-    Only the tensors ``names`` are compared; default: all except counters.
+    If one run has fewer rounds, its rounds are compared to the last rounds of the other run.
+    ``names`` are the compared tensors; default: all except counters.
     """
     common = min(len(first.rounds), len(second.rounds))
     pairs = zip(first.rounds[-common:], second.rounds[-common:], strict=True)

@@ -1,4 +1,4 @@
-"""Comparison of two states: the largest difference, where it occurs, and the verdict."""
+"""Comparison of two states: the largest difference, its tensor, and the resulting finding."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 TOLERANCE = 1e-10
-"""Largest difference between two float64 values that are regarded as equal."""
+"""Largest difference at which two float64 values count as equal."""
 
 Status = Literal["PASSED", "FAILED", "does not apply"]
 
 
 class Violated(Exception):
-    """Violation of a rule or claim; the message states the rule, the difference and the tensor."""
+    """Exception for a violated rule or claim; the message gives the difference and the tensor."""
 
 
 class NotApplicable(Exception):
-    """Exception for a rule or claim that does not apply to a method; the message states why."""
+    """Exception for a rule or claim that does not apply to a method; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a certificate.
+    """Result of one check: a line of a certificate.
 
     Attributes:
         line: Name of the rule or claim.
-        status: Verdict.
-        detail: The measurement, the violation, or the reason why the line does not apply.
+        status: Whether the check passed, failed or does not apply.
+        detail: What was measured, what was violated, or why the check does not apply.
     """
 
     line: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 Leaves = dict[str, Any]
-"""Leaves of a tree by path, such as ``['momentum'][0]``."""
+"""Leaves of nested dicts and lists by path, such as ``['momentum'][0]``."""
 
 
 def leaves(tree: Any) -> Leaves:
@@ -48,7 +48,10 @@ def leaves(tree: Any) -> Leaves:
 
 
 def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> str | None:
-    """Return where two trees (or their entries ``names``) differ most; None if they are equal."""
+    """Return the path of the largest difference between two trees; None if they are equal.
+
+    With ``names``, only these entries of the trees are compared.
+    """
     if names is not None:
         first, second = ({name: state[name] for name in names} for state in (first, second))
     most, place = distance(leaves(first), leaves(second))
@@ -58,7 +61,10 @@ def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> s
 def distance(
     first: Mapping[str, object], second: Mapping[str, object], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
-    """Return the largest difference between two mappings (``names`` or all), and its entry."""
+    """Return the largest difference between two mappings, and the name of its entry.
+
+    ``names`` are the compared entries; default: all.
+    """
     chosen = {**first, **second} if names is None else names
     differences = {name: apart(first.get(name), second.get(name)) for name in chosen}
     name = max(differences, key=differences.__getitem__, default="")

@@ -1,4 +1,4 @@
-"""The parts of a method's ``state_dict`` that belong to the server and to each client."""
+"""Division of a method's ``state_dict`` into the server's part and a part for each client."""
 
 import re
 from typing import Any
@@ -10,19 +10,27 @@ from fl_lightning.testing.federation import SIZES, reference_model
 from fl_lightning.verification.comparison import Leaves
 
 FEW = 8
-"""Size in floats below which a server tensor may be sent undeclared, such as a count or a norm."""
+"""Number of floats from which on a method must declare a tensor that the server sends."""
 
 
 _TENSORS = frozenset(reference_model().state_dict())
 
 
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
-    """Return a memory's leaves by path: the server's, and each client's, without client numbers.
+    """Divide a method's memory into the leaves of the server and the leaves of each client.
 
-    A dict's entry belongs to the client that is its key (int or str). In a tensor with as many rows
-    as there are clients, row i belongs to client i. If no entry belongs to a client this way, keys
-    that contain a number are used (``"client3"``), except names of the model's tensors
-    (``"0.weight"``). Negative numbers belong to the server.
+    A leaf belongs to a client
+
+    - if it stands in a dict under the client's number as key (int or str), or
+    - if it is the client's row of a tensor with as many rows as there are clients.
+
+    If there is no such leaf, a key that contains a number, such as ``"client3"``, names a client.
+    The names of the model's tensors, such as ``"0.weight"``, are exceptions. All other leaves
+    belong to the server, also those under negative numbers.
+
+    Returns:
+        The server's leaves by path, and the leaves of each client by path. The paths of a client
+        do not contain its number.
     """
     paths = tree_flatten_with_path(tree_map(_rows_by_client, memory))[0]
     server: Leaves = {}
@@ -52,7 +60,7 @@ def _rows_by_client(leaf: Any) -> Any:
 
 
 def large_of_server(memory: Any) -> Leaves:
-    """Return the server's tensors of at least :data:`FEW` floats in a memory, by path."""
+    """Return the server's tensors in a memory with at least :data:`FEW` floats, by path."""
     return {
         place: leaf
         for place, leaf in entries(memory)[0].items()

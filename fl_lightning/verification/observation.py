@@ -1,4 +1,4 @@
-"""Record of each round; the method under test cannot detect the recording."""
+"""Records of a run's rounds; the recording does not affect the method under test."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -26,27 +26,28 @@ class Round:
     Attributes:
         clients: Client ids of the cohort.
         shares: Expected aggregation weights n_i / n, ``[C]``.
-        policy: Treatment of each kind and part of the state.
+        policy: Treatment of each kind of state, and of parts that the method names.
         treatments: Treatment of each tensor of the model.
-        undecided: Treatments by kind that begin in a round that training has yet to determine.
-        broadcast: The server's state at the start.
+        undecided: Treatment by kind of state that begins in a later round, which is not known yet.
+        broadcast: The server's state at the start of the round.
         start: The clients' rows before their first local step, ``[C, *shape]``.
         sent: The clients' rows before aggregation, ``[C, *shape]``.
-        aggregated: The server's state if SGD(lr=1) stepped right after aggregation.
-        corrected: The server's state if SGD(lr=1) stepped after ``on_after_aggregate``.
-        server: The server's state at the end.
+        aggregated: The server's state after a step of SGD(lr=1) on the aggregate.
+        corrected: The server's state after a step of SGD(lr=1) on the aggregate that
+            ``on_after_aggregate`` has corrected.
+        server: The server's state at the end of the round.
         memory: The method's ``state_dict`` after the round.
         payload: Result of ``extra_payload``.
         exchanges: Result of ``extra_exchanges``.
         loss: Mean training loss.
-        received: Floats of optimizer state that all clients share at the start: the server must
-            have sent them.
-        steps: Local steps of each client.
-        trained: The clients' rows after their last local step, with ``scratch`` buffers.
+        received: Number of floats of optimizer state that are equal at all clients at the start
+            of the round. The server must have sent these floats.
+        steps: Number of local steps of each client.
+        trained: The clients' rows after their last local step, including ``scratch`` buffers.
         losses: The clients' losses, ``[C]``.
         grads: The clients' gradients of each local step, ``[C, *shape]`` by name.
-        late: Name and client of an entry of ``cohort.extra`` that changed after the client's last
-            step; empty if no entry did.
+        late: Text that names an entry of ``cohort.extra`` and a client, if the entry changed after
+            the client's last step; otherwise empty.
     """
 
     clients: list[int]
@@ -72,14 +73,14 @@ class Round:
     late: str = ""
 
     def row(self, rows: State, client: int) -> State:
-        """Return one client's tensors in ``start`` or ``sent``, by name."""
+        """Return one client's tensors by name, from ``start`` or ``sent``."""
         index = self.clients.index(client)
         return {name: value[index] for name, value in rows.items()}
 
 
 @dataclass
 class ScriptedPlan(RoundPlan):
-    """Plan with the cohort of each round given in ``script``."""
+    """Plan in which ``script`` lists the cohort of each round."""
 
     script: tuple[tuple[int, ...], ...] = ()
 
@@ -96,9 +97,11 @@ class Run(FederatedModule):
         method: The callback under test, if any.
         error: Exception that stopped the run, if any.
         rounds: Records of the rounds.
-        kinds: Kind of each persistent tensor of the model.
-        forced: ``(round, client, record)``: in this round the client sends the record's state.
-        memory_of_server: Round before which the server's part of the memory is changed; 0: never.
+        kinds: Kind of state of each persistent tensor of the model.
+        forced: ``(round, client, record)`` or None. In this round, the client sends the state in
+            the record instead of its trained state.
+        memory_of_server: Round before which the server's part of the method's memory is changed;
+            0 for no change.
     """
 
     script: tuple[tuple[int, ...], ...] = ()
@@ -109,14 +112,14 @@ class Run(FederatedModule):
     memory_of_server: int = 0
 
     def setup(self, stage: str) -> None:
-        """Plan the cohorts of the script."""
+        """Set up the run with the cohorts in ``script``."""
         super().setup(stage)
         self.plan = ScriptedPlan(
             **{**vars(self.plan), "cohort_size": len(self.script[0])}, script=self.script
         )
 
     def start_round(self) -> RoundCohort:
-        """Start a round and record the server's state."""
+        """Start a round, and record the server's state."""
         if self.method is not None and len(self.rounds) + 1 == self.memory_of_server:
             memory = deepcopy(contents(self.method.state_dict()))
             if large_of_server(memory):
@@ -140,7 +143,7 @@ class Run(FederatedModule):
         return cohort
 
     def call_hook(self, hook: str, cohort: RoundCohort, *args: int) -> None:
-        """Call a hook of all callbacks and record the state before and after it."""
+        """Call a hook of all callbacks, and record the state before and after the call."""
         seen, step = self.rounds[-1], args[0] if args else 0
         if hook == "on_before_aggregate":
             self._force(cohort)
@@ -177,7 +180,7 @@ class Run(FederatedModule):
             seen.server = self._server_state()
 
     def on_train_epoch_end(self) -> None:
-        """Record loss and memory, after the method's own hook."""
+        """Record the loss, and the method's memory after the method's hook."""
         super().on_train_epoch_end()
         seen = self.rounds[-1]
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
@@ -185,7 +188,7 @@ class Run(FederatedModule):
             seen.memory = deepcopy(contents(self.method.state_dict()))
 
     def _force(self, cohort: RoundCohort) -> None:
-        """Replace a client's trained state and loss by those of the recorded round."""
+        """Replace a client's trained state and loss by the values of the record in ``forced``."""
         if self.forced is None or self.forced[0] != cohort.round:
             return
         _, client, seen = self.forced

@@ -1,4 +1,4 @@
-"""Rules of single runs: treatment of state, memory of clients, restoration of the model."""
+"""Rules that check a run by itself: treatment of state, memory of clients, restored model."""
 
 from itertools import pairwise
 
@@ -25,9 +25,10 @@ from fl_lightning.verification.trials import WITH_SERVER_MOMENTUM, Trials
 
 
 def trains(trials: Trials) -> str:
-    """Check that losses and state stay finite and running variances >= 0, and that the weights change.
+    """Check that state stays finite and that training changes the weights.
 
-    Attackers may send any values; attacks are tried with the median as aggregator.
+    No loss may be NaN, and running variances must be >= 0. Attackers may send any values. Attacks
+    are checked with the median as aggregator.
     """
     run, attacks = trials.attempt(), trials.make().role == "attack"
     for number, seen in enumerate(run.rounds, 1):
@@ -62,10 +63,11 @@ def between_rounds(trials: Trials) -> str:
 
 
 def server_state(trials: Trials) -> str:
-    """Check that averaged and local state at the server is sum p_i x_i with p_i = n_i / n.
+    """Check that averaged and local state at the server is the clients' weighted mean.
 
-    The server optimizer is ``SGD(lr=1)``. Only ``on_after_aggregate`` may correct this state.
-    Counters must be the clients' maximum, in int64. Pooled state must change in every round.
+    The mean is ``sum p_i x_i`` with ``p_i = n_i / n``; the server optimizer is ``SGD(lr=1)``.
+    Only ``on_after_aggregate`` may correct this state. A counter must be the largest counter of the
+    clients, as int64. Pooled state must change in every round.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attacks are tried with the median as aggregator")
@@ -103,10 +105,11 @@ def server_state(trials: Trials) -> str:
 
 
 def frozen_state(trials: Trials) -> str:
-    """Check that frozen state is constant bit for bit, and that other statistics change each round.
+    """Check that frozen state is constant bit for bit, and that other statistics change.
 
-    Both must hold for any server optimizer. A :class:`~fl_lightning.methods.freezing.Freezing` must
-    freeze right after T*, whether T* is a setting or found in training.
+    Statistics that are averaged or local must change in each round. The rule must hold for any
+    server optimizer. A subclass of :class:`~fl_lightning.methods.freezing.Freezing` must freeze its
+    state in round T* + 1, whether T* is a setting or is determined in training.
     """
     frozen = set()
     for run in (trials.run(), trials.run(WITH_SERVER_MOMENTUM)):
@@ -140,7 +143,7 @@ def frozen_state(trials: Trials) -> str:
 
 
 def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
-    """Return the kinds of state that a method freezes, and T* (set or found in training)."""
+    """Return the kinds of state that a method freezes, and its T*; None if T* is not known."""
     if not isinstance(run.method, Freezing):
         return (), None
     milestone = getattr(run.method, "milestone", getattr(run.method, "freeze_round", None))
@@ -148,7 +151,10 @@ def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
 
 
 def local_state(trials: Trials) -> str:
-    """Check that clients start from their last local state, or the server's initial state."""
+    """Check that a client starts a round from its local state of its previous round.
+
+    In its first round, a client starts from the server's initial state.
+    """
     run = trials.run()
     initial: State = {}
     last: dict[int, State] = {}
@@ -175,7 +181,8 @@ def local_state(trials: Trials) -> str:
 def one_broadcast(trials: Trials) -> str:
     """Check that all clients start a round from the same averaged, pooled and frozen state.
 
-    A client's BN batch counter must grow by its local steps, or stay if its BN layers are frozen.
+    A client's BN batch counter must grow by the number of its local steps. If its BN layers are
+    frozen, the counter must not change.
     """
     for number, seen in enumerate(trials.run().rounds, 1):
         for name, kind in trials.run().kinds.items():
@@ -202,7 +209,7 @@ def one_broadcast(trials: Trials) -> str:
 
 
 def done_clients(trials: Trials) -> str:
-    """Check that ``cohort.extra`` of a client is constant once the client has taken its local steps."""
+    """Check that a client's rows in ``cohort.extra`` do not change after its last local step."""
     for number, seen in enumerate(trials.run().rounds, 1):
         if seen.late:
             raise Violated(
@@ -212,9 +219,9 @@ def done_clients(trials: Trials) -> str:
 
 
 def payload(trials: Trials) -> str:
-    """Check that ``extra_payload`` and ``extra_exchanges`` are integers >= 0.
+    """Check that ``extra_payload`` and ``extra_exchanges`` return integers >= 0.
 
-    ``extra_payload`` must include the optimizer state that clients receive.
+    ``extra_payload`` must count the optimizer state that clients receive.
     """
     for number, seen in enumerate(trials.run().rounds, 1):
         up, down = seen.payload
@@ -233,7 +240,10 @@ def payload(trials: Trials) -> str:
 
 
 def absent_clients(trials: Trials) -> str:
-    """Check that absent clients' memory is constant, unless the method forgets all at once."""
+    """Check that a round does not change the memory of absent clients.
+
+    A method may discard the memory of all clients at once.
+    """
     rounds = trials.run().rounds
     memories = [entries(seen.memory)[1] for seen in rounds]
     if not any(memories) or knows_no_client(trials):
@@ -250,7 +260,7 @@ def absent_clients(trials: Trials) -> str:
 
 
 def model_comes_back(trials: Trials) -> str:
-    """Check that a run restores the model's modules, shapes, types, flags and hooks."""
+    """Check that a run restores the model's original modules, shapes, dtypes, flags and hooks."""
     after, before = _form(trials.run().model), _form(reference_model())
     for place in {**before, **after}:
         if after.get(place) != before.get(place):

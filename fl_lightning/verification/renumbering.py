@@ -1,4 +1,4 @@
-"""Runs with renumbered clients, and the detection of client numbers in a method's memory."""
+"""Runs with renumbered clients, and the comparison of a method's memory between such runs."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,21 @@ from fl_lightning.verification.observation import Round, Run
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
 RELABELLED = (3, 2, 4, 0, 1)
-"""New number of each client. In a cohort of ``SCRIPT`` every client moves to another row."""
+"""New number of each client; in each cohort of ``SCRIPT``, every client gets another row."""
 
 
 def relabelled(trials: Trials) -> Run:
-    """Return the usual run with each client's data under a new number."""
+    """Return the default run with renumbered clients; each client keeps its data."""
     identities = tuple(RELABELLED.index(client) for client in CLIENTS)
     script = tuple(tuple(sorted(RELABELLED[client] for client in cohort)) for cohort in SCRIPT)
     return trials.run(identities=identities, script=script)
 
 
 def knows_no_client(trials: Trials) -> bool:
-    """Return whether renumbered clients give equal memory: its numbers are no client ids."""
+    """Return whether a method's memory stays equal if the clients are renumbered.
+
+    If so, the numbers in the memory's keys are not client ids.
+    """
     pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
     return all(memory_apart(*rounds)[0] <= TOLERANCE for rounds in pairs)
 
@@ -30,7 +33,11 @@ def memory_apart(first: Round, second: Round) -> tuple[float, str]:
 
 
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return :func:`memory_apart`, or if it is too large, the difference by renumbered client."""
+    """Return the largest difference between the memories of the default and a renumbered run.
+
+    If the memories differ as they are, each client's memory is compared to the memory under the
+    client's new number.
+    """
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))
 

@@ -1,4 +1,4 @@
-"""Rules that compare runs: changes without effect, and the reach of a change at a client or the server."""
+"""Rules that compare two runs of a method that differ in one respect."""
 
 import pickle
 from typing import Any
@@ -24,7 +24,7 @@ from fl_lightning.verification.renumbering import memory_apart, relabelled, rena
 from fl_lightning.verification.trials import SCRIPT, USUAL, WITH_SERVER_MOMENTUM, Trials, rests_from
 
 RESTING = USUAL.but(client_lr_schedule=rests_from(1))
-"""A run with a client learning rate of 0."""
+"""Set-up with a client learning rate of 0."""
 
 ROUNDING = 1e-12
 """Largest rounding error of a weight or a gradient in float64."""
@@ -36,15 +36,19 @@ _ON_RANKS = (
 
 
 def runs_repeat(trials: Trials) -> str:
-    """Check that two runs in one process are equal bit for bit: no state is left in classes or modules."""
+    """Check that a second run in the same process equals the first run bit for bit.
+
+    A run must leave no state in classes or modules.
+    """
     _equal(trials.run(), trials.run(repetition=1), "a second run in this process must equal the first")
     return "a second run in this process is equal bit for bit"
 
 
 def resume(trials: Trials) -> str:
-    """Check that a run resumed from any round ends in the same model, optimizer, memory and metrics.
+    """Check that a run resumed after any round ends with the same results, bit for bit.
 
-    The comparison is bit for bit, with a server optimizer that has momentum.
+    The results are the model, the state of the server optimizer, the method's memory and all
+    metrics. The server optimizer has momentum.
     """
     uninterrupted = trials.run(WITH_SERVER_MOMENTUM)
     for number in range(1, len(SCRIPT)):
@@ -58,12 +62,18 @@ def resume(trials: Trials) -> str:
 
 
 def executors(trials: Trials) -> str:
-    """Check that sequential and vectorised execution (in blocks of two clients) give the same rounds."""
+    """Check that sequential and vectorised execution give the same rounds, up to 1e-10.
+
+    Vectorised execution computes two clients at once.
+    """
     return _close(trials.run(), trials.run(executor=VectorizedExecutor(2)), "executors must agree")
 
 
 def ranks(trials: Trials) -> str:
-    """Check that two processes give, bit for bit, the server state, memory, losses and metrics of one."""
+    """Check that a run on two ranks equals a run on one rank bit for bit.
+
+    The server's state, the method's memory, losses and metrics are compared.
+    """
     if reason := cannot_fork():
         raise NotApplicable(reason)
     usual, shared = trials.run(), trials.attempt(ranks=2)
@@ -81,15 +91,18 @@ def ranks(trials: Trials) -> str:
 
 
 def observers(trials: Trials) -> str:
-    """Check that callbacks which watch, and draw from every reachable random generator, change no result."""
+    """Check that callbacks which only read state and draw random numbers do not change the run.
+
+    They draw from the global generators and from generators that are attributes of the method.
+    """
     _equal(trials.run(), trials.run(observed=True), "callbacks that watch and draw must not change the run")
     return "callbacks that watch and draw random numbers do not change the run"
 
 
 def client_numbers(trials: Trials) -> str:
-    """Check that renumbering the clients changes neither the server's rounds nor each client's memory.
+    """Check that new numbers of the clients change neither the server nor a client's memory.
 
-    Attacks are skipped, since attackers are chosen by number.
+    The rule does not apply to attacks, since attackers are chosen by number.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attackers are chosen by client number")
@@ -101,9 +114,10 @@ def client_numbers(trials: Trials) -> str:
 
 
 def server_optimizer(trials: Trials) -> str:
-    """Check that learning rate, momentum and decay of the server optimizer do not affect statistics.
+    """Check that the server optimizer does not affect statistics.
 
-    Clients do the same in round 1 under any server optimizer, so they end it with equal statistics.
+    Two runs differ in learning rate, momentum and weight decay of the server optimizer. After round
+    1, the server must have the same statistics in both runs.
     """
     run = trials.run()
     first, second = run.rounds[0], trials.run(WITH_SERVER_MOMENTUM).rounds[0]
@@ -116,10 +130,11 @@ def server_optimizer(trials: Trials) -> str:
 
 
 def learning_rate_0(trials: Trials) -> str:
-    """Check that no weight moves at a client learning rate of 0, neither at a client nor at the server.
+    """Check that a client learning rate of 0 changes no weights, at clients or at the server.
 
-    A correction of the server in ``on_after_aggregate`` may move its weights.
-    Attacks are skipped, and methods that draw random numbers: noise moves weights at any rate.
+    A correction in ``on_after_aggregate`` may change the server's weights. The rule does not apply
+    to attacks. It does not apply to methods that draw random numbers either, since noise may change
+    weights at any learning rate.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attackers move weights at any learning rate")
@@ -142,9 +157,11 @@ def learning_rate_0(trials: Trials) -> str:
 
 
 def pooled_weights(trials: Trials) -> str:
-    """Check that pooled statistics weigh clients by ``n_i / n``: one client counts as two of half its weight.
+    """Check that pooled statistics weight clients by ``n_i / n``.
 
-    A method that weighs batches by their number of values claims ``union_statistics`` instead.
+    If a client is replaced by two clients with its data and half its weight, the statistics must be
+    the same. A method that weights batches by their number of values claims ``union_statistics``
+    instead.
     """
     first = trials.run().rounds[0]
     pooled = [
@@ -165,10 +182,12 @@ def pooled_weights(trials: Trials) -> str:
 
 
 def traffic(trials: Trials) -> str:
-    """Check that ``extra_payload`` declares what crosses the network beside weights, statistics and losses.
+    """Check that ``extra_payload`` counts all traffic beside weights, statistics and losses.
 
-    Upload: a client's data reach the server only by the weights, statistics and loss that it sends.
-    Download: memory of the server that is larger than a few numbers does not affect local steps.
+    - Upload: a client with other data that sends the same weights, statistics and loss must not
+      change the server.
+    - Download: a tensor of at least 8 floats in the server's memory must not affect local steps
+      that start from the same state.
     """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
@@ -198,7 +217,7 @@ def traffic(trials: Trials) -> str:
 
 
 def fresh_noise(trials: Trials) -> str:
-    """Check that noise in a client's gradients differs from one local step to the next."""
+    """Check that the noise in a client's gradients differs between local steps."""
     run, other, bare = trials.run(RESTING), trials.run(RESTING, seed=1), trials.run(RESTING, bare=True)
     drawn = 0
     for number, (seen, again, plain) in enumerate(zip(run.rounds, other.rounds, bare.rounds, strict=True), 1):
@@ -223,9 +242,10 @@ def fresh_noise(trials: Trials) -> str:
 
 
 def exchange_in_a_round(trials: Trials) -> str:
-    """Check that a client's message depends on no other client's data of the round, unless declared.
+    """Check that a client's message does not depend on other clients' data in the same round.
 
-    Attacks are skipped, since attackers know the honest clients' messages.
+    A method may declare that clients exchange data inside a round. The rule does not apply to
+    attacks, since attackers know the honest clients' messages.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attackers know the honest clients' messages")
@@ -239,7 +259,11 @@ def exchange_in_a_round(trials: Trials) -> str:
 
 
 def clients_own_state(trials: Trials) -> str:
-    """Check that local, frozen, reset and unsent optimizer state of a client affects no other client."""
+    """Check that state which a client does not send affects neither server nor other clients.
+
+    A client does not send local, frozen and reset state. It sends optimizer state only if
+    ``extra_payload`` counts that state.
+    """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
     sends_optimizer = seen.payload[0] >= max(seen.received, 1)
@@ -258,7 +282,11 @@ def clients_own_state(trials: Trials) -> str:
 
 
 def beside_fedavg(trials: Trials) -> str:
-    """Return whether the usual run is FedAvg's, else how far its clients move in round 1 beside FedAvg's."""
+    """Compare the method's default run with FedAvg, and return the result as text.
+
+    If the runs differ, the text gives the distance that clients move in round 1, relative to
+    FedAvg.
+    """
     run, plain = trials.run(), trials.run(bare=True)
     first, second = ([(x.policy, x.start, x.sent, x.server) for x in one.rounds] for one in (run, plain))
     if difference(first, second) is None:
@@ -272,7 +300,11 @@ def beside_fedavg(trials: Trials) -> str:
 
 
 def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> None:
-    """Raise Violated if a disturbance changes what another client starts from or sends in a round."""
+    """Check that a disturbance of one client does not affect other clients in a round.
+
+    Raises:
+        Violated: Another client starts from different state, or sends different state.
+    """
     first, second = (run.rounds[number - 1] for run in (trials.run(), trials.run(disturbance=disturbance)))
     kind = " or ".join(disturbance.what) + (" state" if disturbance.what != ("data",) else "")
     for client in (client for client in first.clients if client != disturbance.client):
@@ -302,7 +334,7 @@ def _close(first: Run, second: Run, demand: str, compare_memory: Any = memory_ap
 
 
 def _outcome(run: Run) -> dict[str, object]:
-    """Return the outcome of a run: final model, server optimizer, memory and all metrics."""
+    """Return the final model, server optimizer, method's memory and metrics of a run."""
     last = run.rounds[-1]
     return {
         "model": last.server,

@@ -1,4 +1,4 @@
-"""Runs of one method in many set-ups, each computed once; callbacks that observe or disturb."""
+"""Runs of one method in many set-ups, and callbacks that observe or disturb a run."""
 
 import random
 import warnings
@@ -40,17 +40,20 @@ CLIENTS = tuple(range(len(SIZES)))
 EVERYONE = (CLIENTS,) * 4
 CLIENT_LR = 0.05
 SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
-"""Cohort of each round: client r misses round r; after an absence some return in another row."""
+"""Cohort of each round. Each client is absent at least once; some return in another row."""
 
 
 class Observer(FederatedCallback):
-    """Callback whose hooks read all state and draw from all global and ``method`` generators."""
+    """Callback whose hooks read all state and draw random numbers.
+
+    The hooks draw from the global generators and from generators that are attributes of ``method``.
+    """
 
     def __init__(self, method: FederatedCallback | None) -> None:
         self.method = method
 
     def look(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int = 0) -> None:
-        """Read all state, and draw from all generators."""
+        """Read all rows, and draw from all generators."""
         for rows in (*cohort.params.values(), *cohort.buffers.values()):
             rows.double().sum()
         torch.rand(3)
@@ -67,13 +70,16 @@ class Observer(FederatedCallback):
 
 
 class Disturb(FederatedCallback):
-    """Callback that changes one client's state after its local steps, before the method sees it."""
+    """Callback that changes one client's state after its local steps.
+
+    It must run before the method under test.
+    """
 
     def __init__(self, disturbance: Disturbance) -> None:
         self.disturbance = disturbance
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Add a constant to the client's rows."""
+        """Add a constant to the client's rows in the round of the disturbance."""
         client, round_number, what = self.disturbance
         if cohort.round != round_number or client not in cohort.client_ids:
             return
@@ -92,30 +98,32 @@ class Disturb(FederatedCallback):
 
 _SGD = partial(torch.optim.SGD, lr=CLIENT_LR, weight_decay=0.01)
 WITHOUT_MOMENTUM = {"client_optimizer": _SGD}
-"""Changes of a :class:`Setup` that remove the clients' momentum."""
+"""Changed settings of a :class:`Setup`: clients use SGD without momentum."""
 
 
 @dataclass(frozen=True)
 class Setup:
     """Set-up of a run.
 
-    Default: four rounds of one local epoch with three of five clients of unequal size, SGD with
-    momentum.
+    By default, the run has four rounds of one local epoch. Three of five clients take part in each
+    round. They have unequal numbers of samples, and use SGD with momentum.
 
     Attributes:
         bare: Whether to run FedAvg without the method.
         script: The cohort of each round.
-        identities: Number of the data set of each client.
-        batch_sizes: Batch size of each client; None: equal.
-        norm: The model's norm layers.
+        identities: Data set of each client, as a number. Clients with equal numbers have equal
+            data.
+        batch_sizes: Batch size of each client; None for equal sizes.
+        norm: Kind of the model's normalization layers: Batch or Group Normalization.
         observed: Whether an :class:`Observer` runs before and after the method.
         disturbance: Change of one client's data or state, if any.
-        forced: Whether the disturbed client sends the state of the undisturbed run.
-        memory_of_server: Round before which the server's part of the memory is changed; 0: never.
-        ranks: Processes that share the clients.
-        resume: Round after which to resume the federated run of this set-up (one of
-            :data:`SAVED`); 0 to start anew.
-        repetition: Number that distinguishes equal runs.
+        forced: Whether the disturbed client sends the state that it sends in the undisturbed run.
+        memory_of_server: Round before which the server's part of the method's memory is changed;
+            0 for no change.
+        ranks: Number of ranks.
+        resume: Round after which the federated run of this set-up is resumed; 0 for a new run. The
+            set-up of the federated run must be in :data:`SAVED`.
+        repetition: Number that distinguishes repeated runs of a set-up.
         module: Settings of ``FederatedModule``, as pairs (name, value).
     """
 
@@ -141,7 +149,7 @@ class Setup:
     )
 
     def but(self, **changes: Any) -> "Setup":
-        """Return the set-up with changed attributes or settings of ``FederatedModule``."""
+        """Return a copy of the set-up with changed attributes or settings of the module."""
         attributes = {name: changes.pop(name) for name in vars(self) if name in changes}
         return replace(self, **attributes, module=frozenset({**dict(self.module), **changes}.items()))
 
@@ -151,23 +159,23 @@ WITH_SERVER_MOMENTUM = USUAL.but(
     server_optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.02)
 )
 ONE_STEP = USUAL.but(script=EVERYONE, local_epochs=None, local_steps=1, weighting="samples")
-"""One local step of every client per round: federated can equal centralised training."""
+"""Set-up with one local step of every client per round, to compare with centralised training."""
 
 SAVED = (WITH_SERVER_MOMENTUM, ONE_STEP)
 """Set-ups whose runs write a checkpoint after each round."""
 
 _WITHOUT_METHOD: dict[Setup, Run] = {}
-"""Runs of FedAvg, shared by the trials of all methods."""
+"""Finished runs of FedAvg by set-up, which the trials of all methods share."""
 
 
 @cache
 def rests_from(first_round: int) -> Callable[[int, int], float]:
-    """Return a schedule of the client learning rate that is 0 from a round on."""
+    """Return a learning rate schedule for clients that is 0 from a round on."""
     return lambda number, _: float(number < first_round)
 
 
 class Trials:
-    """Runs of a method in the set-ups that its rules and claims need.
+    """Runs of a method in the set-ups that rules and claims need. Each set-up is run once.
 
     Args:
         make: Function that returns a new callback for each run.
@@ -182,7 +190,7 @@ class Trials:
         self._runs: dict[Setup, Run] = {}
 
     def attempt(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """Return the run of a set-up with changes, even if an exception stopped the run."""
+        """Return the run of a changed set-up, also if an exception stopped the run."""
         setup = setup.but(**changes)
         known = _WITHOUT_METHOD if setup.bare and not self.settings else self._runs
         if setup not in known:
@@ -190,11 +198,11 @@ class Trials:
         return known[setup]
 
     def run(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """Return the finished run of a set-up with changes.
+        """Return the finished run of a changed set-up.
 
         Raises:
-            Violated: The run rejected its configuration after a round had ended.
-            Exception: Another exception stopped the run.
+            Violated: A ``ConfigurationError`` stopped the run after round 1.
+            Exception: The exception that stopped the run, in all other cases.
         """
         run = self.attempt(setup, **changes)
         if isinstance(run.error, ConfigurationError) and len(run.rounds) > 1:
@@ -235,7 +243,7 @@ class Trials:
             processes = {"devices": setup.ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with seeded(0), warnings.catch_warnings():
-            # Lightning's advice on tiny data does not concern the method
+            # Lightning warns about tiny data sets, which has no meaning here
             warnings.simplefilter("ignore")
             try:
                 trainer = L.Trainer(
@@ -246,6 +254,6 @@ class Trials:
                     **processes,
                 )
                 trainer.fit(run, datamodule=data, ckpt_path=source)
-            except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding
+            except Exception as error:  # noqa: BLE001  # any exception of a method is a finding
                 run.error = error
         return run
