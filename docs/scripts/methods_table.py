@@ -1,7 +1,7 @@
-"""Print the table of methods in docs/methods.md, made from the callbacks themselves: ``python docs/scripts/methods_table.py``.
+"""Print the table of methods in docs/methods.md: ``python docs/scripts/methods_table.py``.
 
-What is averaged, kept, frozen and pooled is each callback's own policy over a run of 100 rounds; bytes and exchanges are
-those that a round of ResNet-20 logs. A method has a row for each of its examples in which these differ.
+The treatments come from each callback's policy over a run of 100 rounds. The bytes and exchanges come from the log of a run
+of ResNet-20. A method has a row for each of its ``examples`` whose values differ.
 """
 
 import logging
@@ -24,15 +24,16 @@ from fl_lightning.round.policy import resolve_policy
 ROUNDS = 100
 STATE = {"weight": "W", "affine": "A", "mean": "S", "var": "S"}
 COLUMNS = {"averaged": ("averaged", "max"), "local": ("local",), "frozen": ("frozen",), "pooled": ("pooled",)}
-LEGEND = (
-    "W: all trainable parameters but those of BN; A: gamma and beta of BN; S: running means and variances of BN; "
-    "last layer: all state of this part, which the columns of W, A and S leave out then. What no column names is neither sent nor kept. MB: per client and round of ResNet-20, float32, before and after T*. Exchanges: "
-    "how often a round waits for the server."
-)
+LEGEND = """\
+- W: all trainable parameters except those of BN. A: gamma and beta of BN. S: running means and variances of BN.
+- Last layer: all state of the last layer. In its row, W, A and S stand for the state of the other layers.
+- State in no column is neither sent nor kept.
+- MB: megabytes per client and round of ResNet-20 in float32. "Then" separates the values before and after T*.
+- Exchanges: the number of times in a round that all clients wait for the server."""
 
 
 def methods() -> dict[str, type[FederatedCallback]]:
-    """FedAvg without a callback, and the shipped methods and observers, by name; attacks have a page of their own."""
+    """Return the shipped methods and observers by name, and FedAvg as ``"none"``; attacks are left out."""
     found = {name: getattr(callbacks, name) for name in callbacks.__all__}
     ours = {
         n: kind for n, kind in found.items() if issubclass(kind, FederatedCallback) and kind.role != "attack"
@@ -41,7 +42,7 @@ def methods() -> dict[str, type[FederatedCallback]]:
 
 
 def stages(callback: FederatedCallback, column: tuple[str, ...]) -> str:
-    """Return what a column holds and in which rounds, such as ``"W, A, S until T*"``."""
+    """Return the cell of a column: its kinds of state and their rounds, such as ``"W, A, S until T*"``."""
     policies = [resolve_policy([callback], r, ROUNDS) for r in range(1, ROUNDS + 1)]
     later = callback.undecided()
     words = {}
@@ -57,10 +58,10 @@ def stages(callback: FederatedCallback, column: tuple[str, ...]) -> str:
 
 
 class RandomImages(L.LightningDataModule):
-    """Eight noise images: bytes do not depend on pixels."""
+    """A client with eight noise images; the bytes sent do not depend on the pixels."""
 
     def train_dataloader(self) -> DataLoader:
-        """Return batches of four."""
+        """Return batches of four images."""
         images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
         return DataLoader(TensorDataset(images, torch.arange(8)), batch_size=4)
 
@@ -70,21 +71,22 @@ class RandomImages(L.LightningDataModule):
 
 
 class Rows(L.Callback):
-    """Keeps the rows of metrics of a run."""
+    """A callback that stores a run's metrics of each round."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the newest row."""
+        """Store the metrics of the round."""
         self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
-    """Megabytes up and down per client, and exchanges, in a round of ResNet-20 before T* and in one after it.
+    """Return megabytes up, megabytes down and exchanges of a client, in round 1 and in round 4 of 5.
 
-    The first one after T* does not count: clients receive in it what is frozen. Nor does the last one:
-    methods may close a run with a pass over the data.
+    Round 1 is before T*, round 4 after T*. The first round after T* is not typical, since clients
+    receive the frozen state in it. The last round is not typical either, since some methods end a
+    run with a pass over the data.
     """
     data = FederatedDataModule([RandomImages(), RandomImages()], RandomImages())
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -116,7 +118,7 @@ def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
 
 
 def yaml(name: str, settings: Mapping[str, object]) -> str:
-    """Return a method's line in a configuration."""
+    """Return the lines that a configuration needs for a method."""
     if name == "none":
         return "callbacks: null"
     arguments = ", ".join(f"{key}: {value}" for key, value in settings.items())
@@ -133,7 +135,7 @@ def table() -> str:
             cells = [stages(kind(**settings), column) for column in COLUMNS.values()]
             callback = kind(**settings)
             if callback.undecided():
-                callback.freeze_round = 1  # found, so that the second round shows what freezing saves
+                callback.freeze_round = 1  # as if T* was found in round 1, so that later rounds are frozen
             columns = zip(*costs(callback), strict=True)
             cells += [" then ".join(dict.fromkeys(map(str, column))) for column in columns]
             paper = kind(**settings).paper or "McMahan et al., arXiv 1602.05629 (FedAvg)"
@@ -145,7 +147,7 @@ def table() -> str:
 
 
 def quiet_table() -> str:
-    """Return the table, without the lines that methods and Lightning print while they run."""
+    """Return the table, and keep methods and Lightning from printing to the standard output."""
     loggers = [logging.getLogger(f"lightning.pytorch{name}") for name in ("", ".utilities.rank_zero")]
     levels = [logger.level for logger in loggers]
     try:
