@@ -116,7 +116,7 @@ class StaticBN(FederatedCallback):
                 "between two passes. Resume it with fit --ckpt_path last to measure statistics of these weights"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return the round of the last statistics pass, and the round of the weights."""
         return {"measured_round": self.measured_round, "trained_round": self._trained_round}
 

@@ -1,7 +1,7 @@
 """Street scenes with a label per pixel, in the layout of Cityscapes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ class Cityscapes(FederatedDataModule):
         files: dict[str, list[tuple[str, str]]] = {}
         try:
             for part in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-                data: Mapping[str, Any] = json.loads(part.read_text())["user_data"]
+                data = json.loads(part.read_text())["user_data"]
                 files |= {user: list(zip(xy["x"], xy["y"], strict=True)) for user, xy in data.items()}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(

@@ -60,7 +60,6 @@ class TorchvisionImages(InMemoryDataModule):
         self.dataset, self.num_classes, self.download = dataset, num_classes, download
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.in_channels = in_channels
-        self._parts: list[dict[str, Any]] = []
         if not download:
             self._files(0)  # report missing files at once, before setup
 

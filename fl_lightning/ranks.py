@@ -132,7 +132,7 @@ class Ranks:
         dist.all_gather(everyone, padded)
         return [received.cpu().numpy().tobytes() for received in everyone]
 
-    def agree(self, state: Callable[[], Mapping[str, Any]], place: str) -> None:
+    def agree(self, state: Callable[[], Mapping[str, object]], place: str) -> None:
         """Check that every rank has the same state.
 
         Args:
@@ -248,7 +248,7 @@ class Ranks:
         return others
 
 
-def checksums(state: Mapping[str, Any]) -> dict[str, int]:
+def checksums(state: Mapping[str, object]) -> dict[str, int]:
     """Return the checksum of each tensor and value in named trees, by name and path."""
     return {
         f"{name}{keystr(place)}": _number(leaf)

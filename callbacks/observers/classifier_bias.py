@@ -163,7 +163,7 @@ class ClassifierBias(FederatedCallback):
             )
         return {name: value for name, value in measures.items() if value is not None}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[dict[str, Tensor]]]:
         """Return the newest server models."""
         return {"models": self.models}
 

@@ -21,6 +21,13 @@ from fl_lightning.errors import doing
 from fl_lightning.recorded import Recorded
 
 
+class PartitionDigests(TypedDict):
+    """Digests of a partition: one of all indices, and one of each client's indices."""
+
+    total: str
+    clients: list[str]
+
+
 class PartitionRecord(TypedDict):
     """The partition of samples over the clients.
 
@@ -44,7 +51,7 @@ class PartitionRecord(TypedDict):
     seed: NotRequired[int]
     val_size: NotRequired[int]
     class_histogram: NotRequired[list[list[int]]]
-    sha256: NotRequired[dict[str, Any]]
+    sha256: NotRequired[PartitionDigests]
 
 
 class ClientDataModule(L.LightningDataModule):

@@ -123,7 +123,7 @@ class FoundFreezing(Freezing):
         name = type(self).__name__
         pl_module.print(f"{name}: T* = {round_number}; BN is frozen from round {round_number + 1} on.")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return T*."""
         return {"freeze_round": self.freeze_round}
 

@@ -150,7 +150,7 @@ class LocalState(PersonalEvaluation):
         """Store each client's local state."""
         cohort.remember(self.memory)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, ClientMemory]:
         """Return the clients' local state."""
         return {"memory": self.memory}
 

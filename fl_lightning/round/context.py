@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.aggregation import Aggregator, StatisticsAggregator
@@ -108,5 +109,5 @@ class RunContext(ClientTask, Protocol):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first rank."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the server model's state."""

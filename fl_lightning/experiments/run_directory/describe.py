@@ -54,7 +54,7 @@ def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> s
     return " + ".join([base, *(", ".join(filter(None, (describe(x), x.remark(module)))) for x in callbacks)])
 
 
-def identity(module: FederatedModule) -> dict[str, Any]:
+def identity(module: FederatedModule) -> dict[str, object]:
     """Return the content of ``run.json``: the run's name, tags, metrics and other facts."""
     methods, data = module.federated_callbacks, type(module.data).__name__
     base = method_name(module, []).partition("(")[0]
