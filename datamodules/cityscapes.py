@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchvision import datasets
 
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.client_data.fingerprint import files_digest
@@ -28,25 +29,7 @@ LAYOUT = (
     "leftImg8bit/<split>/<city>/<name>_leftImg8bit.png and gtFine/<split>/<city>/<name>_gtFine_labelIds.png"
 )
 _CLASSES = {
-    7: ("road", (128, 64, 128)),
-    8: ("sidewalk", (244, 35, 232)),
-    11: ("building", (70, 70, 70)),
-    12: ("wall", (102, 102, 156)),
-    13: ("fence", (190, 153, 153)),
-    17: ("pole", (153, 153, 153)),
-    19: ("traffic light", (250, 170, 30)),
-    20: ("traffic sign", (220, 220, 0)),
-    21: ("vegetation", (107, 142, 35)),
-    22: ("terrain", (152, 251, 152)),
-    23: ("sky", (70, 130, 180)),
-    24: ("person", (220, 20, 60)),
-    25: ("rider", (255, 0, 0)),
-    26: ("car", (0, 0, 142)),
-    27: ("truck", (0, 0, 70)),
-    28: ("bus", (0, 60, 100)),
-    31: ("train", (0, 80, 100)),
-    32: ("motorcycle", (0, 0, 230)),
-    33: ("bicycle", (119, 11, 32)),
+    kind.id: (kind.name, kind.color) for kind in datasets.Cityscapes.classes if not kind.ignore_in_eval
 }
 """The 19 evaluated classes: name and colour by label id."""
 
