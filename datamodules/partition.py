@@ -236,8 +236,7 @@ def shards(
         ConfigurationError: The clients cannot hold every class, ``"modulo"`` does not fit, or a class
             has fewer samples than holders or than the tail.
     """
-    check_class_fraction(class_fraction)
-    check_shards(assignment, tail)
+    check_shards(class_fraction, assignment, tail)
     _check_num_clients(num_clients, len(labels))
     available = class_sizes(labels)
     num_classes = len(available)
@@ -340,14 +339,10 @@ def check_dirichlet(alpha: float, balance: str) -> None:
         raise ConfigurationError(f"balance must be 'client' or 'class', found {balance!r}")
 
 
-def check_class_fraction(class_fraction: float) -> None:
-    """Raise a ConfigurationError unless the share of the classes is in (0, 1]."""
+def check_shards(class_fraction: float, assignment: str, tail: int) -> None:
+    """Raise a ConfigurationError if a setting of :func:`shards` is out of its range."""
     if not 0 < class_fraction <= 1:
         raise ConfigurationError(f"class_fraction must be in (0, 1], such as 0.2, found {class_fraction}")
-
-
-def check_shards(assignment: str, tail: int) -> None:
-    """Raise a ConfigurationError if the assignment is unknown or the tail is negative."""
     check_choice("Shards.assignment", assignment, get_args(Assignment))
     if not isinstance(tail, int) or tail < 0:
         raise ConfigurationError(

@@ -93,8 +93,7 @@ class Shards(Partition):
     """
 
     def __init__(self, class_fraction: float, assignment: Assigned = "random", tail: int = 0) -> None:
-        partition.check_class_fraction(class_fraction)
-        partition.check_shards(assignment, tail)
+        partition.check_shards(class_fraction, assignment, tail)
         self.class_fraction = class_fraction
         self.assignment: Assigned = assignment
         self.tail = tail

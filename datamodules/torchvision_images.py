@@ -1,7 +1,5 @@
 """Image classification data sets of torchvision; CIFAR-10 also from class folders."""
 
-from contextlib import nullcontext
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from urllib.error import URLError
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision import datasets
 
 from fl_lightning.datamodules.folders import ClassFolders
 from fl_lightning.datamodules.image_files import ImageFiles, building, converted, square, stacked
@@ -17,6 +16,43 @@ from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
+
+_REMEDY = "set download: true, or data_dir to where torchvision has put it"
+
+
+def torchvision_part(
+    dataset: str, data_dir: Path, part: int, download: bool = False, remedy: str = _REMEDY
+) -> Any:
+    """Open the training (0) or test (1) part of a data set of ``torchvision.datasets``.
+
+    Args:
+        dataset: Name of the class; its constructor takes ``train`` or ``split``.
+        data_dir: The folder that torchvision calls ``root``.
+        part: 0 or 1.
+        download: Whether missing files are downloaded.
+        remedy: Advice in the message if files are missing or damaged.
+
+    Raises:
+        ConfigurationError: There is no such data set, or its files are missing or damaged.
+    """
+    kind: Any = getattr(datasets, dataset, None)
+    names = signature(kind).parameters if callable(kind) else {}
+    if not {"train", "split"} & set(names):
+        raise ConfigurationError(
+            f"dataset: torchvision.datasets has no {dataset!r} with a training and a test part; use MNIST, SVHN, STL10, ..."
+        )
+    which = {"train": part == 0, "split": ("train", "test")[part], "download": download}
+    which.pop("split" if "train" in names else "train")
+    try:
+        return kind(str(data_dir), **{name: x for name, x in which.items() if name in names})
+    except URLError as error:
+        raise ConfigurationError(
+            f"download: {dataset} could not be fetched ({error.reason}); try again, or put its files into {data_dir} by hand"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"data_dir={data_dir} has no {dataset}, or a damaged or incomplete one ({str(error).splitlines()[0]}); {remedy}"
+        ) from error
 
 
 class TorchvisionImages(InMemoryDataModule):
@@ -74,26 +110,7 @@ class TorchvisionImages(InMemoryDataModule):
         return ImageData(*self._tensors(self._files(0)), *self._tensors(self._files(1)))
 
     def _files(self, part: int, download: bool = False) -> Any:
-        """Return the training (0) or test (1) part of torchvision's data set."""
-        kind: Any = getattr(import_module("torchvision.datasets"), self.dataset, None)
-        names = signature(kind).parameters if callable(kind) else {}
-        if not {"train", "split"} & set(names):
-            raise ConfigurationError(
-                f"dataset: torchvision.datasets has no {self.dataset!r} with a training and a test part; use MNIST, SVHN, STL10, ..."
-            )
-        which = {"train": part == 0, "split": ("train", "test")[part], "download": download}
-        which.pop("split" if "train" in names else "train")
-        try:
-            return kind(str(self.data_dir), **{name: x for name, x in which.items() if name in names})
-        except URLError as error:
-            raise ConfigurationError(
-                f"download: {self.dataset} could not be fetched ({error.reason}); try again, or put its files into {self.data_dir}"
-            ) from error
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} has no {self.dataset}, or a damaged one ({str(error).splitlines()[0]}); set download: true, or "
-                "data_dir to where torchvision has put it"
-            ) from error
+        return torchvision_part(self.dataset, self.data_dir, part, download)
 
     def _tensors(self, files: Any) -> tuple[Tensor, Tensor]:
         mode = "RGB" if self.in_channels == 3 else "L"
@@ -204,14 +221,14 @@ class CIFAR10(ImageFiles):
         if self.folders is not None:
             self.load()
         elif self.download:
-            self._torchvision_files(download=True)
+            with building(self._pickles):  # only one of two concurrent runs downloads
+                self._files(0, download=True)
 
     def load(self) -> ImageData:
         """Return the images."""
         if self.folders is not None:
             return self.read(*self.folders.samples(self.class_names, generator(self.seed, "test split")))
-        train, test = self._torchvision_files(download=False)
-        return ImageData(*self._tensors(train), *self._tensors(test))
+        return ImageData(*self._tensors(self._files(0)), *self._tensors(self._files(1)))
 
     def _class_folders(self) -> ClassFolders | None:
         if self._pickles.is_dir() or not self._train.is_dir():
@@ -224,27 +241,13 @@ class CIFAR10(ImageFiles):
             )
         return folders
 
-    def _torchvision_files(self, download: bool) -> tuple[Any, Any]:
-        from torchvision.datasets import CIFAR10 as Files  # takes seconds to import
+    def _files(self, part: int, download: bool = False) -> Any:
+        instead = "to read train/ instead" if self._train.is_dir() else "and set download: true"
+        return torchvision_part(
+            "CIFAR10", self.data_dir, part, download, f"remove {self._pickles.name}/ {instead}"
+        )
 
-        try:
-            # only one of two concurrent runs downloads
-            with building(self._pickles) if download else nullcontext():
-                train = Files(str(self.data_dir), train=True, download=download)
-            return train, Files(str(self.data_dir), train=False)
-        except URLError as error:
-            raise ConfigurationError(
-                f"download: CIFAR-10 could not be fetched ({error.reason}); try again, or unpack it into "
-                f"{self.data_dir} by hand"
-            ) from error
-        except (RuntimeError, EOFError, OSError) as error:
-            instead = "to read train/ instead" if self._train.is_dir() else "and set download: true"
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} holds a damaged or incomplete cifar-10-batches-py/ "
-                f"({type(error).__name__}); remove it {instead}"
-            ) from error
-
-    def _tensors(self, files: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tensors(self, files: Any) -> tuple[Tensor, Tensor]:
         images = torch.from_numpy(files.data).permute(0, 3, 1, 2).contiguous()  # [N, 3, 32, 32]
         if self.image_size != images.shape[-1]:
             resized = (square(Image.fromarray(image), self.image_size) for image in files.data)

@@ -162,7 +162,9 @@ def test_damaged_files_beside_class_folders_need_only_be_removed(folders, pickle
     files.mkdir()
     for name in rest:
         (files / name).write_bytes((pickles / files.name / name).read_bytes())
-    with pytest.raises(ConfigurationError, match=r"incomplete .*; remove it to read train/ instead$"):
+    with pytest.raises(
+        ConfigurationError, match=r"incomplete .*; remove cifar-10-batches-py/ to read train/ instead$"
+    ):
         CIFAR10(str(folders)).load()
     shutil.rmtree(files)
     assert len(CIFAR10(str(folders)).load().train_labels) == 100

@@ -48,7 +48,9 @@ def test_fashion_mnist_is_read_from_idx_files(fashion):
 
 
 def test_missing_files_say_what_to_do(fashion, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"has no CIFAR100, or a damaged one .*set download: true"):
+    with pytest.raises(
+        ConfigurationError, match=r"has no CIFAR100, or a damaged or incomplete one .*set download: true"
+    ):
         CIFAR100(str(tmp_path / "none"))
     with pytest.raises(
         ConfigurationError, match=r"torchvision.datasets has no 'Nothing' with a training and a test part"
@@ -82,5 +84,5 @@ def test_compressed_idx_files_are_not_taken_for_missing_ones_silently(fashion):
     path = fashion / "FashionMNIST" / "raw" / "train-images-idx3-ubyte"
     path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
     path.unlink()
-    with pytest.raises(ConfigurationError, match=r"has no FashionMNIST, or a damaged one"):
+    with pytest.raises(ConfigurationError, match=r"has no FashionMNIST, or a damaged or incomplete one"):
         FashionMNIST(str(fashion))
