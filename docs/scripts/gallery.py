@@ -1,7 +1,8 @@
-"""Show what studies have found in docs/gallery.md: ``python docs/scripts/gallery.py runs/studies/NAME-SCALE ...``.
+"""Show the results of studies in docs/gallery.md: ``python docs/scripts/gallery.py runs/studies/NAME-SCALE ...``.
 
-A study's tables and verdicts go between its comments, ``<!-- NAME -->`` and ``<!-- end of NAME -->`` (at a scale other than ``reduced``
-``<!-- NAME-SCALE -->``), its figure to ``figures/gallery``.
+The study's tables and verdicts replace the text between the comments ``<!-- NAME -->`` and
+``<!-- end of NAME -->``. If the scale is not ``reduced``, the comments have the name ``NAME-SCALE``.
+The study's figure is copied to ``figures/gallery``.
 """
 
 import json
@@ -15,11 +16,11 @@ from generated import replaced
 PAGE = Path(__file__).parents[1] / "gallery.md"
 FIGURES = FIGURES_FOLDER / "gallery"
 SHOWN = ("by_E", "by_T_", "by_gamma", "by_alpha", "difference", "curves")
-"""Of the figures that a study has, the first of these stands on the page."""
+"""Names of figures by preference: the page shows the first figure that the study has."""
 
 
 def part(study: Path, page: str) -> str:
-    """Return the page with a study's section and figure."""
+    """Return the page with the study's section replaced, and copy the study's figure."""
     found = json.loads((study / "study.json").read_text())
     name = found["name"] if found["scale"] == "reduced" else f"{found['name']}-{found['scale']}"
     runs = [run for group in found["groups"] for run in group["runs"]]
@@ -32,7 +33,7 @@ def part(study: Path, page: str) -> str:
     shutil.copy(picture, FIGURES / f"{name}.png")
     command = f"python -m fl_lightning study configs/studies/{found['name']}.yaml --scale {found['scale']}"
     table = (study / "table.md").read_text().strip()
-    origin = f"Source {', '.join(sources)}, torch {', '.join(versions)}."
+    origin = f"Digest of the source: {', '.join(sources)}. PyTorch version: {', '.join(versions)}."
     shown = (
         "accuracy over communication rounds" if picture.stem == "curves" else "the values of the table above"
     )
@@ -41,7 +42,7 @@ def part(study: Path, page: str) -> str:
 
 
 def main(studies: list[str]) -> None:
-    """Write the parts of some studies anew."""
+    """Replace the sections of the studies on the page."""
     for study in map(Path, studies):
         PAGE.write_text(part(study, PAGE.read_text()))
 
