@@ -1,4 +1,4 @@
-"""The communication round: the federated module, its hooks, and what a round needs."""
+"""The communication round: the federated module, methods' hooks, aggregation and evaluation."""
 
 from fl_lightning.round.communication import Communication, UpDown, add, total
 from fl_lightning.round.context import RunContext

@@ -1,4 +1,4 @@
-"""The wall time of a round, by stage."""
+"""Wall time of the stages of a round."""
 
 import time
 from collections.abc import Iterator
@@ -6,13 +6,15 @@ from contextlib import contextmanager
 
 
 class RoundClock:
-    """A clock of the host's wall time, by stage of a round.
+    """Clock of the wall time of each stage of a round, measured on the host.
 
-    GPU work is asynchronous: a stage includes the time to queue its GPU work. The wait for the GPU
-    belongs to the stage that first needs a result. ``--trainer.profiler`` gives GPU times.
+    GPU work is asynchronous. A stage therefore includes the time to queue its GPU work, and the
+    stage that first needs a result includes the wait for the GPU. ``--trainer.profiler`` measures
+    GPU times.
 
     Attributes:
-        seconds: Seconds of each stage since :meth:`start`; :meth:`stop` sets ``other``.
+        seconds: Seconds of each stage since :meth:`start`. :meth:`stop` sets the stage ``other``,
+            the remaining time of the round.
     """
 
     PARTS = ("data", "forward_backward", "optimizer", "callbacks", "gather", "aggregation", "other")
@@ -27,13 +29,13 @@ class RoundClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the time of the block to the stage ``name``."""
+        """Add the duration of the block to the stage ``name``."""
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started
 
     def stop(self) -> dict[str, float]:
-        """Stop the clock, and return the seconds of round and stages, as ``time/round_s``."""
+        """Stop the clock; return the seconds of the round and its stages by metric name."""
         total = time.perf_counter() - self._started
         self.seconds["other"] = total - sum(self.seconds.values())
         return {"time/round_s": total} | {f"time/{part}_s": spent for part, spent in self.seconds.items()}

@@ -1,4 +1,4 @@
-"""The network traffic of a round: bytes of each kind of state, and synchronous exchanges."""
+"""Network traffic of a round: bytes of each kind of state, and number of exchanges."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,19 +7,22 @@ from typing import TypeVar
 Key = TypeVar("Key")
 
 UpDown = tuple[int, int]
-"""Bytes (or floats) that a client sends and receives: (upload, download)."""
+"""Number of bytes or floats that a client sends and receives: (upload, download)."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """The bytes that the clients of one round send and receive.
+    """Bytes that clients send and receive in one round.
 
     Attributes:
         clients: The round's cohort.
-        local_steps: Local steps of each client of the cohort.
-        each: Bytes that every client of the cohort sends and receives, by kind of state or method.
-        beside: Further bytes of single clients, in the cohort or not, by method or kind and client.
-        exchanges: Synchronous exchanges: 1 for the averaged state plus the methods' exchanges.
+        local_steps: Number of local steps of each client of the cohort.
+        each: Bytes that every client of the cohort sends and receives, by kind of state or by
+            method.
+        beside: Additional bytes of single clients, by kind of state or by method, then by client.
+            The clients need not be in the cohort.
+        exchanges: Number of exchanges, in which all clients wait for the server: 1 for the averaged
+            state, and those of the methods.
     """
 
     clients: Sequence[int] = ()
@@ -29,7 +32,7 @@ class Communication:
     exchanges: int = 0
 
     def by_kind(self) -> dict[str, UpDown]:
-        """Return the total bytes of all clients, by kind."""
+        """Return the total bytes of all clients by kind of state or by method."""
         totals: dict[str, UpDown] = {}
         for kind, (up, down) in self.each.items():
             add(totals, kind, (up * len(self.clients), down * len(self.clients)))
@@ -39,7 +42,7 @@ class Communication:
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return the total bytes of all clients, and the number of exchanges, by metric."""
+        """Return the total bytes of all clients and the number of exchanges, by metric name."""
         upload, download = total(self.by_kind().values())
         return {
             "comm/upload_bytes": float(upload),
@@ -48,7 +51,7 @@ class Communication:
         }
 
     def by_client(self) -> dict[int, UpDown]:
-        """Return the bytes of each client, the cohort's clients first."""
+        """Return the bytes of each client; the clients of the cohort come first."""
         totals = dict.fromkeys(self.clients, total(self.each.values()))
         for clients in self.beside.values():
             for client, pair in clients.items():
@@ -57,7 +60,7 @@ class Communication:
 
 
 def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:
-    """Add uploads and downloads to a total."""
+    """Add uploads and downloads to the totals of a key."""
     up, down = totals.get(key, (0, 0))
     totals[key] = up + pair[0], down + pair[1]
 

@@ -1,4 +1,4 @@
-"""The interface of a run that round code, executors, evaluations and methods use."""
+"""Interface of a run for executors, evaluations, methods and the functions of a round."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -21,24 +21,24 @@ from fl_lightning.round.tasks import Task
 
 
 class RunContext(ClientTask, Protocol):
-    """The interface that :class:`~fl_lightning.round.module.FederatedModule` implements.
+    """Interface that :class:`~fl_lightning.round.module.FederatedModule` implements.
 
     Attributes:
-        executor: Executor of the clients' passes.
+        executor: Executor of the clients' forward and backward passes.
         aggregator: Rule that combines the clients' parameters.
         statistics: Rule that combines the clients' running statistics.
-        weighting: Quantity that aggregation weights are proportional to.
+        weighting: Quantity to which aggregation weights are proportional.
         on_divergence: Reaction to a client's non-finite update.
-        min_clients: The user's minimum of clients in a round.
+        min_clients: Smallest number of clients that the user accepts in a round.
         centralised: Whether one client trains on the union of the cohort's batches.
         tf32: Whether a GPU may compute in TF32.
         task: Task with its loss and metrics.
-        total_rounds: Number of rounds planned at round 1, None before.
+        total_rounds: Planned number of rounds, set at round 1; None before.
         plan: Participation and local steps of every round.
         record: Metrics and totals of the run.
-        clock: Time of each part of a round.
+        clock: Time of each stage of a round.
         communication: Bytes and exchanges of the newest round.
-        tracking_layers: The BN layers that track statistics in training.
+        tracking_layers: BN layers that update running statistics in training.
     """
 
     executor: Executor
@@ -63,7 +63,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run."""
+        """The ranks (processes) of the run."""
 
     @property
     def round(self) -> int:
@@ -71,43 +71,43 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def planned_rounds(self) -> int:
-        """Number of rounds planned at round 1."""
+        """Planned number of rounds, set at round 1."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the model that the methods' policies name in any round."""
+        """The parts of the model that the policies of methods name in any round."""
 
     @property
     def federated_callbacks(self) -> list[Any]:
-        """The methods of the run in the order of their hook calls."""
+        """The methods of the run, in the order in which their hooks are called."""
 
     @property
     def joint_method(self) -> str | None:
-        """The method whose first local step is a forward pass over all clients, or None."""
+        """Name of the method that needs a joint forward pass of all clients; None without one."""
 
     def start_round(self) -> RoundCohort:
-        """Sample the cohort of this round and broadcast the server's state to it."""
+        """Sample the cohort of this round, and broadcast the server's state to its clients."""
 
     def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
         """Call a hook of every method."""
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of the cohort's rows ``indices`` at a local step of the round."""
+        """Return the batches of the clients in rows ``indices`` at a local step of the round."""
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some clients at a local step of the round, drawn by ``plan``."""
+        """Return the batches that ``plan`` gives to some clients at a local step of the round."""
 
     def server_step(self) -> None:
-        """Step the server optimizer on the pseudo-gradient."""
+        """Take a step of the server optimizer on the pseudo-gradient."""
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the run's device and in its precision."""
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
-        """Log numbers of this round."""
+        """Log metrics of this round that are plain numbers."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first rank."""
+        """Print on the first rank only."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the server model's state."""

@@ -1,4 +1,4 @@
-"""The best values of a metric: the largest or the smallest."""
+"""Direction of a metric: whether its largest or its smallest value is best."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,11 +13,11 @@ def best_is(metric: str, known: Mapping[str, str] = MappingProxyType({})) -> Lit
     """Return whether the largest or the smallest value of a metric is best.
 
     Args:
-        metric: The metric's name, such as ``"val/accuracy"`` or a variant's ``"test/loss_silobn"``.
+        metric: The metric's name, such as ``"val/accuracy"`` or ``"test/loss_silobn"``.
         known: ``"max"`` or ``"min"`` for each metric of the run's task, by name.
 
     Returns:
-        ``"min"`` for a loss, ``"max"`` for a quality, None for other metrics.
+        ``"min"`` for a loss, ``"max"`` for a quality such as accuracy, None for other metrics.
     """
     name = metric.rpartition("/")[2]
 

@@ -21,14 +21,16 @@ _Totals = tuple[dict[str, Tensor], Tensor, dict[str, list[tuple[int, State]]]]
 class ServerEvaluation:
     """Loss and metrics of a task over an evaluation set, in total and by class.
 
-    The metrics are equal for any number of ranks.
+    The metrics do not depend on the number of ranks.
 
     Attributes:
         metrics: ``loss`` and the task's metrics, such as ``accuracy``, of the last evaluation.
         arrays: Array metrics of the last evaluation, such as a confusion matrix, as nested lists.
-        diverged: Whether the last evaluation had a non-finite output.
-        class_samples: Samples of each class in the last evaluation; empty without class labels.
-        class_quality: Quality of each class, None for an absent class; empty without class labels.
+        diverged: Whether an output of the last evaluation was not finite.
+        class_samples: Number of samples of each class in the last evaluation; empty without class
+            labels.
+        class_quality: Quality of each class, such as its accuracy, or None for a class without
+            samples; empty without class labels.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class ServerEvaluation:
         self.start()
 
     def start(self) -> None:
-        """Reset all sums; called at the start of an evaluation."""
+        """Reset all sums for a new evaluation."""
         self._common, self._of_rank = _Sums(), _Sums()
         self._into = self._common
         self._of_all_ranks: list[_Totals] = []
@@ -61,12 +63,12 @@ class ServerEvaluation:
         """Evaluate a batch on one rank; :meth:`finish` shares the result or error with all ranks.
 
         Args:
-            run: The run whose model is evaluated.
+            run: The run of the evaluated model.
             batch: The batch.
             batch_idx: The batch's number, from 0.
-            evaluate: Function that adds a batch to an evaluation. It runs under a seed from (seed,
-                round, batch); the caller isolates the global generators.
-            turn: Offset of the rank: rank ``(batch_idx + turn) % ranks`` evaluates the batch.
+            evaluate: Function that adds a batch to an evaluation. Before the call, the global
+                generators are seeded by (seed, round, batch); the caller must restore them.
+            turn: Offset in the choice of the rank, ``(batch_idx + turn) % ranks``.
         """
 
         def place() -> str:
@@ -85,7 +87,7 @@ class ServerEvaluation:
         except Exception as error:
             if ranks.size == 1:
                 raise
-            self._failure = error  # finish raises it, where the other ranks wait
+            self._failure = error  # finish raises it on all ranks
         finally:
             self._into = self._common
 
@@ -97,15 +99,18 @@ class ServerEvaluation:
         task: Task | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        """Add a batch without waiting for the GPU; on all ranks, or on one within :meth:`divide`.
+        """Add a batch to the evaluation, without waiting for the GPU.
+
+        Within :meth:`divide`, one rank calls this method for the batch; otherwise all ranks do.
 
         Args:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
-            targets: The batch's targets, such as class labels ``[b, ...]`` (integers).
+            targets: The batch's targets, such as integer class labels ``[b, ...]``.
             loss: Mean loss of the batch.
-            task: Task that counts outputs. Default: the last batch's, or classification.
+            task: Task that evaluates the outputs. Default: the task of the last batch, at first
+                classification.
             weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 0 for ignored
-                targets, else 1.
+                targets, 1 for all others.
         """
         self._is_new = True
         self._task = task = task or self._task
@@ -128,7 +133,10 @@ class ServerEvaluation:
             append(self._into.states, task.measured, self._batch, states, merge=alone)
 
     def finish(self) -> dict[str, float]:
-        """Return the metrics since :meth:`start`; called by all ranks. A repeated call is cheap."""
+        """Return the metrics since :meth:`start`; all ranks must call this method.
+
+        A second call without new batches returns the same metrics.
+        """
         finish_together([self])
         return self.metrics
 
@@ -138,7 +146,7 @@ class ServerEvaluation:
         for part in (self._common.on_cpu(), *self._of_all_ranks):
             total.add(*part)
         counts, losses, states = total.on_cpu()
-        # sort: the order of the sum must not depend on which rank computed which batch
+        # sort the losses: the sum must not depend on how batches were divided between ranks
         loss, samples = losses.double().sort(0).values.sum(0)
         self.diverged = bool(counts.pop("not finite", False))
         self.metrics = {"loss": (loss / samples).to(losses.dtype).item()} if samples > 0 else {}
@@ -159,7 +167,7 @@ class ServerEvaluation:
 
 
 def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
-    """Finish evaluations with one exchange between the ranks for all of them."""
+    """Finish several evaluations with a single exchange between the ranks."""
     divided = [evaluation for evaluation in evaluations if evaluation._ranks is not None]
     if divided:
         assert divided[0]._ranks is not None
@@ -173,7 +181,7 @@ def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
 
 
 class _Sums:
-    """Sums of counts, losses and weights ``[batches, 2]`` of the batches, and states of metrics."""
+    """Sums of counts over batches, pairs (loss, weight) of each batch, and states of metrics."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Non-malicious client failures: dropouts and stragglers."""
+"""Failures of honest clients: dropouts and stragglers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,19 +9,20 @@ from fl_lightning.recorded import Recorded
 
 
 class ClientFailures(Recorded):
-    """The failures of clients in each round, a function of (seed, round, client).
+    """Failures of clients in each round, as a function of (seed, round, client).
 
-    A client that drops out is drawn into the cohort but does not report: it takes no local steps
-    and exchanges no data. The aggregation weights sum to 1 over the clients that report. Methods
-    keep the state of clients that drop out.
+    A client that drops out is sampled for the cohort but does not report: it takes no local steps
+    and exchanges no data. The aggregation weights of the reporting clients sum to 1. Methods keep
+    their memory of clients that drop out.
 
     Args:
-        dropout: Probability in [0, 1] that a client of the cohort does not report: a number for all
-            clients, or probabilities by client id (0 for absent ids).
-        schedule: Absences by client id: ``[first round, last round]``, inclusive, from 1.
-        stragglers: Probability in [0, 1], a number or by client id, that a client takes fewer local
-            steps in a round, drawn uniformly from 1 to its full number (Li et al. 2020, "Federated
-            Optimization in Heterogeneous Networks", 5.2).
+        dropout: Probability in [0, 1] that a client of the cohort does not report. A number is for
+            all clients; a mapping has probabilities by client id, with 0 for missing ids.
+        schedule: Absences by client id, as pairs ``[first round, last round]``. Rounds count from
+            1, and the last round is included.
+        stragglers: Probability in [0, 1] that a client takes fewer local steps in a round, in the
+            form of ``dropout``. A straggler's number of steps is drawn uniformly from 1 to its full
+            number (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", 5.2).
 
     Raises:
         ConfigurationError: A probability is out of range, an absence is not a pair of rounds, or a
@@ -35,7 +36,7 @@ class ClientFailures(Recorded):
 
     def __init__(
         self,
-        # dict[Any, ...]: for dict[int, ...] jsonargparse would convert a key 1.5 to 1
+        # not dict[int, ...]: jsonargparse would convert a key 1.5 to 1
         dropout: float | dict[Any, float] = 0.0,
         schedule: dict[Any, list[list[int]]] | None = None,
         stragglers: float | dict[Any, float] = 0.0,
@@ -66,7 +67,7 @@ class ClientFailures(Recorded):
         self.dropout, self.schedule, self.stragglers = dropout, schedule, stragglers
 
     def check(self, num_clients: int) -> None:
-        """Check that all clients of the settings exist.
+        """Check the client ids in the settings.
 
         Raises:
             ConfigurationError: A setting names a client that does not exist.
@@ -80,21 +81,24 @@ class ClientFailures(Recorded):
                     )
 
     def reports(self, client_id: int, seed: int, round_number: int) -> bool:
-        """Return whether a client of a round's cohort reports."""
+        """Return whether a client of the cohort reports in a round."""
         absences = (self.schedule or {}).get(client_id, [])
         if any(first <= round_number <= last for first, last in absences):
             return False
         return not _happens(self.dropout, client_id, seed, "dropped out", round_number)
 
     def steps(self, full: int, client_id: int, seed: int, round_number: int) -> int:
-        """Return how many of its ``full`` local steps a client takes in a round."""
+        """Return a client's number of local steps in a round, at most ``full``."""
         if not _happens(self.stragglers, client_id, seed, "straggler", round_number):
             return full
         return 1 + derive_seed(seed, "steps of a straggler", round_number, client_id) % full
 
 
 def _by_client(setting: str, given: Any) -> Any:
-    """Convert a mapping's keys to int, as files may have strings; leave other values as is."""
+    """Convert the keys of a mapping to int, as keys in files may be strings.
+
+    A value that is not a mapping is returned unchanged.
+    """
     if not isinstance(given, Mapping):
         return given
     for client in given:
@@ -106,15 +110,16 @@ def _by_client(setting: str, given: Any) -> Any:
 
 
 def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: int) -> int:
-    """Return the fewest clients with which a round is aggregated.
+    """Return the smallest number of clients with which a round is aggregated.
 
     Args:
-        check: Function that raises if a number of clients is unsuitable: ``Aggregator.check``.
+        check: Function that raises a ``ConfigurationError`` if the aggregators do not accept a
+            number of clients.
         min_clients: The user's minimum.
-        cohort_size: Number of clients in a round without failures, which ``check`` accepts.
+        cohort_size: Number of clients in a round without failures. ``check`` must accept it.
 
     Raises:
-        ConfigurationError: ``min_clients`` is out of range.
+        ConfigurationError: ``min_clients`` is not in [1, ``cohort_size``].
     """
     if not 1 <= min_clients <= cohort_size:
         raise ConfigurationError(

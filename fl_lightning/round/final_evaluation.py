@@ -1,4 +1,4 @@
-"""The last evaluation of a run: the metrics of the final server model."""
+"""Evaluation of the final server model at the end of a run."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
     evaluations = []
     if not metrics and data.fit_split == "val" and data.val_dataloader():
-        # validate returns no metrics if limit_val_batches is 0, test if limit_test_batches is 0
+        # with limit_val_batches or limit_test_batches 0, these calls return no metrics
         evaluations += trainer.validate(module, datamodule=data, verbose=False)
     if data.test_dataloader():
         evaluations += trainer.test(module, datamodule=data, verbose=False)
@@ -24,7 +24,7 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     return metrics
 
 
-def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, object] | None:
+def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
     """Return the final server model's quality by class, on test data if any, else validation data.
 
     Args:
@@ -32,8 +32,8 @@ def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict
         metrics: The module's metrics from :func:`final_metrics`.
 
     Returns:
-        The ``split``, the names of the ``classes``, their quality and their ``samples``; None if no
-        evaluation has measured the quality by class.
+        A dict with the ``split``, the names of the ``classes``, their quality (under a name such as
+        ``accuracy``) and their numbers of ``samples``. None if no evaluation measured the quality.
     """
     task = module.task
     split = next((split for split in ("test", "val") if f"{split}/{task.quality}" in metrics), None)

@@ -1,4 +1,4 @@
-"""The check of a run's first steps against plain PyTorch."""
+"""Check of the executor: comparison of two local steps with plain PyTorch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,25 +21,30 @@ from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.policy import resolve_policy
 
-_MOVE = 0.1  # length of the first step / length of the parameters: the second step must differ
-_TOLERANCE = 0.01  # allowed difference / change of the tensor
-_NOISE = 20  # allowed difference / measured effect of rounding
+_MOVE = 0.1  # norm of the first step, relative to the parameters' norm
+_TOLERANCE = 0.01  # allowed difference, relative to the change of the tensor
+_NOISE = 20  # additional allowed difference, relative to the measured effect of rounding
 
 
 def check_first_steps(run: RunContext) -> None:
     """Compare two local steps of the first two clients with plain PyTorch; restore the model.
 
-    The executor trains a cohort of two clients, PyTorch one client at a time, with the same
-    batches, seeds, precision and BN layers (methods' layers included). Hooks are not called. The
-    optimizer is SGD with momentum and weight decay; its first step is a tenth as long as the
-    parameters. PyTorch steps from rounded parameters give the tolerance.
+    The executor trains both clients as a cohort; PyTorch trains one client after the other. The
+    batches, seeds, precision and BN layers are the same, including layers that methods have swapped
+    in. Hooks are not called.
+
+    The optimizer is SGD with momentum and weight decay. The norm of its first step is a tenth of
+    the parameters' norm, so that the second step starts from clearly different parameters. The
+    effect of rounding is measured by PyTorch steps from slightly changed parameters, and sets the
+    tolerance.
 
     Args:
         run: The run at the start of training.
 
     Raises:
-        ConfigurationError: A client's tensor differs from PyTorch's by more than rounding, or the
-            executor has changed a tensor of the server. The message names the tensor.
+        ConfigurationError: A client's tensor differs from PyTorch's by more than rounding errors,
+            or a client's forward pass has changed a tensor of the server. The message names the
+            tensor.
     """
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
@@ -85,7 +90,7 @@ def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
 
 
 def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchStack]) -> float:
-    """Take the steps with the run's executor as in a round, and return the learning rate."""
+    """Take the steps with the run's executor, and return the learning rate."""
     part, rate = cohort.part(), 0.0
     for step, batch in enumerate(batches):
         joint = run.joint_method if step == 0 else None
@@ -101,7 +106,10 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
 
 
 def _rate(cohort: RoundCohort) -> float:
-    """Return the rate of a step whose length is a tenth of the parameters' norm (at least 1)."""
+    """Return the learning rate with which the norm of a step is a tenth of the parameters' norm.
+
+    A norm of the parameters below 1 counts as 1.
+    """
     blocks = [
         (cohort.params.blocks[n].double(), cohort.grads.blocks[n].double()) for n in cohort.trained_blocks
     ]
@@ -116,7 +124,7 @@ def _rate(cohort: RoundCohort) -> float:
 def _by_torch(
     run: RunContext, cohort: RoundCohort, row: int, batches: Sequence[BatchStack], rate: float
 ) -> None:
-    """Take the steps of one client in plain PyTorch, on the model itself."""
+    """Take the steps of one client in plain PyTorch, on the server's model."""
     model, client = run.model, cohort.client_ids[row]
     optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)
     model.zero_grad()
@@ -134,7 +142,7 @@ def _by_torch(
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Restore the values and memory of a module's tensors, and all attributes, after the block."""
+    """Restore a module after the block: attributes, and values and storage of its tensors."""
     parts = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
     values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors if not is_lazy(x)]
@@ -167,7 +175,11 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Raise an error if a client's forward pass has changed the server's tensors."""
+    """Check that the clients' forward passes have not changed the server's tensors.
+
+    Raises:
+        ConfigurationError: A tensor has changed.
+    """
     for name, now in _tensors(model).items():
         if now.shape != before[name].shape or _distance(now, before[name]):
             raise ConfigurationError(
@@ -177,7 +189,7 @@ def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def _change_by_rounding(run: RunContext) -> None:
-    """Change every parameter by about the rounding error of one operation."""
+    """Change every parameter at random by about the rounding error of one operation."""
     seed_global(derive_seed(run.seed, "rounding"), run.device)
     with torch.no_grad():
         for parameter in run.model.parameters():
@@ -192,9 +204,14 @@ def _compare(
     executors: Mapping[str, Tensor],
     noise: Mapping[str, float],
 ) -> None:
-    """Raise an error with the worst tensor if the executor's tensors differ from PyTorch's."""
+    """Compare the executor's tensors with PyTorch's.
+
+    Raises:
+        ConfigurationError: A tensor differs by more than the tolerance. The message names the
+            tensor with the largest difference.
+    """
     rounding = _rounding(run)
-    # a forward pass may replace a buffer by one number: expand it to the shape of the row
+    # a forward pass may replace a buffer by a single number: expand it to the buffer's shape
     torchs = {
         name: x.expand_as(executors[name]) if x.numel() == 1 and name in executors else x
         for name, x in torchs.items()
@@ -214,7 +231,7 @@ def _compare(
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # floor: if the exact change is 0 (as of a bias before BN), all of the change is rounding
+        # floor: if the exact change of a tensor is 0, as of a bias before BN, only rounding is left
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)
@@ -246,9 +263,10 @@ def _rounding(run: RunContext) -> float:
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
-    """Return the norm of the difference.
+    """Return the norm of the difference between two tensors.
 
-    Elements that are both NaN or the same infinity add 0. Any other NaN makes the norm infinite.
+    An element that is NaN in both tensors, or the same infinity in both, adds 0. If an element is
+    NaN in only one tensor, the norm is infinite.
     """
     first, second = first.double(), second.double()
     same = (first == second) | (first.isnan() & second.isnan())

@@ -1,4 +1,4 @@
-"""The hooks of a run's methods, their order, and the methods' client memories."""
+"""Calls of the methods' hooks in their order, and the methods' client memories."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,13 +15,20 @@ from fl_lightning.round.idle import is_watched, versions
 
 
 def in_order(callbacks: Iterable[Any]) -> list[Any]:
-    """Return the methods among a trainer's callbacks: by role, then in the order of the list."""
+    """Return the methods among a trainer's callbacks, sorted by role.
+
+    Methods with the same role keep the order of the list.
+    """
     methods = [callback for callback in callbacks if isinstance(callback, Declarations)]
     return sorted(methods, key=lambda method: ROLES.index(method.role))
 
 
 def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
-    """Call a hook of every method, under a seed that ignores executor and earlier draws."""
+    """Call a hook of every method.
+
+    Before each call, the global generators are seeded by (seed, method and hook, round, step). The
+    draws of a hook therefore do not depend on the executor or on earlier draws.
+    """
     for method in run.federated_callbacks:
         name = f"{type(method).__name__}.{hook}"
         with run.clock.part("callbacks"), doing(f"{name}, round {cohort.round}"):
@@ -35,7 +42,7 @@ def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
 
 
 def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
-    """Call ``on_round_skipped`` of every method; return each method's traffic and exchanges."""
+    """Call ``on_round_skipped`` of every method; return traffic and exchanges by method."""
     sent = {}
     for method in run.federated_callbacks:
         name = f"{type(method).__name__}.on_round_skipped"
@@ -45,7 +52,7 @@ def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
 
 
 def attacked(run: RunContext, clients: Sequence[int], batches: BatchStack) -> BatchStack:
-    """Return the clients' batches as changed by the run's attacks."""
+    """Let the run's attacks change the clients' batches, and return the result."""
     for method in run.federated_callbacks:
         if method.role == "attack":
             batches = method.change_batches(run, clients, batches)
@@ -65,7 +72,7 @@ def end_round(run: RunContext) -> None:
     run.ranks.agree(lambda: _shared_state(run), f"round {run.round}")
 
 
-def _shared_state(run: RunContext) -> dict[str, object]:
+def _shared_state(run: RunContext) -> dict[str, Any]:
     """Return the state, by name, that must be equal on all ranks after a round."""
     shared: dict[str, object] = {
         "server model": run.state_dict(),

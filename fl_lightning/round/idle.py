@@ -1,4 +1,4 @@
-"""Detection of the user's methods that change nothing; a fit names them at its end."""
+"""Detection of users' methods that have no effect, which a fit prints at its end."""
 
 from functools import cache
 from typing import Any
@@ -13,13 +13,16 @@ from fl_lightning.round.declarations import Declarations
 
 
 def is_watched(run: RunContext, method: Declarations) -> bool:
-    """Return whether a method is a user's own, acts only in a round, and has changed nothing so far."""
+    """Return whether a user's method can act only in rounds, and has had no effect so far."""
     kind: Any = type(method)
     return kind.__name__ not in run.record.acting and _only_rounds(kind)
 
 
 def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
-    """Return version counters of clients' and server tensors; in-place writes increase them."""
+    """Return torch's version counters of the clients' and the server's tensors, and learning rates.
+
+    An in-place change of a tensor increases its version counter.
+    """
     rows = (cohort.params, cohort.grads, cohort.buffers)
     blocks = [block for state in rows for block in state.blocks.values()]
     kept = [x for state in cohort.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
@@ -32,10 +35,11 @@ def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
 
 
 def idle_methods(run: RunContext) -> list[str]:
-    """Return the user's methods that seem to have changed nothing; the run must begin in this fit.
+    """Return the names of users' methods that seem to have had no effect on the run.
 
-    Such a method has FedAvg's policy, and its hooks wrote to no tensor of the run. It overrides no
-    hook in which a method may change the model, the optimizer or the evaluation.
+    Such a method has FedAvg's policy, and its hooks changed no tensor of the run. It overrides no
+    other hook that could change the model, the optimizer or the evaluation. The result is valid
+    only if the run began in this fit.
     """
     if any(isinstance(module, SwappedBatchNorm) for module in run.model.modules()):
         return []
@@ -44,7 +48,7 @@ def idle_methods(run: RunContext) -> list[str]:
 
 @cache
 def _only_rounds(kind: Any) -> bool:
-    """Return whether a user's class of methods acts only through its policy and the hooks of a round."""
+    """Return whether a class is a user's method that acts only by its policy and round hooks."""
     base = next(cls for cls in kind.__mro__ if cls.__module__.startswith("fl_lightning."))
     state = ("on_save_checkpoint", "on_load_checkpoint")
     elsewhere = [name for name in vars(L.Callback) if name.startswith(("on_", "setup")) and name not in state]

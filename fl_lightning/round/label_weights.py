@@ -1,4 +1,4 @@
-"""The label weights of a mean loss, needed to combine batch means to the mean of all data."""
+"""Label weights of a mean loss, which the mean over several batches needs."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +15,10 @@ _Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def ignored_label(loss: Any) -> int | None:
-    """Return the ``ignore_index`` of a loss, of its partial function or inner module, else None."""
+    """Return the ``ignore_index`` of a loss, or None.
+
+    The loss may be a ``functools.partial``, or a module that contains the actual loss.
+    """
     if isinstance(loss, partial):
         given: int | None = loss.keywords.get("ignore_index")
         return ignored_label(loss.func) if given is None else given
@@ -24,13 +27,14 @@ def ignored_label(loss: Any) -> int | None:
 
 
 class LabelWeights:
-    """The label weights of a user's loss, such as ``CrossEntropyLoss(weight=...)``.
+    """Label weights of a user's loss, such as ``CrossEntropyLoss(weight=...)``.
 
-    The weights are measured, so any loss is supported. If the loss is a mean with weights w, its
-    gradient by the outputs of sample i is w_i / sum(w) times the gradient of sample i's loss.
+    The weights are measured by gradients, so that any loss is supported. If the loss is a mean with
+    weights w, its gradient with respect to the outputs of sample i is w_i / sum(w) times the
+    gradient of the loss of sample i alone.
 
     Args:
-        loss: The user's loss; None for a task's loss, where all labels have equal weight.
+        loss: The user's loss. None for a task's loss, in which all labels have equal weight.
     """
 
     def __init__(self, loss: _Loss | None) -> None:
@@ -48,12 +52,12 @@ class LabelWeights:
         Args:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
             targets: The batch's targets, such as labels ``[b, ...]``.
-            ignored: The label that does not count.
+            ignored: The label that the task ignores.
 
         Returns:
-            The targets and their weights. If the loss has no ``ignore_index``, labels of weight 0
-            become ``ignored``. The weights are None if all are equal or the loss is no weighted
-            mean.
+            The targets and their weights. If the loss has no ``ignore_index``, labels with weight 0
+            are replaced by ``ignored``. The weights are None if they are equal, or if the loss is
+            not a weighted mean.
         """
         if self._loss is None or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return targets, None
@@ -78,7 +82,7 @@ class LabelWeights:
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
 def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """Return each label's relative weight (mean 1); None if the loss is not a weighted mean."""
+    """Return the weight of each label, with mean 1; None if the loss is not a weighted mean."""
     classes, places = outputs.shape[1], [1] * (outputs.dim() - 2)
     if classes < 2 or classes > torch.iinfo(targets.dtype).max:
         return None
@@ -86,8 +90,8 @@ def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | N
     labels = torch.arange(classes, device=targets.device).to(targets.dtype).reshape(classes, *places)
     draws = []
     with suppress(Exception):  # the loss may not accept these batches
-        loss = deepcopy(loss)  # a copy, as calls may change the loss
-        for draw in range(2):  # for a loss that selects among its samples, two draws differ
+        loss = deepcopy(loss)  # a call may change the loss
+        for draw in range(2):  # two draws differ if the loss selects among its samples
             noise = torch.rand(classes, classes, *places, generator=generator(0, "label weights", draw))
             scores = ((0.5 + noise) / classes).to(outputs.device, dtype).requires_grad_()
             (joint,) = torch.autograd.grad(loss(scores, labels), scores)

@@ -1,4 +1,4 @@
-"""The vectors that clients send and the server's rules aggregate."""
+"""Vectors that clients send and that the server's rules aggregate."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """A vector that every client sends.
+    """Vector that every client sends, as pieces of the cohort's storage.
 
     Attributes:
         what: ``"parameters"``, ``"means"`` or ``"variances"``.
-        pieces: The vector's pieces ``[C, d_k]``, views of the cohort's storage.
-        reference: Value subtracted from each piece, ``[d_k]``: the server's parameters, or 0.0.
+        pieces: Pieces of the vector, ``[C, d_k]``, as views of the cohort's storage.
+        reference: Value to subtract from each piece, ``[d_k]``: the server's parameters, or 0.0 for
+            statistics.
         rule: The server's aggregation rule for the vector.
     """
 
@@ -29,12 +30,17 @@ class Sent(NamedTuple):
     rule: Aggregator
 
     def rows(self) -> Tensor:
-        """Return the clients' vectors, ``[C, d]``."""
+        """Return the vectors of all clients, ``[C, d]``."""
         pairs = zip(self.pieces, self.reference, strict=True)
         return torch.cat([piece - reference for piece, reference in pairs], 1)
 
     def write(self, rows: list[int], vectors: Tensor) -> None:
-        """Replace the vectors of some rows: by one vector ``[d]``, or by ``[len(rows), d]``."""
+        """Replace the vectors of some rows.
+
+        Args:
+            rows: The rows.
+            vectors: One vector for all rows, ``[d]``, or one for each row, ``[len(rows), d]``.
+        """
         parts = torch.split(vectors, [piece.shape[1] for piece in self.pieces], -1)
         for piece, reference, part in zip(self.pieces, self.reference, parts, strict=True):
             piece[rows] = (part + reference).to(piece.dtype)
@@ -43,8 +49,9 @@ class Sent(NamedTuple):
 def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
     """Return the vectors that the clients of a cohort send: parameters, means and variances.
 
-    Parameters are one vector, or one per layer if the rule's ``per`` is ``"layer"``. Statistics are
-    one vector per layer, or one if ``per`` is ``"model"``. Frozen and local state is not sent.
+    The rule's attribute ``per`` may ask for one vector per ``"layer"``, or for one vector per
+    ``"model"``. By default, parameters are one vector per model, and statistics one per layer.
+    Frozen and local state is not sent.
     """
     vectors = []
     blocks = [name for name in cohort.params.blocks if cohort.treatment(name) == "averaged"]
@@ -64,7 +71,7 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
 
 
 def sent_statistics_by_kind(kinds: Mapping[str, str], treatments: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of the statistics that clients send, as ``"means"`` and ``"variances"``.
+    """Return the names of the statistics that clients send, under ``"means"`` and ``"variances"``.
 
     Args:
         kinds: The kind of each buffer by name.

@@ -1,4 +1,4 @@
-"""The user's torchmetrics in an evaluation, for any number of ranks."""
+"""Users' torchmetrics in an evaluation on any number of ranks."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -13,10 +13,10 @@ from torchmetrics.utilities import dim_zero_sum
 from fl_lightning.errors import ConfigurationError
 
 MetricSetting = Callable[[], Metric]
-"""A torchmetrics class, a function that makes a metric, or a metric object (also callable)."""
+"""A torchmetrics class, a function that makes a metric, or a metric object."""
 
 State = dict[str, Any]
-"""The state of a metric: tensors and lists of tensors by name, and the number of batches."""
+"""State of a metric: tensors and lists of tensors by name, and the number of batches."""
 
 _COUNT = "batches"
 _INPUTS = "inputs"
@@ -26,7 +26,7 @@ def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str
     """Check the names of the user's metrics, and return the settings.
 
     Raises:
-        ConfigurationError: The task has a metric of this name, or a name is no identifier.
+        ConfigurationError: The task already has a metric of a name, or a name is no identifier.
     """
     for name in settings:
         if not name.isidentifier() or name in ("loss", *task.shown):
@@ -38,11 +38,12 @@ def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str
 
 
 def make_metrics(settings: Mapping[str, MetricSetting], num_classes: int | None) -> dict[str, Metric]:
-    """Make the metrics of a run, with the data's ``num_classes`` if a metric needs and lacks it.
+    """Make the metrics of a run.
 
     Args:
         settings: The settings by the metric's name.
-        num_classes: Number of classes of the data, None if unknown.
+        num_classes: Number of classes of the data, None if unknown. It is passed to a metric that
+            cannot be made without ``num_classes``.
 
     Raises:
         ConfigurationError: A setting makes no metric.
@@ -53,7 +54,7 @@ def make_metrics(settings: Mapping[str, MetricSetting], num_classes: int | None)
 def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns of memory use
+            warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns about memory use
             metric: Any = deepcopy(setting) if isinstance(setting, Metric) else _called(setting, num_classes)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"model.metrics.{name}: {error}") from error
@@ -62,7 +63,7 @@ def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
             f"model.metrics.{name}: {type(metric).__name__} is no metric; give a class of torchmetrics"
         )
     metric.sync_on_compute = metric._to_sync = False  # ServerEvaluation exchanges the states
-    metric._dtype_convert = True  # instead of set_dtype, which would convert integer counts too
+    metric._dtype_convert = True  # set_dtype would also convert integer counts
     metric._apply(lambda x: x.double() if x.is_floating_point() else x)
     metric._dtype_convert = False
     return metric
@@ -77,7 +78,7 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
         try:
             return make(num_classes=num_classes)
         except (TypeError, ValueError) as second:
-            # a metric without num_classes complains about it, though the user has not set it
+            # the second error may only say that the metric has no argument num_classes
             raise (error if "num_classes" in str(second) else second) from None
 
 
@@ -85,7 +86,7 @@ def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> 
     """Return the state of each metric after one batch; empty for a batch without targets.
 
     Args:
-        metrics: The metrics by name; their own states are overwritten.
+        metrics: The metrics by name; the states of these objects are overwritten.
         outputs: The outputs that the task evaluates, such as probabilities ``[n, classes]``.
         targets: The targets, such as labels ``[n]``.
 
@@ -120,11 +121,13 @@ def append(
     """Append a batch's states to the states of earlier batches, or merge them.
 
     Args:
-        states: Pairs (batch number, state) by metric; a merged state has its first batch's number.
-        metrics: The metrics by name; their own states are overwritten.
+        states: Pairs (batch number, state) by metric. A merged state has the number of its first
+            batch.
+        metrics: The metrics by name; the states of these objects are overwritten.
         batch: The number of the batch.
         new: The states of the batch.
-        merge: Whether to merge at once, as no other rank has batches in between.
+        merge: Whether to merge the states at once. That is possible if this rank evaluates all
+            batches.
     """
     for name, state in new.items():
         entries = states.setdefault(name, [])
@@ -136,11 +139,11 @@ def append(
 
 
 def compute(metric: Metric, name: str, entries: Iterable[tuple[int, State]]) -> dict[str, float | list[Any]]:
-    """Compute a metric from the states of all batches, merged in the order of the batches.
+    """Compute a metric from the states of all batches, which are merged in order of the batches.
 
     Returns:
-        The value by ``name``; of a metric with several values, each value by ``<name>_<key>``.
-        Values are numbers, or nested lists for tensors.
+        The value under ``name``. A metric with several values has each value under
+        ``<name>_<key>``. Tensors with several elements become nested lists.
 
     Raises:
         ConfigurationError: The metric cannot be computed.
@@ -154,7 +157,7 @@ def compute(metric: Metric, name: str, entries: Iterable[tuple[int, State]]) -> 
     metric.reset()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns of absent classes
+            warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns about absent classes
             for outputs, targets in whole.get(_INPUTS, ()):
                 metric.update(outputs, targets)
             if _INPUTS not in whole:
@@ -170,7 +173,7 @@ def compute(metric: Metric, name: str, entries: Iterable[tuple[int, State]]) -> 
 
 
 def directions(metrics: Mapping[str, Metric]) -> dict[str, str]:
-    """Return ``"max"`` or ``"min"`` for each metric that declares its best values."""
+    """Return ``"max"`` or ``"min"`` for each metric that declares ``higher_is_better``."""
     known = {name: metric.higher_is_better for name, metric in metrics.items()}
     return {name: "max" if higher else "min" for name, higher in known.items() if higher is not None}
 
@@ -194,16 +197,16 @@ def _plain(value: Any) -> float | list[Any]:
 
 
 def _merges(metric: Metric) -> bool:
-    """Return whether states of batches can be merged.
+    """Return whether the states of batches can be merged.
 
-    If not, all outputs and targets are kept, and the metric is computed from them.
+    If not, the outputs and targets of all batches are kept, and the metric is computed from these.
     """
     reductions = [*metric._reductions.values()]  # empty for a wrapper of another metric
     return metric.full_state_update is False and bool(reductions) and all(map(callable, reductions))
 
 
 def _is_exact(metric: Metric) -> bool:
-    """Return whether all states are integer sums, so that the order of batches does not matter."""
+    """Return whether all states are sums of integers, which do not depend on the batches' order."""
     return _merges(metric) and all(
         reduction is dim_zero_sum and isinstance(default, Tensor) and not default.is_floating_point()
         for reduction, default in zip(metric._reductions.values(), metric._defaults.values(), strict=True)
