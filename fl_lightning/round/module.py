@@ -1,4 +1,4 @@
-"""The federated LightningModule: ``training_step`` is one communication round."""
+"""Federated LightningModule: ``training_step`` is one communication round."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,69 +58,82 @@ from fl_lightning.round.trainer import check_trainer
 
 
 class FederatedModule(Recorded, L.LightningModule):
-    """A LightningModule for federated learning: an epoch of one training step is one round.
+    """LightningModule for federated learning, in which an epoch is one communication round.
 
-    The round is FedAvg (McMahan et al. 2017, Algorithm 1) with a server optimizer on the
-    pseudo-gradient (FedOpt, Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg; with ``momentum=0.9`` it
-    is FedAvgM. Unlike torch's ``Adam``, ``FedAdam`` and ``FedYogi`` have no bias correction. Rounds
-    count from 1; ``max_epochs`` is the number of rounds. ``state_dict()`` is exactly the server
-    model's. Methods are callbacks, see :class:`~fl_lightning.methods.callback.FederatedCallback`.
+    A round is FedAvg (McMahan et al. 2017, Algorithm 1) with a server optimizer that takes a step
+    on the pseudo-gradient (FedOpt, Reddi et al. 2021). The server optimizer ``SGD(lr=1)`` gives
+    FedAvg, and ``SGD(lr=1, momentum=0.9)`` gives FedAvgM. ``FedAdam`` and ``FedYogi`` have no bias
+    correction, unlike torch's ``Adam``.
+
+    Rounds count from 1, and ``max_epochs`` is the number of rounds. ``state_dict()`` contains
+    exactly the server model's state. Methods are callbacks, see
+    :class:`~fl_lightning.methods.callback.FederatedCallback`.
 
     Args:
         model: The server's model; every client trains a copy.
-        client_optimizer: Function that makes the client optimizer from parameters, in each round.
+        client_optimizer: Function that makes the client optimizer from parameters. It is called in
+            each round.
         server_optimizer: Function that makes the server optimizer. Default: ``SGD(lr=1)``.
-        local_steps: Local steps E of each client in a round; an alternative to ``local_epochs``.
-        local_epochs: Passes over a client's own data in a round.
-        participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
-        executor: Executor of the clients' passes. Default: chosen at the start of training by
-            :func:`~fl_lightning.execution.choice.choose_executor`.
-        aggregator: Rule that combines the clients. Default: ``WeightedMean``.
+        local_steps: Number E of local steps of each client in a round. Set either ``local_steps``
+            or ``local_epochs``.
+        local_epochs: Number of passes over a client's data in a round.
+        participation: Clients in a round, as a fraction in (0, 1] (float) or a number (int).
+        executor: Executor of the clients' forward and backward passes. Default: the choice of
+            :func:`~fl_lightning.execution.choice.choose_executor` at the start of training.
+        aggregator: Rule that combines the clients' parameters. Default: ``WeightedMean``.
         statistics_aggregator: Rule that combines running statistics. Default: ``aggregator``.
         statistics_domain: Coordinates in which running statistics are combined, see
             :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
-        weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort),
-            ``"uniform"``, or ``"samples"`` (proportional to the samples processed in the round,
-            estimated before local steps; with one local step, the gradient of the union batch).
+        weighting: Aggregation weights. ``"examples"`` are proportional to the clients' numbers of
+            examples n_i, and ``"uniform"`` are equal. ``"samples"`` are proportional to the samples
+            that each client processes in the round, estimated until the local steps end.
         task: Task with its loss and metrics. Default:
             :class:`~fl_lightning.round.tasks.Classification`.
         metrics: Further metrics by name: torchmetrics classes, functions that make a metric, or
-            metric objects. The data give ``num_classes`` unless it is set.
-        loss: Loss of (outputs, targets), averaged over the batch. Default: the task's.
-        client_lr_schedule: Function of (round, planned rounds): factor on the client learning rate.
-        parameter_groups: Client optimizer settings by group (``batch_norm``, ``scalars``,
-            ``bias``); ``lr_scale`` multiplies the rate.
-        bn_momentum: ``momentum`` of every BN layer in (0, 1], the weight of a new batch. None keeps
-            the model's values (torch's default: 0.1).
-        initial_weights: File with the initial weights, a state dict or the checkpoint of another
-            run (see :func:`~fl_lightning.models.weights.load_weights`). A resume ignores it.
-        budget_epochs: Passes over all training data, which set the number of rounds; the last round
-            may be shorter.
-        on_divergence: Reaction to a client's non-finite update: ``"error"`` stops and names the
-            client, ``"record"`` continues and flags the run as diverged, ``"drop"`` leaves the
-            client out of the round. With a robust aggregator the first two react to the aggregate.
+            metric objects. ``num_classes`` defaults to the data's number of classes.
+        loss: Loss of (outputs, targets), averaged over the batch. Default: the task's loss.
+        client_lr_schedule: Function of (round, planned rounds) that returns a factor for the client
+            learning rate. Default: 1.
+        parameter_groups: Client optimizer settings for the groups ``batch_norm``, ``scalars`` and
+            ``bias``, by group. The setting ``lr_scale`` multiplies the learning rate.
+        bn_momentum: ``momentum`` of every BN layer, the weight of a new batch in the running
+            statistics, in (0, 1]. None keeps the model's values; torch's default is 0.1.
+        initial_weights: File with the initial weights: a state dict, or the checkpoint of another
+            run (see :func:`~fl_lightning.models.weights.load_weights`). A resumed run ignores the
+            file.
+        budget_epochs: Number of passes over all training data in the run, which determines the
+            number of rounds. The last round may be shorter.
+        on_divergence: Reaction to a client's non-finite update. ``"error"`` stops the run and names
+            the client, ``"record"`` continues and flags the run as diverged, and ``"drop"`` leaves
+            the client out of the round. With a robust aggregator, ``"error"`` and ``"record"``
+            react only to a non-finite aggregate.
         failures: Clients that drop out of rounds or take fewer local steps. Default: no failures.
-        min_clients: Fewest clients to aggregate; with fewer the server keeps its state.
-        centralised: Whether one model trains on the union of all batches, without communication.
-        tf32: Whether a GPU may use TF32 (about 3 digits) for convolutions and matrix products.
-        check_first_steps: Whether two local steps are compared with plain PyTorch before training,
+        min_clients: Smallest number of clients to aggregate. If fewer clients report, the round is
+            skipped and the server keeps its state.
+        centralised: Whether one model trains on the union of the cohort's batches, without
+            communication.
+        tf32: Whether a GPU may use TF32 for convolutions and matrix products, which has about 3
+            decimal digits.
+        check_first_steps: Whether to compare two local steps with plain PyTorch before training,
             see :func:`~fl_lightning.round.first_steps.check_first_steps`.
         seed: Seed of participation and dropout.
 
     Attributes:
-        total_rounds: Number of rounds planned at round 1, None before.
+        total_rounds: Planned number of rounds, set at round 1; None before.
         record: Metrics and totals of the run.
         clock: Time of each stage of a round.
         accept_data: Whether a run may use data that differ from its checkpoint's.
-        plan: Participation and local steps of every round; known from ``setup("fit")`` on.
-        slots: The model's tensors, replaceable by a client's; known from the start of training on.
-        executor_choice: The chosen executor and the reason; None if an executor was given.
+        plan: Participation and local steps of every round; set by ``setup("fit")``.
+        slots: Access to the model's tensors, which a client's tensors can replace; set at the start
+            of training.
+        executor_choice: The chosen executor and the reason; None if the user has set an executor.
         communication: Bytes and exchanges of the newest round.
-        tracking_layers: BN layers that track statistics: all except those in eval mode.
+        tracking_layers: BN layers that update running statistics in training: all layers that are
+            not in eval mode.
 
     Raises:
-        ConfigurationError: A setting is out of range or contradicts another one, the model is
-            scripted or has no trainable parameters, or the server optimizer cannot step them.
+        ConfigurationError: A setting is out of range or contradicts another setting, the model is
+            scripted or has no trainable parameters, or the server optimizer refuses the parameters.
 
     Example:
         >>> from functools import partial
@@ -146,7 +159,7 @@ class FederatedModule(Recorded, L.LightningModule):
         statistics_aggregator: Aggregator | None = None,
         statistics_domain: Domain | None = None,
         weighting: Weighting = "examples",
-        # nn.Module is callable; naming it lets the command line accept torch's losses by bare names
+        # nn.Module, although callable: the command line then accepts torch's losses by class name
         loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
         task: Task | None = None,
         metrics: dict[str, MetricSetting] | None = None,
@@ -240,7 +253,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run; a single process if the strategy is not this project's."""
+        """The ranks of the run; a single rank if the strategy is not this project's."""
         return getattr(self.trainer.strategy, "ranks", Ranks())
 
     @property
@@ -255,33 +268,33 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def planned_rounds(self) -> int:
-        """Number of rounds planned at round 1, to which settings as fractions refer."""
+        """Planned number of rounds, set at round 1; milestones as fractions refer to it."""
         assert self.total_rounds is not None
         return self.total_rounds
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the model that the methods' policies name in any round."""
+        """The parts of the model that the policies of methods name in any round."""
         if self._parts is None:
             self._parts = declared_parts(self.model, self.federated_callbacks, self.total_rounds or 1)
         return self._parts
 
     def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
-        """Call a hook of every method, under a seed that ignores executor and earlier draws."""
+        """Call a hook of every method, with random generators seeded by method, hook and round."""
         hooks.call(self, hook, cohort, *step)
 
     @property
     def federated_callbacks(self) -> list[Any]:
-        """The methods of this run in the order of their hook calls."""
+        """The methods of this run, in the order in which their hooks are called."""
         return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # the trainer's helpers set it
 
     @property
     def joint_method(self) -> str | None:
-        """The method whose first local step is a forward pass over all clients, or None."""
+        """Name of the method that needs a joint forward pass of all clients; None without one."""
         return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Run a round in the precision of the weights, except clients' passes under autocast."""
+        """Run a round in the precision of the weights; only the clients' passes use autocast."""
         try:
             with torch.autocast(self.device.type, enabled=False):
                 communication_round(self)
@@ -293,7 +306,7 @@ class FederatedModule(Recorded, L.LightningModule):
             raise
 
     def start_round(self) -> RoundCohort:
-        """Sample the cohort of this round and broadcast the server's state to it."""
+        """Sample the cohort of this round, and broadcast the server's state to its clients."""
         self.clock.start()
         with self.clock.part("aggregation"):
             clients, steps = self.plan.trained(self.round)
@@ -318,43 +331,53 @@ class FederatedModule(Recorded, L.LightningModule):
         return cohort
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some rows at a local step, in the run's device and precision."""
+        """Return the batches of some rows at a local step, on the device and in the precision."""
         return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some clients at a local step, drawn by ``plan``."""
+        """Return the batches that ``plan`` gives to some clients at a local step."""
         sources = plan.sources(clients, self.round, step)
         batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
 
     def client_loss(self, batch: Any) -> Tensor:
-        """Return a client's loss, a scalar; override it if batches are not (inputs, targets)."""
+        """Return a client's loss, a scalar.
+
+        Override this method if batches are not pairs (inputs, targets).
+        """
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
 
     def weight_share(self, cohort: Cohort) -> float:
-        """Return the cohort's part of the weight without failures (uniform: ``|S| / n``)."""
+        """Return the cohort's fraction of the weight of all clients.
+
+        With uniform weights, this is the cohort's size divided by the number of clients. The weights
+        are those of a round without failures.
+        """
         return self.plan.usual().weight_share(cohort.client_ids, self.round)
 
     def usual_weights(self, cohort: Cohort) -> Tensor:
-        """Return the weights ``[C]`` as in a round without failures, for means over rounds."""
+        """Return the cohort's weights ``[C]`` as in a round without failures.
+
+        Methods use these weights for means over several rounds.
+        """
         return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
 
     def server_step(self) -> None:
-        """Step the server optimizer on the pseudo-gradient."""
+        """Take a step of the server optimizer on the pseudo-gradient."""
         optimizer = self.optimizers()
         assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
         optimizer.step()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the server optimizer of the trainable parameters."""
+        """Return the server optimizer for the trainable parameters."""
         return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def setup(self, stage: str) -> None:
-        """Convert weights to the run's precision, plan the local work, and let methods swap BN."""
-        # Lightning reads the rank from a scheduler's variables, even if processes are separate runs
+        """Convert weights to the run's precision, plan the rounds, and let methods swap BN."""
+        # Lightning takes the rank from a scheduler's variables, even if processes are separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
-        # Lightning converts after it loads a checkpoint: float64 weights would pass through float32
+        # Lightning would load float64 weights into float32 tensors, and convert these afterwards
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
             for metric in (child for child in self.modules() if isinstance(child, Metric)):
@@ -365,7 +388,7 @@ class FederatedModule(Recorded, L.LightningModule):
         for (
             layer,
             training,
-        ) in self._modes.items():  # an exception in an evaluation may have left eval mode on
+        ) in self._modes.items():  # an exception may have ended an evaluation in eval mode
             layer.training = training
         self._parts = None
         layers = batch_norm_layers(self.model).values()
@@ -392,12 +415,12 @@ class FederatedModule(Recorded, L.LightningModule):
             method.configure_batch_norm(self)
 
     def prepare_metrics(self) -> None:
-        """Make the metrics of ``model.metrics``, with the data's number of classes if needed."""
+        """Make the metrics of ``model.metrics``; some need the data's number of classes."""
         classes = self.data.num_classes if self.task_metrics else None
         self.task.measured = make_metrics(self.task_metrics, classes)
 
     def on_fit_start(self) -> None:
-        """Load initial weights and fix the number of rounds; a resumed run keeps both."""
+        """Load initial weights and plan the number of rounds; a resumed run keeps both."""
         if self.initial_weights is not None and self.total_rounds is None:
             self.print(load_weights(self.model, self.initial_weights))
         rounds = self._fix_rounds()
@@ -410,7 +433,7 @@ class FederatedModule(Recorded, L.LightningModule):
         usual = self.plan.usual()
         clients, steps = usual.trained(1)
         if self.chooses_executor:
-            self.executor.close()  # an error in the previous fit may have left it open
+            self.executor.close()  # an error may have ended the previous fit without closing it
             self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
         self.record.compiled = decide_compilation(
@@ -426,7 +449,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self._cohort = None
 
     def on_train_start(self) -> None:
-        """Check monitored metrics, outputs and first local steps; record the data's digests."""
+        """Check monitored metrics, outputs and first local steps; record digests of the data."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
         check_monitors(self.trainer, self, row, self.data.fit_split)
@@ -436,17 +459,17 @@ class FederatedModule(Recorded, L.LightningModule):
             self.ranks.exchange(lambda: check_first_steps(self))
 
     def on_train_epoch_start(self) -> None:
-        """Evaluate after the last round regardless of ``check_val_every_n_epoch``."""
+        """Request an evaluation after the last round, whatever ``check_val_every_n_epoch`` is."""
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1
 
     def on_train_epoch_end(self) -> None:
-        """Write the round's metrics, before any checkpoint of the round."""
+        """Write the round's metrics before a checkpoint of the round is saved."""
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def on_train_end(self) -> None:
-        """Print the user's methods that changed nothing, if the run began in this fit."""
+        """Print users' methods that had no effect, if the run began in this fit."""
         began = self.trainer.ckpt_path is None and self.record.samples
         for name in idle_methods(self) if began else ():
             self.print(
@@ -468,10 +491,10 @@ class FederatedModule(Recorded, L.LightningModule):
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
     def _fix_rounds(self) -> int:
-        """Fix and return the planned number of rounds; a resumed run keeps the plan of round 1.
+        """Set and return the planned number of rounds; a resumed run keeps its number.
 
         Raises:
-            ConfigurationError: Neither the trainer nor the budget sets the number of rounds.
+            ConfigurationError: Neither ``max_epochs`` nor ``budget_epochs`` is set.
         """
         trainer = self.trainer
         if not self._resumed and not trainer.current_epoch:  # discard the plan and totals of an earlier fit
@@ -515,10 +538,10 @@ class FederatedModule(Recorded, L.LightningModule):
             self._check_data(checkpoint["global_step"])
 
     def _check_data(self, round_number: int) -> None:
-        """Check that the run's data equal those of the loaded checkpoint.
+        """Check that the run has the data of the loaded checkpoint.
 
-        Training needs equal data. An evaluation needs equal evaluation data only if these are drawn
-        from the clients' samples.
+        Training requires equal data. An evaluation requires equal evaluation data, but only if the
+        evaluation data are drawn from the clients' samples.
         """
         trainer, known = self.trainer, True
         path, command = str(trainer.ckpt_path), trainer.state.fn
@@ -543,13 +566,13 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]  # keywords only
-        """Log a metric of this round; the last value of a name is kept.
+        """Log a metric of this round; a later value replaces an earlier one.
 
         Args:
             name: Metric name, such as ``"bn/drift"``.
             value: A number, a one-element tensor or a torchmetrics metric.
-            kwargs: Arguments of ``LightningModule.log``. In ``fit`` the default of ``logger`` is
-                False, as loggers get all metrics of a round at its end.
+            kwargs: Arguments of ``LightningModule.log``. In ``fit``, ``logger`` defaults to False,
+                as loggers get all metrics of a round at its end.
         """
         logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         self.record.add(name, value)
@@ -561,10 +584,10 @@ class FederatedModule(Recorded, L.LightningModule):
         )  # without sync_dist Lightning warns
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
-        """Log numbers of this round without the costly bookkeeping of :meth:`log`.
+        """Log metrics of this round that are plain numbers, at a lower cost than :meth:`log`.
 
         Args:
-            metrics: Numbers by name, for the record and ``trainer.callback_metrics``.
+            metrics: Numbers by name.
             prog_bar: Whether progress bars show the numbers.
         """
         for name, value in metrics.items():
@@ -586,9 +609,9 @@ class FederatedModule(Recorded, L.LightningModule):
     def evaluate_batch(self, batch: Any, evaluation: ServerEvaluation) -> None:
         """Add the model's outputs on a batch to an evaluation.
 
-        Override it if batches are not ``(inputs, targets)``. Each batch is evaluated on one rank,
-        and only ``evaluation`` is shared with other ranks. Update your own metrics in
-        ``validation_step``, which every rank calls with every batch.
+        Override this method if batches are not pairs ``(inputs, targets)``. It is called on one rank
+        for each batch, and only ``evaluation`` is shared with other ranks. Update metrics of your
+        own in ``validation_step`` instead, which every rank calls with every batch.
         """
         inputs, targets = batch
         self.output_check.check(self, outputs := self.model(inputs), targets)
@@ -610,7 +633,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def on_validation_epoch_start(self) -> None:
-        """Start an evaluation."""
+        """Start the evaluation and its clock."""
         self._evaluation_started = time.perf_counter()
         self.label_weights.forget()
         self.evaluation.start()
@@ -618,7 +641,7 @@ class FederatedModule(Recorded, L.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Log the evaluation; an evaluation before training is round 0 of the metrics."""
+        """Log the evaluation; an evaluation before training is logged as round 0."""
         metrics = self._evaluated(self.data.fit_split)
         if self.trainer.sanity_checking:
             line = {**self.record.finish_line(0), **metrics}

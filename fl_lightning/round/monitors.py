@@ -1,4 +1,4 @@
-"""Checks that a run logs the metrics that its callbacks monitor and that its task is judged by."""
+"""Checks that a run logs the metrics that its callbacks monitor, and its task's quality."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.tasks import Task
 
 _ROUND = ("client/", "clients/", "comm/", "server/", "statistics/", "time/")
-"""Prefixes of the metrics that every run may log in a round, beside ``train/loss``."""
+"""Prefixes of metrics that any run may log in a round, beside ``train/loss``."""
 
 _COUNTERS = ("epoch", "step")
 """Counters that Lightning's ``ModelCheckpoint`` can monitor."""
@@ -25,10 +25,11 @@ _COUNTERS = ("epoch", "step")
 def check_monitors(
     trainer: L.Trainer, module: L.LightningModule, row: Mapping[str, float], split: str
 ) -> None:
-    """Raise an error if a callback monitors a metric that the run cannot log, before round 1.
+    """Check before round 1 that the run can log the metrics that callbacks monitor.
 
-    Metrics of evaluations are known from an evaluation before round 1, metrics of rounds from the
-    callbacks' ``logs``. A user's module or callback may log anything, so nothing is checked.
+    The metrics of evaluations are known from the evaluation before round 1. The metrics of rounds
+    are known from the callbacks' ``logs``. If the module or a callback is of a user's class, it may
+    log any metric, and the check is skipped.
 
     Args:
         trainer: The trainer with its callbacks.
@@ -37,7 +38,7 @@ def check_monitors(
         split: The evaluation data of ``fit``, ``"val"`` or ``"test"``.
 
     Raises:
-        ConfigurationError: Nothing logs a monitored metric.
+        ConfigurationError: A callback monitors a metric that the run does not log.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's helpers set it
     if not all(map(_is_known, (module, *callbacks))):
@@ -47,7 +48,7 @@ def check_monitors(
     names = ["train/loss", *evaluated]
     starts = {*_ROUND, *(start for method in methods for start in method.logs)}
     starts |= set() if evaluated else {f"{split}/"}
-    variants = [f"{name}_" for name in evaluated if methods]  # some variants begin with round 1
+    variants = [f"{name}_" for name in evaluated if methods]  # variants that begin with round 1
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         asks = isinstance(callback, Checkpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
@@ -61,10 +62,10 @@ def check_monitors(
 
 
 def check_quality(task: Task, row: Mapping[str, float], split: str) -> None:
-    """Raise an error if the evaluation before round 1 lacks the quality of a user's task.
+    """Check that the evaluation before round 1 has measured the quality of a user's task.
 
     Raises:
-        ConfigurationError: The task's ``quality`` is no metric of the run.
+        ConfigurationError: The task's ``quality`` is not a metric of the run.
     """
     evaluated = [name.partition("/")[2] for name in row if name.startswith(f"{split}/")]
     if evaluated and task.quality not in evaluated and not type(task).__module__.startswith("fl_lightning."):
@@ -75,7 +76,7 @@ def check_quality(task: Task, row: Mapping[str, float], split: str) -> None:
 
 
 def _is_known(thing: object) -> bool:
-    """Return whether an object's metrics are known; a user's class or function may log any."""
+    """Return whether an object can log only known metrics: it is not of a user's class."""
     if isinstance(thing, LambdaCallback | LearningRateMonitor):
         return False
     return type(thing).__module__.partition(".")[0] in ("fl_lightning", "lightning")

@@ -1,4 +1,4 @@
-"""A check that a model has one output per class; no loss raises an error for too many outputs."""
+"""Check that a model has one output per class, as losses silently accept too many outputs."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -19,11 +19,13 @@ _SAMPLES = 2
 
 
 class OutputCheck:
-    """A check of the outputs of the first evaluation, or of two training samples before round 1.
+    """Check of a model's number of outputs.
+
+    The outputs are those of the first evaluation, or of two training samples before round 1.
 
     Args:
-        applies: Whether outputs are class scores; False disables the check for modules that
-            override ``client_loss`` or ``evaluate_batch``.
+        applies: Whether outputs are class scores. False, for modules that override ``client_loss``
+            or ``evaluate_batch``, disables the check.
     """
 
     def __init__(self, applies: bool) -> None:
@@ -31,7 +33,9 @@ class OutputCheck:
         self._passed: int | None = None  # number of classes when the check last passed
 
     def check(self, run: RunContext, outputs: Any, targets: Any) -> None:
-        """Check the number of a model's outputs, except for a user's task or unknown classes.
+        """Check the number of a model's outputs.
+
+        The check is skipped if the task is a user's or the number of classes is unknown.
 
         Args:
             run: The run.
@@ -56,20 +60,21 @@ class OutputCheck:
         self._passed = classes
 
     def before_training(self, run: RunContext) -> None:
-        """Check the outputs of training samples in eval mode, and compute ``model.metrics`` from them.
+        """Check the model's outputs for two training samples.
 
-        The model and the random generators do not change. If an evaluation has already checked the
+        ``model.metrics`` are computed on these outputs, too. The model is in eval mode. The model
+        and the random generators do not change. If an evaluation has already checked the number of
         outputs, only the metrics are computed.
 
         Raises:
-            ConfigurationError: See :meth:`check`. Or a metric cannot be computed.
+            ConfigurationError: The number of outputs is wrong, or a metric cannot be computed.
         """
         measured = run.task.measured if self.applies else {}
         if self._classes(run) in (None, self._passed) and not measured:
             return
         labelled: tuple[Any, Any] | None = None
         clients, _ = replace(run.plan, failures=None).trained(1)
-        with isolate_rng(), suppress(Exception):  # round 1 raises the same error, with its place
+        with isolate_rng(), suppress(Exception):  # round 1 raises the same error, and says where
             batch = run.data.cohort_batch(clients[:1], [0]).map(run.on_device).batches()[0]
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
                 return
@@ -87,7 +92,7 @@ class OutputCheck:
                 measure(measured, *run.task.measurable(run.task.scores(outputs), targets))
 
     def _classes(self, run: RunContext) -> int | None:
-        """Return the required number of outputs, None if unknown."""
+        """Return the required number of outputs; None if it is unknown."""
         if not self.applies or type(run.task) not in (Classification, Segmentation):
             return None
         data = getattr(getattr(run, "_trainer", None), "datamodule", None)

@@ -1,4 +1,4 @@
-"""The plan of a run: participation, local steps and aggregation weights of every round."""
+"""Plan of a run: participation, local steps and aggregation weights of every round."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -16,27 +16,27 @@ from fl_lightning.randomness import permutation
 from fl_lightning.round.failures import ClientFailures, fewest_reports
 
 Weighting = Literal["examples", "uniform", "samples"]
-"""Quantity to which weights are proportional: examples, a constant, or samples of the round."""
+"""Quantity to which weights are proportional: examples, a constant, or samples in the round."""
 
-_MOST_IDLE = 10_000  # most consecutive rounds without a cohort
+_MOST_IDLE = 10_000  # number of consecutive skipped rounds that is an error
 
 
 @dataclass
 class RoundPlan:
-    """The local work of a run; a function of the data and the settings alone.
+    """Participation, local steps and aggregation weights of a run, from its data and settings.
 
     Args:
         data: The federated data.
         local_steps: Local steps E of each client in a round; None if ``local_epochs`` is given.
-        local_epochs: Passes over a client's own data in a round; None if ``local_steps`` is given.
+        local_epochs: Passes over a client's data in a round; None if ``local_steps`` is given.
         cohort_size: Number of clients in a round.
         seed: The run's seed.
-        weighting: Quantity that aggregation weights are proportional to.
+        weighting: Quantity to which aggregation weights are proportional.
         centralised: Whether one client trains on the union of the cohort's batches.
         failures: Clients that drop out or take fewer steps. Default: no failures.
-        min_clients: Fewest reports with which a round is aggregated.
-        last_round: The last round of the budget, None without a budget.
-        last_round_steps: Upper bound on each client's local steps in ``last_round``.
+        min_clients: Smallest number of reporting clients; with fewer, a round is skipped.
+        last_round: The last round of the budget; None without a budget.
+        last_round_steps: Largest number of local steps of a client in ``last_round``.
     """
 
     data: FederatedDataModule
@@ -52,49 +52,53 @@ class RoundPlan:
     last_round_steps: int | None = None
 
     def reporting(self, round_number: int) -> list[int]:
-        """Return the clients that are drawn for a round and report."""
+        """Return the clients that are sampled for a round and report."""
         drawn = sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number)
         failures = self.failures
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]
 
     def cohort(self, round_number: int) -> list[int]:
-        """Return the clients of a round; empty if too few report, so that the round is skipped."""
+        """Return the clients of a round; empty if too few clients report (the round is skipped)."""
         clients = self.reporting(round_number)
         return clients if len(clients) >= self.min_clients else []
 
     def full_steps(self, client_id: int) -> int:
-        """Return a client's local steps in a round without failure or end of budget."""
+        """Return a client's number of local steps in a round without failures or a budget."""
         if self.local_steps is not None:
             return self.local_steps
         assert self.local_epochs is not None
         return self.local_epochs * self.data.steps_per_epoch(client_id)
 
     def steps(self, client_id: int, round_number: int) -> int:
-        """Return a client's local steps in a round."""
+        """Return a client's number of local steps in a round."""
         steps = self.full_steps(client_id)
         if self.failures is not None:
             steps = self.failures.steps(steps, client_id, self.seed, round_number)
         return min(steps, self.last_round_steps or steps) if round_number == self.last_round else steps
 
     def first_step(self, client_id: int, round_number: int) -> int:
-        """Return the position (round - 1) x E of a client's first batch, as if never absent."""
+        """Return the position of a client's first batch in a round, (round - 1) x E.
+
+        The position also advances in rounds in which the client is absent.
+        """
         return (round_number - 1) * self.full_steps(client_id)
 
     def trained(self, round_number: int) -> tuple[list[int], list[int]]:
-        """Return the clients whose models a round trains, and their local steps.
+        """Return the clients whose models a round trains, and their numbers of local steps.
 
-        In a centralised run client 0 represents the cohort. If the round is skipped, both lists are
-        empty.
+        In a centralised run, client 0 represents the cohort. If the round is skipped, both lists
+        are empty.
         """
         members = self.cohort(round_number)
         steps = [self.steps(client, round_number) for client in members]
         return ([0], [max(steps)]) if self.centralised and members else (members, steps)
 
     def sources(self, client_ids: Sequence[int], round_number: int, step: int) -> tuple[list[int], list[int]]:
-        """Return the clients whose batches a local step uses, and each batch's position.
+        """Return the clients whose batches a local step uses, and the position of each batch.
 
         Args:
-            client_ids: The clients that take the step.
+            client_ids: The clients that take the step. In a centralised run, the batches are those
+                of the entire cohort instead.
             round_number: The communication round, from 1.
             step: The local step of the round, from 0.
         """
@@ -104,16 +108,19 @@ class RoundPlan:
         return clients, [self.first_step(client, round_number) + step for client in clients]
 
     def weights(self, client_ids: Sequence[int], round_number: int) -> Tensor:
-        """Return a round's aggregation weights ``[C]``, as estimated before its local steps."""
+        """Return the aggregation weights of a round, ``[C]``, as known before the local steps."""
         sizes = [1.0] if self.centralised else self._sizes(client_ids, round_number)
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
     def usual(self) -> "RoundPlan":
-        """Return the plan without failures and budget: every round has the same weights."""
+        """Return a copy of the plan without failures and without a budget."""
         return replace(self, failures=None, last_round=None)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
-        """Return the fraction of the total weight that clients S have (uniform: ``|S| / n``)."""
+        """Return the fraction of the weight of all clients that the given clients have.
+
+        With uniform weights, this is their number divided by the number of all clients.
+        """
         if self.centralised:
             return 1.0
         sizes = self._sizes(range(self.data.num_clients), round_number)
@@ -127,13 +134,15 @@ class RoundPlan:
         return [self.data.samples_per_step(c) * self.steps(c, round_number) for c in client_ids]
 
     def limit(self, budget_epochs: float) -> int:
-        """Set and return the number of rounds that take ``budget_epochs`` passes over all data.
+        """Set and return the number of rounds for ``budget_epochs`` passes over all training data.
 
-        The last round is shorter if the budget ends within it (FixBN, Appendix B.4: E x T x b x
-        clients = epochs x data; at E=2,500 the 25.6 rounds of CIFAR-10 become 26).
+        If the budget ends inside a round, this round has fewer local steps. The budget is that of
+        FixBN, Appendix B.4: local steps x rounds x batch size x clients = epochs x samples. With
+        2,500 local steps, the 25.6 rounds of CIFAR-10 become 26.
 
         Raises:
-            ConfigurationError: The budget is below one local step, or is never used up.
+            ConfigurationError: The budget is too small for one local step, or too many rounds are
+                skipped.
         """
         data, self.last_round = self.data, None
         everyone = range(data.num_clients)
@@ -194,16 +203,16 @@ def plan_rounds(
         data: The federated data.
         rules: The aggregators of the run.
         local_steps: Local steps E of each client in a round.
-        local_epochs: Passes over a client's own data in a round.
-        participation: Clients in a round, a fraction or a number.
+        local_epochs: Passes over a client's data in a round.
+        participation: Clients in a round, as a fraction or a number.
         seed: The run's seed.
-        weighting: Quantity that aggregation weights are proportional to.
+        weighting: Quantity to which aggregation weights are proportional.
         centralised: Whether one client trains on the union of the cohort's batches.
-        failures: Clients that drop out or take fewer steps.
-        min_clients: Fewest reports with which a round is aggregated.
+        failures: Clients that drop out or take fewer steps; None for no failures.
+        min_clients: The user's smallest number of reporting clients.
 
     Raises:
-        ConfigurationError: The number of clients contradicts a setting or an aggregator.
+        ConfigurationError: The number of clients does not suit a setting or an aggregator.
     """
     require_clients(data)
     size = cohort_size(data.num_clients, participation)
@@ -230,7 +239,7 @@ def check_local_work(
     """Check the settings of local work and participation.
 
     Raises:
-        ConfigurationError: Not exactly one of ``local_steps`` and ``local_epochs`` is given, or a
+        ConfigurationError: Both or neither of ``local_steps`` and ``local_epochs`` are given, or a
             value is out of range.
     """
     if (local_steps is None) == (local_epochs is None):
@@ -250,7 +259,7 @@ def check_local_work(
 
 
 def require_clients(data: FederatedDataModule) -> None:
-    """Raise a ``ConfigurationError`` if the data have no clients."""
+    """Check that the data have clients, or raise a ``ConfigurationError``."""
     if data.num_clients == 0:
         raise ConfigurationError(
             f"data: {type(data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
@@ -262,7 +271,8 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
 
     Args:
         num_clients: Number of clients of the federation.
-        participation: Number of clients (int), or fraction in (0, 1] (float), rounded, at least 1.
+        participation: Number of clients (int), or fraction in (0, 1] (float). A fraction of the
+            clients is rounded, to at least 1 client.
 
     Raises:
         ConfigurationError: The federation has fewer clients.
@@ -278,7 +288,10 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
 
 
 def sample_cohort(num_clients: int, size: int, seed: int, round_number: int) -> list[int]:
-    """Return ``size`` sorted client ids, drawn uniformly without replacement by (seed, round)."""
+    """Return the sorted client ids of a cohort.
+
+    The clients are drawn uniformly without replacement, as a function of seed and round.
+    """
     if size == num_clients:
         return list(range(num_clients))
     return sorted(permutation(num_clients, seed, "participation", round_number)[:size].tolist())

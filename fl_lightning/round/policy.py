@@ -1,4 +1,4 @@
-"""The policy of a round: the treatment of each kind of state and part of the model."""
+"""Policy of a round: how each kind of state and each part of the model is treated."""
 
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -11,13 +11,16 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
 
 UNNAMED = "as its kinds"
-"""Text in tables for a part's treatment in rounds whose policy does not name the part."""
+"""Text in tables for a part in rounds in which no policy names it."""
 
 Stage = tuple[int | str, str]
-"""First round of a treatment (or the method that finds it in training), and the treatment."""
+"""First round of a treatment, and the treatment.
+
+If a method determines the round in training, the method's class name replaces the round.
+"""
 
 _EXCLUSIVE = ("local", "pooled", "reset")
-"""Treatments that a callback implements itself; only one callback can declare each kind so."""
+"""Treatments that the declaring callback implements; one kind can have one such callback only."""
 
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 
@@ -25,8 +28,9 @@ _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_rounds: int) -> dict[str, str]:
     """Merge the declarations of all methods into one policy for a round.
 
-    For the tensors of a part, such as ``"fc"`` or ``"layer1.*.conv1"``, the part's treatment
-    overrides that of their kinds. A more specific part overrides a larger one
+    A policy may name kinds of state and parts of the model, such as ``"fc"`` or
+    ``"layer1.*.conv1"``. For the tensors of a part, the treatment of the part takes precedence over
+    the treatment of their kinds. A more specific part takes precedence over a less specific one
     (:func:`~fl_lightning.cohort.parts.match_parts`).
 
     Args:
@@ -35,7 +39,8 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
         total_rounds: Number of planned rounds.
 
     Returns:
-        The treatment of each kind of :data:`~fl_lightning.batch_norm.kinds.KINDS`, then of each part.
+        The treatment of each kind in :data:`~fl_lightning.batch_norm.kinds.KINDS`, then of each
+        part.
 
     Raises:
         ConfigurationError: Treatments conflict, or a treatment is unknown.
@@ -106,7 +111,11 @@ def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_ro
 
 
 def check_together(callbacks: Iterable[Declarations]) -> None:
-    """Raise ``ConfigurationError`` if two methods take one resource of ``Declarations.takes``."""
+    """Check that no two methods need the same exclusive resource (``Declarations.takes``).
+
+    Raises:
+        ConfigurationError: Two methods take the same resource.
+    """
     taken: dict[str, Declarations] = {}
     for callback in callbacks:
         for resource, remedy in callback.takes.items():
@@ -122,7 +131,7 @@ def check_together(callbacks: Iterable[Declarations]) -> None:
 def policy_table(
     model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int
 ) -> dict[str, list[Stage]]:
-    """Return the policy of a run for each kind of state in the model, then for each part.
+    """Return the treatments of each kind of state, and of each part, over a run.
 
     Args:
         model: The model.
@@ -130,8 +139,9 @@ def policy_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        Pairs of first round and treatment by kind or part: ``[(1, "averaged"), (51, "frozen")]``.
-        If a method finds the round in training, its class name replaces the round.
+        By kind or part, pairs of first round and treatment, such as ``[(1, "averaged"), (51,
+        "frozen")]``. If a method determines the round in training, the method's class name replaces
+        the round.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
@@ -163,7 +173,7 @@ def treatment_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        Pairs as in :func:`policy_table`, by the name of a trainable parameter or buffer.
+        By name of each trainable parameter and buffer, pairs as in :func:`policy_table`.
     """
     callbacks = list(callbacks)
     policy: dict[str, str] = {}
@@ -183,7 +193,7 @@ def treatment_table(
 
 
 def stages_in_words(stages: Iterable[Stage]) -> str:
-    """Return pairs of :func:`policy_table` in words, as ``"averaged; frozen from round 51"``."""
+    """Return the pairs of :func:`policy_table` as text: ``"averaged; frozen from round 51"``."""
     return "; ".join(
         treatment
         if start == 1

@@ -1,4 +1,4 @@
-"""The record of a run: metrics of the current round and totals since round 1."""
+"""Record of a run: metrics of the newest round, and totals since round 1."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ from fl_lightning.errors import OtherData
 
 
 class Origin(TypedDict):
-    """A checkpoint from which a run resumed with changed settings or data.
+    """Checkpoint from which a run continued with changed settings or data.
 
     Attributes:
         checkpoint: Path of the checkpoint.
         round: The checkpoint's round.
-        differs: The old and the new value of each changed setting, by dotted name.
+        differs: Old and new value of each changed setting, by dotted name.
     """
 
     checkpoint: str
@@ -29,28 +29,29 @@ class Origin(TypedDict):
 
 
 class RunRecord:
-    """Metrics and totals of a run; saved with its checkpoints.
+    """Metrics and totals of a run, which are saved in its checkpoints.
 
     Attributes:
-        metrics: The metrics of the newest finished round, with ``round``.
-        samples: Training samples that clients have processed.
+        metrics: Metrics of the newest finished round, including ``round``.
+        samples: Number of training samples that clients have processed.
         upload_bytes: Bytes that clients have sent.
         download_bytes: Bytes that clients have received.
         seconds: Time spent in rounds.
-        diverged: Whether an aggregated update or an evaluation was ever non-finite.
-        diverged_round: The first such round; None if unknown or not diverged.
-        not_finite: Number of non-finite updates by client, aggregated or not.
-        clients: Rounds, local steps and last mean training loss, by client.
-        holders: The clients that have received each frozen block, by the block's name; without blocks
-            that are not frozen. The one list of older checkpoints is under ``""``.
+        diverged: Whether an aggregated update or an evaluation has been non-finite.
+        diverged_round: First round with ``diverged``; None if unknown or not diverged.
+        not_finite: Number of non-finite updates by client, including updates that were left out.
+        clients: Number of rounds, number of local steps, and last mean training loss, by client.
+        holders: Clients that have received each frozen block, by the block's name. Checkpoints of
+            older versions have one list for all blocks, under ``""``.
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
-        description: The settings that determine results, by dotted name; may be empty.
-        computed_by: The executor and other causes of rounding; empty if unknown.
-        provenance: The source and versions that computed the run, one entry per change
-            (:func:`~fl_lightning.experiments.run_directory.source.provenance`).
-        compiled: Whether clients' passes are compiled, None before the decision.
-        continued_from: The checkpoints from which the run resumed with changed settings or data.
-        acting: The methods that have a policy or wrote to a tensor in this fit; not saved.
+        description: Settings that affect results, by dotted name; may be empty.
+        computed_by: The executor and other facts that affect rounding errors; empty if unknown.
+        provenance: Digests and versions of the code that computed the run
+            (:func:`~fl_lightning.experiments.run_directory.source.provenance`). Each change of the
+            code adds an entry.
+        compiled: Whether the clients' passes are compiled; None before the decision.
+        continued_from: Checkpoints from which the run continued with changed settings or data.
+        acting: Names of users' methods that had an effect in this fit; not saved.
     """
 
     def __init__(self) -> None:
@@ -77,14 +78,21 @@ class RunRecord:
         self._pending[name] = float(value.compute() if isinstance(value, Metric) else value)
 
     def diverge(self, round_number: int, diverged: bool = True) -> None:
-        """Flag the run as diverged in this round if ``diverged``, unless it is flagged already."""
+        """Flag the run as diverged if ``diverged``; keep the first round of divergence."""
         if diverged and not self.diverged:
             self.diverged, self.diverged_round = True, round_number
 
     def finish_round(
         self, cohort: RoundCohort, losses: Sequence[float], seconds: float, costs: Mapping[str, float]
     ) -> None:
-        """Add a round's clients, losses, time, and bytes by metric to the totals."""
+        """Add a round's clients, losses, duration and traffic to the totals.
+
+        Args:
+            cohort: The aggregated clients.
+            losses: Mean training loss of each client.
+            seconds: Duration of the round.
+            costs: Traffic in bytes by metric name.
+        """
         for client, taken, loss in zip(cohort.client_ids, cohort.local_steps, losses, strict=True):
             rounds, steps, _ = self.clients.get(client, (0, 0, 0.0))
             self.clients[client] = (rounds + 1, steps + taken, loss)
@@ -98,13 +106,13 @@ class RunRecord:
         return self.holders.get(block, self.holders.get("", []))
 
     def spend(self, seconds: float, costs: Mapping[str, float]) -> None:
-        """Add time, and bytes by metric, to the totals."""
+        """Add a duration in seconds, and traffic in bytes by metric name, to the totals."""
         self.seconds += seconds
         self.upload_bytes += int(costs["comm/upload_bytes"])
         self.download_bytes += int(costs["comm/download_bytes"])
 
     def continue_from(self, checkpoint: str, round_number: int, differs: Mapping[str, list[object]]) -> None:
-        """Note that the run resumes with changed settings or data.
+        """Record that the run continues with changed settings or data.
 
         Args:
             checkpoint: Path of the checkpoint.
@@ -120,15 +128,15 @@ class RunRecord:
             )
 
     def finish_line(self, round_number: int) -> dict[str, float]:
-        """Return a round's line of metrics, and start an empty line."""
+        """Return the metrics of a round, and start an empty collection for the next round."""
         line = {"round": round_number, **self._pending}
         self._pending = {}
         return line
 
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
-        """Store a finished line as the newest metrics, and pass it to the loggers."""
+        """Store the metrics of a round as the newest ones, and pass them to the loggers."""
         if self._logging_seconds is not None:
-            # the time of writing the previous line, as this line is not written yet
+            # the time that the previous line took, as this line is yet to be written
             line["time/logging_s"] = self._logging_seconds
         started = time.perf_counter()
         self.metrics = line
@@ -137,7 +145,9 @@ class RunRecord:
         self._logging_seconds = time.perf_counter() - started
 
     def go_on_with(self, data: dict[str, str], path: str, round_number: int, *, accept: bool) -> bool:
-        """Check that a resumed run's data equal the checkpoint's, or note an accepted difference.
+        """Check that a resumed run has the checkpoint's data.
+
+        If the data differ and ``accept`` is True, the change is recorded.
 
         Args:
             data: Digests of the data by name.
@@ -146,7 +156,7 @@ class RunRecord:
             accept: Whether the data may differ.
 
         Returns:
-            Whether the checkpoint has digests; old checkpoints have none.
+            Whether the checkpoint has digests of its data; those of older versions do not.
 
         Raises:
             OtherData: The data differ and ``accept`` is False.
@@ -168,7 +178,9 @@ class RunRecord:
         return bool(trained)
 
     def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
-        """Check that evaluation data from the clients' samples equal the checkpoint's.
+        """Check that evaluation data are the checkpoint's, if they are drawn from client samples.
+
+        Otherwise, the evaluation data could contain samples of the checkpoint's training data.
 
         Args:
             data: The data module.
@@ -177,7 +189,7 @@ class RunRecord:
             accept: Whether the data may differ.
 
         Returns:
-            Whether the checkpoint has digests; old checkpoints have none.
+            Whether the checkpoint has digests of its data; those of older versions do not.
 
         Raises:
             OtherData: The data differ and ``accept`` is False.
@@ -202,7 +214,7 @@ class RunRecord:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the totals and the newest metrics of a checkpoint."""
-        self.compiled = False  # checkpoints without this entry are older than compilation
+        self.compiled = False  # checkpoints of versions without compilation lack this entry
         if isinstance(state.get("holders"), list):
             state = {**state, "holders": {"": state["holders"]}}
         for name, value in state.items():

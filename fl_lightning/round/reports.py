@@ -1,4 +1,4 @@
-"""The reports of finished and skipped rounds: loss, learning rates and costs."""
+"""Logged metrics of finished and skipped rounds: loss, learning rates, traffic and time."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -11,11 +11,11 @@ from fl_lightning.round.declarations import Declarations
 
 
 def log_round(run: RunContext, cohort: RoundCohort) -> None:
-    """Log the clients' mean loss, the learning rates and the costs of a round.
+    """Log the clients' mean loss, the learning rates, the traffic and the times of a round.
 
     Args:
         run: The run.
-        cohort: The aggregated clients; clients that were left out count as absent.
+        cohort: The aggregated clients, without clients that were left out.
     """
     losses = cohort.losses.tolist()
     mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
@@ -36,12 +36,12 @@ def log_round(run: RunContext, cohort: RoundCohort) -> None:
 def log_skipped_round(
     run: RunContext, dropped: int, sent: Mapping[str, tuple[Mapping[int, UpDown], int]]
 ) -> None:
-    """Log the costs of a round that was skipped.
+    """Log the traffic and the times of a skipped round.
 
     Args:
         run: The run.
-        dropped: Number of clients left out due to a non-finite update.
-        sent: Return values of the methods' ``on_round_skipped``, by method.
+        dropped: Number of clients that were left out because of a non-finite update.
+        sent: Return value of each method's ``on_round_skipped``, by method.
     """
     size = next(p for p in run.model.parameters() if p.requires_grad).element_size()
     beside = {
@@ -58,10 +58,11 @@ def log_skipped_round(
 
 
 def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
-    """Return the learning rates of a round by metric.
+    """Return the learning rates of a round by metric name.
 
-    ``client/lr`` includes the schedule's factor. Groups of ``parameter_groups`` that set a rate are
-    ``client/lr_<group>``. Further groups of the server optimizer are ``server/lr_<number>``.
+    ``client/lr`` includes the schedule's factor. A group in ``parameter_groups`` with another rate
+    is ``client/lr_<group>``. The server optimizer's first group is ``server/lr``, and further
+    groups are ``server/lr_<number>``.
     """
     rates = {}
     for group, rate in cohort.learning_rates().items():
@@ -73,7 +74,7 @@ def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
 
 
 def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
-    """Log the number of clients that reported, if clients can fail."""
+    """Log the numbers of reporting and dropped clients, if clients can fail or be dropped."""
     dropping = run.on_divergence == "drop"
     if run.plan.failures is None and not dropping:
         return
@@ -87,15 +88,16 @@ def round_communication(
     callbacks: Sequence[Declarations],
     holding: Callable[[str], Collection[int]] = lambda _: (),
 ) -> Communication:
-    """Return the traffic of a round: state under the round's policy, and methods' declared traffic.
+    """Return the traffic of a round: the model's state, and the traffic that methods declare.
 
-    Averaged and pooled state is sent both ways. Local and reset state and counters are not sent.
-    Frozen state is sent to each client once, in its first round after the freeze.
+    Averaged and pooled state is sent in both directions. Local state, reset state and counters are
+    not sent. Frozen state is sent to each client once, in its first round after the freeze.
 
     Args:
         cohort: The round's clients, after their local steps.
         callbacks: The run's methods.
-        holding: Function that returns the clients that have received a frozen block. Default: none.
+        holding: Function that returns the clients that have already received a frozen block, by the
+            block's name. Default: no clients.
     """
     each: dict[str, UpDown] = {}
     beside: dict[str, dict[int, UpDown]] = {}

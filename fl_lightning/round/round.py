@@ -1,4 +1,4 @@
-"""The communication round: FedAvg (McMahan et al. 2017) with FedOpt (Reddi et al. 2021)."""
+"""Communication round: FedAvg (McMahan et al. 2017) with FedOpt (Reddi et al. 2021)."""
 
 from lightning.pytorch.utilities.seed import isolate_rng
 
@@ -30,7 +30,7 @@ def communication_round(run: RunContext) -> None:
         cohort, failed = check_updates(run, cohort)
         update_server(cohort, run.aggregator, run.statistics, strict=run.on_divergence == "error")
         mark_trained([run.model, *run.federated_callbacks])
-    with isolate_rng():  # hooks must not shift the draws of a random server optimizer
+    with isolate_rng():  # draws in hooks must not change the draws of the server optimizer
         run.call_hook("on_after_aggregate", cohort)
     with run.clock.part("aggregation"):
         run.server_step()
@@ -43,7 +43,7 @@ def communication_round(run: RunContext) -> None:
 def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) -> list[int]:
     """Take the local steps of the clients that this rank computes.
 
-    Every rank takes as many steps as the client with the most steps in the cohort.
+    On every rank, the loop runs until the last client of the cohort has finished.
 
     Args:
         run: The run.
@@ -51,11 +51,11 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
         part: The cohort's clients on this rank.
 
     Returns:
-        The samples that each client of ``part`` has processed.
+        Number of samples that each client of ``part`` has processed.
     """
     last = max(cohort.local_steps) - 1
     for step in range(last + 1):
-        # a joint step communicates between all ranks: a rank without clients computes row 0
+        # all ranks must take part in a joint step: a rank without clients computes row 0
         joint = step == 0 and run.joint_method is not None
         compute_gradients(run, cohort.part(slice(0, 1)) if joint and not part else part, step)
         run.call_hook("on_after_local_backward", part, step)
@@ -63,7 +63,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
             part.take_step()
         run.call_hook("on_local_step_end", part, step)
         part.finish_step(step, last)
-        # Lightning's own progress bars have no local_step
+        # the progress bars of Lightning have no method local_step
         show = getattr(run.trainer.progress_bar_callback, "local_step", None)
         if show is not None:
             show(step + 1, last + 1)
@@ -71,7 +71,10 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
 
 
 def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
-    """Run the active clients' passes of a local step, which set their gradients and buffers."""
+    """Run forward and backward passes of the clients that take a local step.
+
+    The passes set the gradients and the buffers of these clients.
+    """
     if not (rows := cohort.begin_step(step)):
         return
     place = f"round {cohort.round}, local step {step + 1}"
@@ -85,7 +88,7 @@ def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
 
 
 def skip_round(run: RunContext, skipped: RoundSkipped) -> None:
-    """End a round with too few clients; the server keeps its state, the next round follows."""
+    """End a round that has too few clients; the server keeps its state."""
     run.print(str(skipped))
     for parameter in run.model.parameters():
         parameter.grad = None  # the server optimizer ignores parameters without gradient

@@ -1,4 +1,4 @@
-"""Aggregation of the clients' rows to the server's pseudo-gradient and statistics."""
+"""Aggregation of the clients' rows into the server's pseudo-gradient and statistics."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 def update_server(
     cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator, *, strict: bool
 ) -> None:
-    """Set the server's statistics to the aggregate and its gradients to the pseudo-gradient.
+    """Set the server's gradients to the pseudo-gradient, and its statistics to the aggregate.
 
     Args:
         cohort: The clients after their local steps.
@@ -36,7 +36,8 @@ def update_server(
 def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's gradients to server - aggregate(clients) (Reddi et al. 2021, Algorithm 1).
 
-    Parameters that the round does not average get no gradient, so the server optimizer skips them.
+    Parameters that the round does not average get the gradient None: the server optimizer skips
+    these parameters.
     """
     rows = {n: (n, cohort.params.blocks[n]) for n in cohort.pseudo_gradient.blocks}
     for parameter in cohort.server_parameters.values():
@@ -53,13 +54,16 @@ def aggregate(
     aggregator: Aggregator,
     weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Aggregate values per parameter: one vector per client, or one per layer (``per``).
+    """Aggregate values that every client has for each parameter.
+
+    The aggregator's attribute ``per`` decides whether a client's values are one vector or one
+    vector per layer.
 
     Args:
         cohort: The clients.
         rows: Pairs (name of a parameter block, values ``[C, columns]``) by any key.
         aggregator: The rule.
-        weights: The clients' weights ``[C]``, sum 1. Default: the round's weights.
+        weights: The clients' weights ``[C]``, with sum 1. Default: the round's weights.
 
     Returns:
         The aggregate ``[columns]`` by the key in ``rows``.
@@ -83,7 +87,7 @@ def aggregate(
 
 
 def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
-    """Set the server's copies of local parameters to the aggregate, only for evaluations."""
+    """Set the server's copies of local parameters to the aggregate, for evaluations only."""
     for name, block in cohort.params.blocks.items():
         if cohort.treatment(name) == "local":
             mean = aggregator(block, cohort.weights)
@@ -95,7 +99,7 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
     """Set the server's buffers to the clients' aggregate, bypassing the server optimizer.
 
     Counters and other integer buffers become the maximum over the clients. Frozen, pooled and reset
-    buffers are unchanged.
+    buffers do not change.
     """
     for name, block in cohort.buffers.blocks.items():
         treatment, names = cohort.treatment(name), cohort.buffers.layout[name].shapes
@@ -127,7 +131,15 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
 
 
 def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
-    """Raise an error if the server or, if ``clients``, a client has a negative running variance."""
+    """Check that the server has no negative running variance.
+
+    Args:
+        cohort: The round's clients.
+        clients: Whether to check the running variances of the clients as well.
+
+    Raises:
+        ConfigurationError: A running variance is negative.
+    """
     names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
     everyone = [f"client {client}" for client in cohort.client_ids] if clients else []
     of_a_client = (
@@ -144,7 +156,7 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
             continue
         for name, rows in variances.items():
             negative = (rows < 0).any(1).tolist()
-            if any(negative):  # otherwise the minimum is NaN
+            if any(negative):  # if there is no negative value, the minimum was NaN
                 raise ConfigurationError(
                     f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
                     f"{name.rpartition('.')[0]!r}; {remedy}"

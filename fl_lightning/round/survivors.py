@@ -1,4 +1,4 @@
-"""Selection of the aggregated clients: non-finite updates, and rounds with too few clients."""
+"""Selection of the clients to aggregate: non-finite updates, and rounds with too few clients."""
 
 from collections.abc import Mapping
 
@@ -12,11 +12,11 @@ from fl_lightning.round.context import RunContext
 
 
 class RoundSkipped(Exception):
-    """Exception for a round with too few clients; the server keeps its state, the run continues.
+    """Exception that ends a round with too few clients; the run continues with the next round.
 
     Args:
         reason: One line with the round, the number of clients and the required number.
-        dropped: Number of clients left out due to a non-finite update.
+        dropped: Number of clients that were left out because of a non-finite update.
     """
 
     def __init__(self, reason: str, dropped: int = 0) -> None:
@@ -25,10 +25,12 @@ class RoundSkipped(Exception):
 
 
 def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
-    """Return the cohort after the local steps; ``drop`` removes clients with non-finite updates.
+    """Return the cohort without clients to drop.
+
+    If ``on_divergence`` is ``drop``, clients with a non-finite update are dropped.
 
     Raises:
-        RoundSkipped: Too few clients are left.
+        RoundSkipped: Too few clients remain.
     """
     return _without(run, cohort, not_finite(cohort)) if run.on_divergence == "drop" else cohort
 
@@ -36,17 +38,17 @@ def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
 def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, dict[int, str]]:
     """Apply ``on_divergence`` to the clients' updates before aggregation.
 
-    Robust rules aggregate non-finite updates regardless of ``on_divergence``;
-    :func:`check_aggregate` then checks the aggregate.
+    Robust rules aggregate non-finite updates, whatever ``on_divergence`` is. For these rules,
+    :func:`check_aggregate` checks the aggregate.
 
     Returns:
-        The clients to aggregate, and the first non-finite layer by row, for rows whose update is
-        not finite.
+        The clients to aggregate, and a dict with the first non-finite layer of each row with a
+        non-finite update.
 
     Raises:
         Diverged: A client's update is not finite.
         ConfigurationError: A client's update is not finite because its data are not finite.
-        RoundSkipped: Too few clients are left.
+        RoundSkipped: Too few clients remain.
     """
     failed = not_finite(cohort)
     if not failed:
@@ -71,7 +73,7 @@ def check_aggregate(run: RunContext, cohort: RoundCohort, failed: Mapping[int, s
     Args:
         run: The run.
         cohort: The clients that were aggregated.
-        failed: Rows whose update is not finite, from :func:`check_updates`.
+        failed: Rows with a non-finite update, from :func:`check_updates`.
 
     Raises:
         Diverged: The aggregate is not finite, and ``on_divergence`` is not ``record``.
@@ -97,8 +99,8 @@ def too_few(run: RunContext, reported: int, dropped: int = 0) -> RoundSkipped:
 
     Args:
         run: The run.
-        reported: Number of clients whose models can be aggregated.
-        dropped: Number of clients that were left out.
+        reported: Number of clients that can be aggregated.
+        dropped: Number of clients that were left out because of a non-finite update.
     """
     plan = run.plan
     by_user = plan.min_clients == run.min_clients
@@ -111,20 +113,20 @@ def too_few(run: RunContext, reported: int, dropped: int = 0) -> RoundSkipped:
 
 
 def robust_rules(run: RunContext) -> str:
-    """Return the names of the run's robust aggregators, or an empty string."""
+    """Return the names of the run's robust aggregators as text; empty without any."""
     rules = (rule for rule in (run.aggregator, run.statistics.rule) if isinstance(rule, RobustAggregator))
     return " and ".join(dict.fromkeys(type(rule).__name__ for rule in rules))
 
 
 def not_finite(cohort: RoundCohort) -> dict[int, str]:
-    """Return the first non-finite layer of each row with non-finite parameters or BN statistics.
+    """Return the rows with non-finite parameters or BN statistics, and each row's first such layer.
 
-    Other buffers, such as an attention mask, may hold infinities.
+    Other buffers may hold infinities, as an attention mask does.
     """
     kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
     statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
     blocks = [*cohort.params.blocks.values(), *statistics]
-    # fast check: a finite sum has finite terms
+    # fast check: if the sum is finite, all terms are finite
     if bool(torch.stack([block.sum() for block in blocks]).sum().isfinite()):
         return {}
     finite = torch.stack([block.isfinite().all(1) for block in blocks]).all(0).tolist()
@@ -149,7 +151,7 @@ def _without(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str]) ->
 
 
 def _withstood(run: RunContext, cohort: RoundCohort) -> bool:
-    """Return whether robust rules combine all state that is not finite."""
+    """Return whether a robust rule combines all state that is not finite."""
     parameters = isinstance(run.aggregator, RobustAggregator)
     if not parameters and not all(bool(block.isfinite().all()) for block in cohort.params.blocks.values()):
         return False
@@ -162,12 +164,12 @@ def _statistics(cohort: RoundCohort) -> list[str]:
 
 
 def _first_layer(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the layer of the first non-finite tensor, None if all tensors are finite."""
+    """Return the layer of the first non-finite tensor; None if all tensors are finite."""
     return next((n.rpartition(".")[0] for n, value in tensors.items() if not value.isfinite().all()), None)
 
 
 def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], consequence: str) -> None:
-    """Count each client's non-finite updates, and print a line at a client's first one."""
+    """Count each client's non-finite updates; print a line for a client's first one."""
     for row, layer in failed.items():
         client, counted = cohort.client_ids[row], run.record.not_finite
         if client not in counted:

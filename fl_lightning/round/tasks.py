@@ -1,4 +1,4 @@
-"""Tasks: the loss of a model's outputs, and the metrics of an evaluation."""
+"""Learning tasks: the loss of a model's outputs, and the metrics of an evaluation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,17 @@ Counts = dict[str, Tensor]
 
 
 class Task(Recorded, ABC):
-    """A learning task: its loss and its metrics.
+    """Learning task with its loss and its metrics.
 
-    A user's task must define :meth:`loss`; all its metrics may come from ``model.metrics``.
+    A user's task must define :meth:`loss`. Its metrics may come from ``model.metrics``.
 
     Attributes:
-        quality: Name of the main metric, such as ``"accuracy"``, or a name of ``model.metrics``.
-        by_class: Name of the quality of a single class.
-        shown: Figures' labels of metrics in [0, 1] where 1 is best, by name.
-        ignored: The target that does not count.
-        measured: Metrics of ``model.metrics`` by name, set by the module.
+        quality: Name of the main metric, such as ``"accuracy"``, or a name in ``model.metrics``.
+        by_class: Name of the quality of a single class, such as ``"iou"``.
+        shown: Labels of the task's metrics in figures, by name. The metrics must lie in [0, 1],
+            with 1 as the best value.
+        ignored: The target that loss and metrics ignore.
+        measured: Metrics of ``model.metrics`` by name. The module sets this attribute.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -47,7 +48,7 @@ class Task(Recorded, ABC):
 
     @property
     def best(self) -> dict[str, str]:
-        """``"max"`` or ``"min"`` for each metric whose best values are known, by name."""
+        """``"max"`` or ``"min"`` for each metric with a known direction, by name."""
         known = {**dict.fromkeys([self.quality, *self.shown], "max"), "loss": "min"}
         return known | directions(self.measured)
 
@@ -56,40 +57,46 @@ class Task(Recorded, ABC):
         """Return the mean loss of a batch, a scalar."""
 
     def scores(self, outputs: Any) -> Any:
-        """Return the outputs to evaluate: the first one if the model returns several."""
+        """Return the output to evaluate; of several outputs, the first."""
         if isinstance(outputs, Mapping):
             outputs = [*outputs.values()]
         return outputs[0] if isinstance(outputs, Sequence) else outputs
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return the mask of targets that count, bool, in the shape of ``targets``."""
+        """Return the mask of targets that are not ignored, bool, in the shape of ``targets``."""
         return targets.long() != self.ignored  # long: uint8 cannot represent -100
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the predictions and targets for ``model.metrics``. Default: the arguments."""
+        """Return the predictions and targets for ``model.metrics``; by default the arguments."""
         return scores, targets
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return a batch's counts, which are summed over batches. Default: no counts."""
+        """Return counts of a batch, which are summed over batches; by default no counts."""
         return {}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Compute metrics from summed counts; leave out metrics without samples. Default: none."""
+        """Return metrics from the summed counts; by default no metrics.
+
+        A metric without samples is left out.
+        """
         return {}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Return each class's samples and quality, None if absent. Default: no classes."""
+        """Return each class's number of samples, and its quality; by default no classes.
+
+        The quality of a class without samples is None.
+        """
         return [], []
 
 
 class Classification(Task):
-    """Classification of each sample, or of each position in it, measured by accuracy.
+    """Classification of samples, or of positions in a sample such as pixels, with accuracy.
 
     Args:
-        ignored: The label that does not count. Default: -100, as in torch.
+        ignored: The label that loss and accuracy ignore. Default: -100, as in torch.
 
     Example:
-        >>> Classification().loss(torch.zeros(2, 4), torch.tensor([1, -100]))  # the second does not count
+        >>> Classification().loss(torch.zeros(2, 4), torch.tensor([1, -100]))  # -100 is ignored
         tensor(1.3863)
     """
 
@@ -101,10 +108,11 @@ class Classification(Task):
         self.ignored = ignored
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the cross-entropy; a model with several outputs needs a user's loss.
+        """Return the cross-entropy. A model that returns several outputs needs a user's loss.
 
         Raises:
-            ConfigurationError: The targets are no labels, or labels are per image but scores per pixel.
+            ConfigurationError: The targets are not labels, or there is one label for each image but
+                scores for each pixel.
         """
         if targets.is_floating_point() and targets.shape != getattr(outputs, "shape", None):
             raise ConfigurationError(
@@ -124,23 +132,26 @@ class Classification(Task):
         return cross_entropy(outputs, targets, ignore_index=self.ignored)
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return the mask of targets that count: labels in [0, classes) except ``ignored``."""
+        """Return the mask of the valid labels: those in [0, classes) except ``ignored``."""
         labels = targets.long()  # long: uint8 cannot represent -100
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return probabilities ``[n, classes]`` and labels ``[n]``; other targets are unchanged."""
+        """Return probabilities ``[n, classes]`` and labels ``[n]``.
+
+        If the targets are not labels, the arguments are returned unchanged.
+        """
         if targets.is_floating_point() or targets.dim() != scores.dim() - 1:
             return scores, targets
         return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the number of correct samples and of all samples per class, ``[classes, 2]``.
+        """Return the numbers of correct samples and of all samples per class, ``[classes, 2]``.
 
-        A sample with non-finite outputs counts as wrong, as the argmax of NaN may equal the label.
+        A sample with non-finite outputs counts as wrong, although the argmax may equal the label.
 
         Raises:
-            ConfigurationError: The model has one output, but labels are integers.
+            ConfigurationError: The targets are integer labels, but the model has only one output.
         """
         if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
             return {}
@@ -155,7 +166,7 @@ class Classification(Task):
         )  # long: uint8 cannot represent 256
         right = (scores.argmax(1) == labels) & scores.isfinite().all(1)
         pairs = torch.stack([right, torch.ones_like(right)], -1).long().flatten(0, -2)
-        # not torchmetrics' bincount, which waits for the GPU
+        # bincount of torchmetrics would wait for the GPU
         counts = torch.zeros(classes + 1, 2, dtype=torch.int64, device=pairs.device)
         return {"by class": counts.index_add_(0, labels.flatten(), pairs)[:classes]}
 
@@ -173,21 +184,22 @@ class Classification(Task):
 
 
 class Segmentation(Task):
-    """Classification of each pixel, measured by mean intersection over union and pixel accuracy.
+    """Classification of each pixel, with mean intersection over union and pixel accuracy.
 
-    A model may return several outputs, as a sequence or a mapping: the prediction, then those of
-    auxiliary heads. Smaller outputs are enlarged to the targets' size by bilinear interpolation.
+    A model may return several outputs, as a sequence or a mapping. The first is the prediction; the
+    others are the outputs of auxiliary heads. Smaller outputs are enlarged to the size of the
+    targets by bilinear interpolation.
 
     Args:
-        ignored: The label of pixels that do not count; 255 in Cityscapes.
-        auxiliary_weights: Weight of each auxiliary head's loss, relative to the prediction's.
+        ignored: The label of ignored pixels. Default: 255, as in Cityscapes.
+        auxiliary_weights: Weight of each auxiliary head's loss, relative to the prediction's loss.
 
     Raises:
-        ConfigurationError: The number of a model's auxiliary heads differs from the number of weights.
+        ConfigurationError: The numbers of auxiliary heads and of ``auxiliary_weights`` differ.
 
     Example:
         >>> scores, labels = torch.zeros(1, 4, 2, 2), torch.tensor([[[1, 255], [255, 255]]])
-        >>> Segmentation().loss(scores, labels)  # one of the four pixels counts
+        >>> Segmentation().loss(scores, labels)  # three of the four pixels are ignored
         tensor(1.3863)
     """
 
@@ -200,7 +212,10 @@ class Segmentation(Task):
         self.auxiliary_weights = list(auxiliary_weights)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the mean cross-entropy of pixels that count (0 if none do), summed over heads."""
+        """Return the mean cross-entropy over pixels that are not ignored, summed over heads.
+
+        If all pixels are ignored, the loss is 0.
+        """
         heads = outputs.values() if isinstance(outputs, Mapping) else outputs
         heads = [heads] if isinstance(heads, Tensor) else [*heads]
         weights = [1.0, *self.auxiliary_weights]
@@ -229,13 +244,16 @@ class Segmentation(Task):
         return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the confusion matrix ``[truth, prediction]``; last column: non-finite outputs."""
+        """Return the confusion matrix ``[truth, prediction]``.
+
+        The last column counts pixels with non-finite outputs.
+        """
         scores, classes = enlarged(scores, targets), scores.shape[1]
         guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
         counted = targets != self.ignored
         if targets.device.type == "cpu" and bool(
             (targets[counted] >= classes).any()
-        ):  # on a GPU the check would have to wait for the result
+        ):  # on a GPU, the check would wait for the result
             raise ConfigurationError(
                 f"Segmentation: label {int(targets[counted].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
                 f"{self.ignored} for pixels that do not count"
@@ -246,7 +264,10 @@ class Segmentation(Task):
         return {"confusion": confusion[:classes]}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return ``mean_iou`` (over classes in truth or prediction) and ``pixel_accuracy``."""
+        """Return ``mean_iou`` and ``pixel_accuracy``.
+
+        The mean is over the classes that occur in the labels or in the predictions.
+        """
         if not counts or not counts["confusion"].sum():
             return {}
         known = [iou for iou in self.classes(counts)[1] if iou is not None]
@@ -254,7 +275,7 @@ class Segmentation(Task):
         return {"mean_iou": sum(known) / len(known), "pixel_accuracy": (right.double() / total).item()}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Return the pixels and the intersection over union of each class."""
+        """Return the number of pixels and the intersection over union of each class."""
         if not counts:
             return [], []
         confusion = counts["confusion"].double()
@@ -267,18 +288,18 @@ class Segmentation(Task):
 SHIPPED: tuple[type[Task], ...] = (Classification, Segmentation)
 
 QUALITIES = {task.quality: task.shown[task.quality] for task in SHIPPED}
-"""Label in figures of each shipped task's quality, by the metric's name."""
+"""Label in figures of each shipped task's quality, by metric name."""
 
 
 def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float64 probabilities ``[n, classes]`` and labels ``[n]`` of targets that count.
+    """Return float64 probabilities ``[n, classes]`` and labels ``[n]`` of selected targets.
 
-    Non-finite outputs become a certain prediction of a wrong class.
+    If an output is not finite, a wrong class gets probability 1.
 
     Args:
         scores: Class scores ``[b, classes, ...]``.
         targets: Labels ``[b, ...]``.
-        counted: Mask of the targets that count, ``[b, ...]``.
+        counted: Mask of the targets to select, ``[b, ...]``.
     """
     rows, labels = scores.movedim(1, -1)[counted].double(), targets[counted].long()
     wrong = one_hot((labels + 1) % rows.shape[1], rows.shape[1]).double()

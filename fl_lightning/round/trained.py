@@ -1,4 +1,4 @@
-"""Marks on trained models and methods: a new run must not start from trained state."""
+"""Marks on trained models and methods, since a new run must not start from trained state."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 from fl_lightning.errors import ConfigurationError
 
 MARK = "_trained_by_a_run"
-"""Attribute of models and methods whose training has begun; copies inherit the attribute."""
+"""Attribute that marks a model or method as trained; copies keep the attribute."""
 
 
 def mark_trained(objects: Iterable[Any]) -> None:
@@ -18,7 +18,11 @@ def mark_trained(objects: Iterable[Any]) -> None:
 
 
 def refuse_trained(methods: Iterable[Any], model: nn.Module | None = None) -> None:
-    """Raise ``ConfigurationError`` if the model or a method is marked; observers are exempt."""
+    """Check that the model and the methods are not marked as trained; ignore observers.
+
+    Raises:
+        ConfigurationError: The model or a method is marked as trained.
+    """
     for method in methods:
         if getattr(method, MARK, False) and getattr(method, "role", "method") != "observer":
             name = type(method).__name__

@@ -1,4 +1,4 @@
-"""The check of the trainer's settings."""
+"""Check of the trainer's settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -38,15 +38,19 @@ _REFUSED: dict[type[L.Callback], str] = {
     ThroughputMonitor: "would count rounds as batches; read time/samples_per_s of each round",
     SpikeDetection: "gets no loss of a batch; use EarlyStopping with check_finite, or model.on_divergence",
 }
-"""Lightning's callbacks that a round does not support, each with the reason and a remedy."""
+"""Callbacks of Lightning that a round does not support, with reason and remedy for the message."""
 
 _NEVER_CALLED = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
-"""Lightning's hooks around a backward pass, which executors compute for several clients at once."""
+"""Hooks of Lightning that are never called, as an executor runs the clients' backward passes."""
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Raise ``ConfigurationError`` for trainer settings that a round does not support."""
-    given: Any = trainer  # mypy misses attributes that the trainer's helpers set
+    """Check that a round supports the trainer's settings and callbacks.
+
+    Raises:
+        ConfigurationError: A setting or a callback is not supported.
+    """
+    given: Any = trainer  # Any: mypy does not know attributes that helpers of the trainer set
     _check_callbacks(given.callbacks)
     synchronised = given._accelerator_connector._layer_sync is not None
     of_ranks = isinstance(given.strategy, SingleDeviceStrategy | CohortStrategy)
@@ -80,7 +84,11 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def _check_callbacks(callbacks: Iterable[L.Callback]) -> None:
-    """Raise ``ConfigurationError`` for callbacks that a round ignores or that change the model."""
+    """Check that a round supports the callbacks.
+
+    Raises:
+        ConfigurationError: A callback would be ignored, or would change the model.
+    """
     for callback in callbacks:
         name = type(callback).__name__
         for kind, remedy in _REFUSED.items():
