@@ -1,4 +1,4 @@
-"""Aggregation rules: they combine the clients' rows ``[n, d]`` into one row ``[d]``."""
+"""Aggregation rules, which combine the clients' rows ``[n, d]`` into one row ``[d]``."""
 
 from fl_lightning.aggregation.centers import CenteredClipping, GeometricMedian
 from fl_lightning.aggregation.coordinates import MeanAroundMedian, Median, TrimmedMean, median

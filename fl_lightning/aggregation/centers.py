@@ -9,26 +9,29 @@ from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Step length at which the iteration ends, relative to the point's median distance to the rows."""
+"""Step length at which the iteration ends, relative to the median distance to the rows."""
 
 _SMOOTHING = 1e-10
 _ITERATIONS = 10_000
 
 
 class GeometricMedian(MixingRule):
-    """Geometric median: the point whose distances to all clients have the smallest sum.
+    """Geometric median: the point with the smallest sum of distances to all clients.
 
-    Smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for Federated Learning",
-    arXiv 1912.13445) to convergence. The point is a mean of the rows, with shares inverse to their
-    distances. The distances follow from the rows' inner products, so the iteration updates n
-    numbers, not d. Rows with a non-finite value are left out. If weighted, distances are multiplied
-    by the clients' weights. Only ``pre`` may need ``f``. Settings:
-    :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
+    The rule runs the smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for
+    Federated Learning", arXiv 1912.13445) until it converges. The point is a mean of the rows, in
+    which the share of a row is inversely proportional to its distance. The distances are computed
+    from the inner products of the rows, so that an iteration updates n shares and not d
+    coordinates.
+
+    Rows with a non-finite value are left out. With ``weighting="weighted"``, each distance is
+    multiplied by the client's weight. The rule itself does not use ``f``, but ``pre`` may need it.
+    For the settings, see :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """Return the rows' shares in their geometric median."""
-        # on the CPU: a GPU would launch thousands of kernels on n numbers
+        """Return the share of each row in the geometric median."""
+        # on the CPU: a GPU would launch thousands of kernels for only n numbers
         finite = ~distances.rejected.cpu()
         shares = torch.full((len(finite),), 1 / len(finite), dtype=torch.float64)
         if finite.any():
@@ -42,11 +45,11 @@ class GeometricMedian(MixingRule):
 
 
 def _median_rows(gram: Tensor, squared: Tensor, weights: Tensor) -> Tensor | None:
-    """Return shares ``[n]`` if the geometric median is one of the rows, else None.
+    """Return shares ``[n]`` if a row is the geometric median; otherwise None.
 
-    There the iteration would be slow. A row is a geometric median if the weighted sum of the unit
-    vectors to the other rows is no longer than the weight at this point. An even number of rows on
-    a line has two such points: the result is between them.
+    In this case, the iteration would converge slowly. A row is a geometric median if the weighted
+    sum of the unit vectors to the other rows is not longer than the weight at the row's point. An
+    even number of rows on a line has two such points; the result is then between the points.
     """
     inverse = torch.where(squared > 0, squared.rsqrt(), 0) * weights
     units = inverse - inverse.sum(1).diag()
@@ -56,7 +59,7 @@ def _median_rows(gram: Tensor, squared: Tensor, weights: Tensor) -> Tensor | Non
 
 
 def _iterate(gram: Tensor, weights: Tensor) -> Tensor:
-    """Run Weiszfeld's iteration on the shares ``[n]``, from the mean."""
+    """Run Weiszfeld's iteration from the mean, and return the shares ``[n]``."""
     norms = gram.diagonal()
     shares = weights / weights.sum()
     for _ in range(_ITERATIONS):
@@ -75,15 +78,15 @@ class CenteredClipping(MixingRule):
     """Centred clipping: a start point plus the mean of the clients' clipped deviations from it.
 
     Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", arXiv
-    2012.10333. The paper starts at the last round's result. This rule keeps no state and **starts
-    at the coordinate-wise median**, so the result is equivariant to translation. Rows with a
-    non-finite value are left out. All clients have equal weight.
+    2012.10333. The paper starts from the result of the last round. This rule keeps no state and
+    **starts from the coordinate-wise median**. A translation of all rows therefore translates the
+    result. Rows with a non-finite value are left out. All clients have equal weight.
 
     Args:
-        tau: L2 norm to which a client's deviation is clipped, in the parameters' unit; positive.
-        iterations: Number of iterations, 1 or more; each starts from the last result.
-        f: Byzantine clients to withstand in a round. Only ``pre`` may need it.
-        pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
+        tau: Largest L2 norm of a client's deviation, > 0. Larger deviations are clipped.
+        iterations: Number of iterations, >= 1. Each starts from the result of the one before.
+        f: Number of Byzantine clients for ``pre``. The rule itself does not use ``f``.
+        pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
 
     Raises:
@@ -106,14 +109,17 @@ class CenteredClipping(MixingRule):
         self.tau, self.iterations = tau, iterations
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """Return the rows' shares: clip factors / n after one iteration; the start has the rest."""
+        """Return the share of each row; the start point has the remaining share.
+
+        After one iteration, the share of a row is its clipping factor divided by n.
+        """
         gram = distances.gram.masked_fill(distances.rejected | distances.rejected[:, None], 0)
         finite = (~distances.rejected).double()
         if not finite.any():
             return torch.full_like(finite, 1 / len(finite))
         shares = torch.zeros_like(finite)
         for _ in range(self.iterations):
-            # the point is start + shares @ deviations
+            # the current point is start + shares @ deviations
             product = gram @ shares
             squared = gram.diagonal() - 2 * product + shares @ product
             moves = finite * (self.tau / squared.clamp_(min=0).sqrt_()).clamp_(max=1) / finite.sum()

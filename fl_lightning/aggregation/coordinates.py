@@ -1,9 +1,9 @@
 """Coordinate-wise rules: median and trimmed mean (Yin et al. 2018, arXiv 1803.01498) and others.
 
-Each column is sorted completely, on a CPU by numpy: at 100 rows with AVX-512, numpy's sort is 14
-times as fast as torch's. A partial selection (numpy's or torch's) or a sorting network over rows
-takes at least twice as long. At 10 rows the network would take half the time, 7 ms less for 270,000
-columns. Columns are processed in chunks to limit memory.
+Each column is sorted completely. On a CPU, numpy sorts the columns: for 100 rows and with AVX-512,
+numpy's sort is 14 times as fast as torch's. A partial selection by numpy or torch, or a sorting
+network over the rows, takes at least twice as long. For 10 rows, the network would take half the
+time, and save 7 ms for 270,000 columns. Columns are processed in chunks to limit memory.
 """
 
 from abc import abstractmethod
@@ -18,27 +18,29 @@ from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.aggregation.robust import RobustAggregator, Weighting
 
 CHUNK_ELEMENTS = {"cpu": 2**18}
-"""Elements per chunk by device type. A CPU chunk fits a core's cache."""
+"""Number of elements in a chunk, by device type. On a CPU, a chunk fits the cache of a core."""
 
-_LARGE_CHUNK = 2**24  # for other devices: fewer kernel launches
+_LARGE_CHUNK = 2**24  # for other devices, as large chunks need fewer kernel launches
 
 
 class CoordinateRule(RobustAggregator):
-    """A rule that averages each column's values with shares by their rank in the column."""
+    """Rule that averages the values of each column; a value's share depends on its rank."""
 
     @abstractmethod
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return the share of each value in the mean of its sorted column, ``[c, n]``.
+        """Return the share of each value in the mean of its column, ``[c, n]``.
 
-        ``weights`` has the shape ``[c, n]``, or ``[1, n]`` if all clients have equal weight.
+        Args:
+            ascending: Sorted columns, ``[c, n]``.
+            weights: Weight of each value, ``[c, n]``; ``[1, n]`` if all clients have equal weight.
         """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Average each column's values with the shares of :meth:`positions`."""
+        """Average the values of each column with the shares of :meth:`positions`."""
         return [mix_by_position(block, weights, self.positions) for block in blocks]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the rows' shares, averaged over all columns."""
+        """Return the share of each row, averaged over all columns."""
         total = blocks[0].new_zeros(len(blocks[0]), dtype=torch.float64)
         for block in blocks:
             for columns in chunks(block):
@@ -49,11 +51,13 @@ class CoordinateRule(RobustAggregator):
 
 
 class Median(CoordinateRule):
-    """Coordinate-wise median; for an even number of clients the mean of the two middle values.
+    """Coordinate-wise median; for an even number of clients, the mean of the two middle values.
 
-    NaN is the largest value in the order, so with fewer than n/2 NaNs in a column the median is
-    within the other values. The weighted median is the value at half of the total weight, or the
-    mean of two values if half lies between them. Only ``pre`` may need ``f``. Settings:
+    NaN sorts as the largest value. If a column has fewer than n/2 NaNs, its median therefore lies
+    among the other values. The weighted median is the value at which half of the total weight is
+    reached. If half lies exactly between two values, it is their mean.
+
+    The rule itself does not use ``f``, but ``pre`` may need it. For the settings, see
     :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
@@ -62,17 +66,17 @@ class Median(CoordinateRule):
         return [median(block) for block in blocks] if weights is None else super().aggregate(blocks, weights)
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return 1 for the middle value, or 1/2 for each of two."""
+        """Return 1 for the middle value, or 1/2 for each of two middle values."""
         return around_half(weights)
 
 
 class TrimmedMean(CoordinateRule):
     """Coordinate-wise trimmed mean: the mean without the f smallest and the f largest values.
 
-    NaN is the largest value in the order, so up to f NaNs in a column are dropped. With f = 0 the
-    rule is the mean. If weighted, the weight of the f heaviest clients is trimmed at either end; a
-    row at the edge keeps a part of its weight. Settings:
-    :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
+    NaN sorts as the largest value, so that up to f NaNs in a column are dropped. With f = 0, the
+    rule is the mean. With ``weighting="weighted"``, the values dropped at each end have the total
+    weight of the f heaviest clients. A value at the limit keeps a part of its weight. For the
+    settings, see :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
     f: int
@@ -88,7 +92,7 @@ class TrimmedMean(CoordinateRule):
         super().__init__(f, pre, per, weighting, max_weight)
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Return the mean of each column's middle n - 2f values."""
+        """Return the mean of the middle n - 2f values of each column."""
         if weights is not None:
             return super().aggregate(blocks, weights)
         results = []
@@ -96,28 +100,29 @@ class TrimmedMean(CoordinateRule):
             n, result = len(block), block.new_empty(block.shape[1])
             for columns in chunks(block):
                 ascending = _sorted(block[:, columns])
-                # average deviations from the middle value: exact if all averaged values are equal
+                # average deviations from the middle value: the mean of equal values is then exact
                 middle = ascending[:, n // 2, None]
                 result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
             results.append(result)
         return results
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return shares, proportional to the weights that are not trimmed."""
+        """Return shares that are proportional to the weights that remain after trimming."""
         trimmed = byzantine_mass(weights[0], self.f, "TrimmedMean.f")
         return within(weights, trimmed, 1 - trimmed)
 
 
 class MeanAroundMedian(CoordinateRule):
-    """Mean around the median (MeaM): per coordinate, the mean of the n - f values closest to it.
+    """Mean around the median (MeaM): in each coordinate, the mean of n - f values.
 
-    Xie et al. 2018, "Generalized Byzantine-tolerant SGD", arXiv 1802.10116. Of two values equally
-    far from the median the lower one is taken. Non-finite values are the farthest. With f = 0 the
-    rule is the mean. All clients have equal weight.
+    The n - f values closest to the median are averaged (Xie et al. 2018, "Generalized
+    Byzantine-tolerant SGD", arXiv 1802.10116). If two values are equally far from the median, the
+    lower value comes first. Non-finite values are the farthest. With f = 0, the rule is the mean.
+    All clients have equal weight.
 
     Args:
         f: Byzantine clients to withstand, at least 0 and less than half of a round's clients.
-        pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
+        pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
@@ -127,11 +132,11 @@ class MeanAroundMedian(CoordinateRule):
         super().__init__(f, pre, per)
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return 1 / (n - f) for the values closest to the median, which are consecutive."""
+        """Return 1 / (n - f) for the n - f values closest to the median, which are consecutive."""
         n = ascending.shape[1]
         count = n - self.f
         middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
-        # move the window up while the value above it is closer to the median than its lowest value
+        # the window moves up while the value above it is closer to the median than its lowest value
         first = (ascending[:, count:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
         place = torch.arange(n, device=ascending.device)
         return ((place >= first) & (place < first + count)).to(ascending.dtype).div_(count)
@@ -140,16 +145,18 @@ class MeanAroundMedian(CoordinateRule):
 def mix_by_position(
     rows: Tensor, weights: Tensor | None, positions: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Average each column's values with shares by rank; values with share 0 are ignored.
+    """Average the values of each column; a value's share depends on its rank in the column.
+
+    Values with share 0 are ignored, also NaN.
 
     Args:
-        rows: Shape ``[n, d]``.
-        weights: The rows' weights ``[n]``; None: equal weights.
-        positions: Function of sorted columns ``[c, n]`` (NaN last) and weights that returns shares
-            ``[c, n]``.
+        rows: The clients' rows, ``[n, d]``.
+        weights: Weight of each row, ``[n]``; None for equal weights.
+        positions: Function that returns shares ``[c, n]`` from sorted columns ``[c, n]``, with NaN
+            last, and the weights of their values.
 
     Returns:
-        Shape ``[d]``.
+        The averages, ``[d]``.
     """
     result = rows.new_empty(rows.shape[1])
     for columns in chunks(rows):
@@ -159,7 +166,7 @@ def mix_by_position(
         else:
             ascending, order = rows[:, columns].t().sort(dim=1)
             shares = positions(ascending, weights[order]).to(rows.dtype)
-        # average deviations from a value with a share: exact if all such values are equal
+        # average deviations from a value with a share: the mean of equal values is then exact
         base = ascending.gather(1, shares.argmax(1, keepdim=True))
         deviation = (ascending - base).masked_fill_(shares == 0, 0)
         result[columns] = deviation.mul_(shares).sum(1).add_(base[:, 0])
@@ -168,7 +175,7 @@ def mix_by_position(
 
 @torch.no_grad()
 def median(rows: Tensor) -> Tensor:
-    """Return the median per coordinate of ``rows [n, d]``, ``[d]``; NaN is the largest value."""
+    """Return the median of each column of ``rows [n, d]``, ``[d]``; NaN is the largest value."""
     n = len(rows)
     result = rows.new_empty(rows.shape[1])
     for columns in chunks(rows):
@@ -182,7 +189,8 @@ def median(rows: Tensor) -> Tensor:
 def chunks(rows: Tensor) -> Iterator[slice]:
     """Yield consecutive slices of the columns of ``rows [n, d]``.
 
-    A few copies of a slice take about 10 MB on a CPU, half a GB on other devices.
+    A few copies of such a slice of the rows take about 10 MB on a CPU, and half a GB on other
+    devices.
     """
     n, d = rows.shape
     width = max(CHUNK_ELEMENTS.get(rows.device.type, _LARGE_CHUNK) // max(n, 1), 1)
@@ -191,7 +199,7 @@ def chunks(rows: Tensor) -> Iterator[slice]:
 
 
 def _sorted(rows: Tensor) -> Tensor:
-    """Return the columns of rows ``[n, c]`` sorted in ascending order, NaN last, as ``[c, n]``."""
+    """Sort each column of rows ``[n, c]`` in ascending order, NaN last; return ``[c, n]``."""
     columns = rows.t().clone(memory_format=torch.contiguous_format)
     if columns.is_cpu and columns.dtype in (torch.float32, torch.float64):
         columns.numpy().sort(axis=1)

@@ -1,6 +1,7 @@
 """Rules based on distances between clients: nearest-neighbour mixing, Krum and multi-Krum.
 
-One matrix product gives the n x n distances, which determine the shares that mix the rows.
+A single matrix product gives the distances between all pairs of clients. The distances determine
+the share of each row in the result.
 """
 
 from abc import abstractmethod
@@ -20,21 +21,24 @@ from fl_lightning.errors import ConfigurationError, check_choice
 KrumScore = Literal["byzfl", "blanchard"]
 
 _FEW = 16
-"""Most rows for which pairwise differences are faster than a median and a matrix product."""
+"""Number of rows up to which pairwise differences are faster than a matrix product."""
 
 
 class NNM(PreAggregator):
     """Nearest-neighbour mixing: a row becomes the mean of its n - f closest rows, including itself.
 
-    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Ties go to the lower index. A row
-    with a non-finite value is the farthest from all rows and becomes NaN itself, so that the next
-    rule drops it. With f = 0 every row becomes the mean. With weights, let W be the weight of
-    all clients but the f heaviest. A row becomes the weighted mean of its nearest rows of weight W;
-    of the farthest of these rows only the share that completes W counts.
+    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Of rows at equal distance, the row
+    with the lower index comes first. A row with a non-finite value counts as the farthest from all
+    rows. It becomes NaN itself, so that the next rule drops it. With f = 0, every row becomes the
+    mean of all rows.
+
+    With weights, let W be the weight of all clients except the f heaviest. A row becomes the
+    weighted mean of its closest rows with total weight W. The farthest of them counts only with the
+    part of its weight that completes W.
     """
 
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """Mix each client with its n - f nearest clients, by distances over all blocks together."""
+        """Mix each client with its n - f nearest clients; distances span all blocks."""
         distances = measure(blocks)
         closest = distances.squared.argsort(dim=1, stable=True)
         if weights is None:
@@ -46,18 +50,19 @@ class NNM(PreAggregator):
 
 
 class Krum(RobustAggregator):
-    """Krum: the client with the lowest score.
+    """Krum: the row of the client with the lowest score.
 
     Blanchard et al. 2017, "Machine Learning with Adversaries". A client's score is the mean of its
-    squared distances to the closest other clients. Ties go to the lower index. A row with a
-    non-finite value has the highest score. All clients have equal weight.
+    squared distances to the closest other clients. Of clients with equal scores, the client with
+    the lower index wins. A row with a non-finite value has the highest score. All clients have
+    equal weight.
 
     Args:
         f: Byzantine clients to withstand, at least 0 and less than half of a round's clients.
-        pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
+        pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
-        score: Number of closest clients in the score: ``"byzfl"``: n - f - 1, as in the ByzFL
-            library; ``"blanchard"``: n - f - 2, as in the paper.
+        score: Number of closest clients in the score. ``"byzfl"`` is n - f - 1, as in the ByzFL
+            library; ``"blanchard"`` is n - f - 2, as in the paper.
 
     Raises:
         ConfigurationError: f is out of range, or the score is unknown.
@@ -73,7 +78,11 @@ class Krum(RobustAggregator):
         self.score: KrumScore = score
 
     def check(self, num_clients: int) -> None:
-        """Raise a ``ConfigurationError`` if a round has too few clients for f or for the score."""
+        """Check that a round has enough clients for f and for the score.
+
+        Raises:
+            ConfigurationError: A round has too few clients.
+        """
         super().check(num_clients)
         rows = self._rows_left(num_clients)
         if self.score == "blanchard" and rows < self.f + 3:
@@ -93,14 +102,20 @@ class Krum(RobustAggregator):
         return _equal_shares(self.ranking(squared_distances(blocks))[None, :1], len(blocks[0]))[0]
 
     def ranking(self, squared: Tensor) -> Tensor:
-        """Return clients by ascending score, then index, from squared distances ``[n, n]``."""
+        """Return the clients in order of ascending score.
+
+        Clients with equal scores are in order of their index.
+
+        Args:
+            squared: Squared distances, ``[n, n]``.
+        """
         neighbours = len(squared) - self.f - (1 if self.score == "byzfl" else 2)
         others = squared.sort(dim=1).values[:, 1 : neighbours + 1]
         return others.sum(1).argsort(stable=True)
 
 
 class MultiKrum(Krum):
-    """Multi-Krum: the mean of the n - f clients with the lowest scores, see :class:`Krum`."""
+    """Multi-Krum: the mean of the n - f clients with the lowest scores of :class:`Krum`."""
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """Return the mean of the n - f clients with the lowest scores."""
@@ -118,11 +133,14 @@ class MultiKrum(Krum):
 
 
 class MixingRule(RobustAggregator):
-    """A rule that mixes the clients' vectors with shares that depend on their inner products."""
+    """Rule that mixes the clients' rows with shares that depend on the rows' inner products."""
 
     @abstractmethod
     def mixing(self, distances: "Distances", weights: Tensor | None) -> Tensor:
-        """Return the rows' shares ``[n]``, 0 if rejected; the centres have the remaining share."""
+        """Return the share of each row, ``[n]``; the centres have the remaining share.
+
+        A rejected row has the share 0.
+        """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """Mix the rows with the shares of :meth:`mixing`."""
@@ -140,9 +158,10 @@ class Distances(NamedTuple):
 
     Attributes:
         gram: Inner products of the rows' deviations from the centres, float64 ``[n, n]``.
-        squared: Squared distances, float64 ``[n, n]``: infinite for rejected rows, diagonal 0.
+        squared: Squared distances, float64 ``[n, n]``. They are infinite for rejected rows, and 0
+            on the diagonal.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
-        centres: Origin of the deviations in each block, ``[d_k]``; default: the median.
+        centres: Point in each block from which deviations are measured, ``[d_k]``.
     """
 
     gram: Tensor
@@ -155,13 +174,15 @@ class Distances(NamedTuple):
 def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Distances:
     """Measure the distances between the clients' vectors, which span all blocks.
 
-    The distances come from the Gram matrix of the deviations from the coordinate-wise median, in
-    float64. A matrix product is an order of magnitude faster than pairwise differences. With
-    deviations from the median, far outliers (a minority) cause no cancellation between close rows.
+    The distances are computed in float64 from the Gram matrix of the rows' deviations from the
+    coordinate-wise median. Its matrix product is an order of magnitude faster than pairwise
+    differences. Deviations from the median avoid cancellation between close rows, even if a
+    minority of the rows are far outliers.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        centres: Origin of the deviations in each block, ``[d_k]``, instead of the medians.
+        centres: Point in each block from which deviations are measured, ``[d_k]``. Default: the
+            median.
     """
     n = len(blocks[0])
     gram = torch.zeros(n, n, dtype=torch.float64, device=blocks[0].device)
@@ -179,9 +200,10 @@ def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Di
 
 @torch.no_grad()
 def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
-    """Return only the squared Euclidean distances of :func:`measure`, float64 ``[n, n]``.
+    """Return the squared Euclidean distances between the clients' vectors, float64 ``[n, n]``.
 
-    Few rows are compared in pairs; this needs no centre and avoids cancellation.
+    A few rows are compared in pairs, which avoids cancellation without a centre. For more rows, the
+    distances are those of :func:`measure`.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
@@ -203,13 +225,15 @@ def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
 def mix(
     blocks: Sequence[Tensor], shares: Tensor, centres: Sequence[Tensor], rejected: Tensor
 ) -> list[Tensor]:
-    """Return ``shares @ block`` for each block, exact if the mixed rows equal the centre.
+    """Return ``shares @ block`` for each block.
 
-    A result in which a rejected row has a share is NaN; other results ignore rejected rows.
+    If all mixed rows equal the centre, the result is exact. A result in which a rejected row has a
+    share is NaN. All other results ignore rejected rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        shares: Non-negative shares, float64 ``[m, n]``; the centre has each row's remaining share.
+        shares: Share of each row in each of m results, >= 0, float64 ``[m, n]``. In each result,
+            the centre has the remaining share.
         centres: A point of each block that is close to most rows, ``[d_k]``.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
 
@@ -224,7 +248,7 @@ def mix(
         result = block.new_empty(len(shares), block.shape[1])
         for columns in chunks(block):
             deviation = (block[:, columns] - centre[columns]).masked_fill_(unused, 0)
-            # clamp rounding to the rows' minimum: a mean of variances must not become negative
+            # clamp to the rows' minimum: rounding must not make a mean of variances negative
             mixed = torch.maximum(weights @ deviation, deviation.amin(0)).add_(centre[columns])
             result[:, columns] = mixed.masked_fill_(spoilt, torch.nan)
         results.append(result)
@@ -232,7 +256,7 @@ def mix(
 
 
 def _equal_shares(chosen: Tensor, num_clients: int) -> Tensor:
-    """Return equal shares ``[m, num_clients]`` of the clients ``chosen [m, k]``."""
+    """Return shares ``[m, num_clients]``: 1/k for each of the k clients in a row of ``chosen``."""
     m, k = chosen.shape
     shares = torch.zeros(m, num_clients, dtype=torch.float64, device=chosen.device)
     return shares.scatter_(1, chosen, 1 / k)

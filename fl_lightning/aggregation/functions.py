@@ -1,7 +1,8 @@
-"""The robust rules as functions of rows ``[n, d]``; see their classes for the definitions.
+"""Robust rules as functions of rows ``[n, d]``; the classes of the rules have the definitions.
 
-All raise :class:`~fl_lightning.errors.ConfigurationError` if f is negative or not below n/2. All
-clients have equal weight, except in functions with an argument ``weights``.
+Each function with an argument f raises :class:`~fl_lightning.errors.ConfigurationError` unless f is
+at least 0 and less than n/2. Clients have equal weight, except in functions with an argument
+``weights``.
 """
 
 import torch
@@ -16,68 +17,84 @@ from fl_lightning.errors import ConfigurationError
 
 
 def trimmed_mean(rows: Tensor, f: int) -> Tensor:
-    """Return the :class:`~fl_lightning.aggregation.coordinates.TrimmedMean` of ``rows [n, d]``, ``[d]``."""
+    """Apply :class:`~fl_lightning.aggregation.coordinates.TrimmedMean` to rows; return ``[d]``."""
     check_byzantine("trimmed_mean f", f, len(rows))
     return TrimmedMean(f)(rows)
 
 
 def nearest_neighbor_mixing(rows: Tensor, f: int) -> Tensor:
-    """Return ``rows [n, d]`` mixed by :class:`~fl_lightning.aggregation.distances.NNM`, shape ``[n, d]``."""
+    """Mix rows by :class:`~fl_lightning.aggregation.distances.NNM`; return ``[n, d]``."""
     check_byzantine("nearest_neighbor_mixing f", f, len(rows))
     return NNM()([rows], f)[0]
 
 
 def krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """Return :class:`~fl_lightning.aggregation.distances.Krum` of ``rows [n, d]``, shape ``[d]``."""
+    """Apply :class:`~fl_lightning.aggregation.distances.Krum` to rows; return ``[d]``."""
     check_byzantine("krum f", f, len(rows))
     return Krum(f, score=score)(rows)
 
 
 def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """Return :class:`~fl_lightning.aggregation.distances.MultiKrum` of ``rows [n, d]``, shape ``[d]``."""
+    """Apply :class:`~fl_lightning.aggregation.distances.MultiKrum` to rows; return ``[d]``."""
     check_byzantine("multi_krum f", f, len(rows))
     return MultiKrum(f, score=score)(rows)
 
 
 def geometric_median(rows: Tensor) -> Tensor:
-    """Return the :class:`~fl_lightning.aggregation.centers.GeometricMedian` of ``rows [n, d]``, ``[d]``."""
+    """Apply :class:`~fl_lightning.aggregation.centers.GeometricMedian` to rows; return ``[d]``."""
     return GeometricMedian()(rows)
 
 
 def mean_around_median(rows: Tensor, f: int) -> Tensor:
-    """Return :class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian` of ``rows [n, d]``, ``[d]``."""
+    """Apply :class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian`; return ``[d]``."""
     check_byzantine("mean_around_median f", f, len(rows))
     return MeanAroundMedian(f)(rows)
 
 
 def centered_clipping(rows: Tensor, tau: float, iterations: int = 1, start: Tensor | None = None) -> Tensor:
-    """Return :class:`~fl_lightning.aggregation.centers.CenteredClipping` from ``start`` (default: median)."""
+    """Apply :class:`~fl_lightning.aggregation.centers.CenteredClipping` to rows; return ``[d]``.
+
+    Args:
+        rows: The clients' rows, ``[n, d]``.
+        tau: Largest L2 norm of a client's deviation, > 0.
+        iterations: Number of iterations, >= 1.
+        start: Start point, ``[d]``. Default: the coordinate-wise median.
+    """
     distances = measure([rows], None if start is None else [start])
     shares = CenteredClipping(tau, iterations).mixing(distances, None)[None]
     return mix([rows], shares, distances.centres, distances.rejected)[0][0]
 
 
 def bucketing(rows: Tensor, size: int) -> Tensor:
-    """Return the :class:`~fl_lightning.aggregation.preaggregation.Bucketing` means, ``[ceil(n / size), d]``."""
+    """Return the means of random buckets of ``size`` rows, ``[ceil(n / size), d]``.
+
+    See :class:`~fl_lightning.aggregation.preaggregation.Bucketing`.
+    """
     return Bucketing(size)([rows], 0)[0]
 
 
 def weighted_median(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted :class:`~fl_lightning.aggregation.coordinates.Median` of ``rows [n, d]``, ``[d]``."""
+    """Return the weighted median of each column of ``rows [n, d]``, ``[d]``.
+
+    See :class:`~fl_lightning.aggregation.coordinates.Median`. ``weights`` has the shape ``[n]``.
+    """
     return Median(weighting="weighted", max_weight=torch.inf)(rows, weights)
 
 
 @torch.no_grad()
 def weighted_trimmed_mean(rows: Tensor, weights: Tensor, t: float) -> Tensor:
-    """Return the mean per coordinate, ``[d]``, without a share ``t`` of the weight at either end.
+    """Return the weighted trimmed mean of each column, ``[d]``.
+
+    In each column, the smallest and the largest values are dropped, with a share ``t`` of the total
+    weight at each end. A value at the limit keeps a part of its weight.
 
     Args:
-        rows: Shape ``[n, d]``; NaN is the largest value.
-        weights: Non-negative weights ``[n]``. A row at an edge is trimmed in part.
-        t: Trimmed share at either end, in [0, 1/2).
+        rows: The clients' rows, ``[n, d]``. NaN is the largest value.
+        weights: Weight of each row, ``[n]``, >= 0.
+        t: Dropped share of the weight at each end, in [0, 1/2).
 
     Raises:
-        ConfigurationError: t is out of range.
+        ConfigurationError: ``t`` is out of range.
     """
     if not 0 <= t < 0.5:
         raise ConfigurationError(f"weighted_trimmed_mean t: {t} must be at least 0 and less than 0.5")

@@ -1,4 +1,4 @@
-"""Limits on number and weight of Byzantine clients, and shares of weighted rows."""
+"""Limits on the number and the weight of Byzantine clients, and shares of weighted rows."""
 
 import torch
 from torch import Tensor
@@ -6,17 +6,20 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Largest difference between equal cumulative weights (shares): rounding must not break ties."""
+"""Difference up to which two cumulative weights count as equal, because of rounding."""
 
 
 def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: str = "clients") -> None:
-    """Raise a ``ConfigurationError`` unless ``f`` is a whole number >= 0 below half of the clients.
+    """Check that ``f`` is a whole number that is >= 0 and less than half of the clients.
 
     Args:
         setting: Name of the setting, such as ``"TrimmedMean.f"``.
         f: Byzantine clients to withstand.
-        num_clients: Clients in a round; None if not known yet.
-        whom: The noun after ``num_clients`` in the message.
+        num_clients: Clients in a round; None if the number is not known yet.
+        whom: Noun for ``num_clients`` in the message.
+
+    Raises:
+        ConfigurationError: ``f`` is out of range.
     """
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
         raise ConfigurationError(f"{setting}: {f!r} must be a whole number of at least 0")
@@ -32,12 +35,12 @@ def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
     """Return the share of the f largest weights in the total weight.
 
     Args:
-        weights: Non-negative weights ``[n]``.
+        weights: Weights ``[n]``, >= 0.
         f: Byzantine clients to withstand.
         setting: Name of the setting of f, for the message.
 
     Raises:
-        ConfigurationError: The share is half or more.
+        ConfigurationError: The share is 1/2 or more.
     """
     heaviest = weights.topk(f)
     mass = float(heaviest.values.sum() / weights.sum())
@@ -51,12 +54,15 @@ def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
 
 
 def within(ordered: Tensor, low: float, high: float) -> Tensor:
-    """Return the rows' shares in a range of cumulative weight; rows at its ends have a part.
+    """Return the shares of rows in a range of the cumulative weight.
+
+    Rows inside the range have shares proportional to their weights. Only the part of a row that
+    lies inside the range counts.
 
     Args:
-        ordered: Weights in the rows' order, float64 ``[c, n]``.
+        ordered: Weights of the rows in sorted order, float64 ``[c, n]``.
         low: Start of the range, as a share of the total weight.
-        high: End of the range, above ``low``.
+        high: End of the range, as a share of the total weight, > ``low``.
 
     Returns:
         Shares, float64 ``[c, n]``, which sum to 1 over n.
@@ -69,7 +75,13 @@ def within(ordered: Tensor, low: float, high: float) -> Tensor:
 
 
 def around_half(ordered: Tensor) -> Tensor:
-    """Return the weighted median's shares ``[c, n]``: 1 for one row, or 1/2 for each of two."""
+    """Return the shares of rows in the weighted median, ``[c, n]``.
+
+    The share is 1 for one row, or 1/2 for each of two rows.
+
+    Args:
+        ordered: Weights of the rows in sorted order, float64 ``[c, n]``.
+    """
     reached = ordered.cumsum(1)
     half = ordered.sum(1, keepdim=True) / 2
     shares = torch.zeros_like(ordered)

@@ -1,4 +1,4 @@
-"""Base class of aggregators, and the weighted mean of FedAvg."""
+"""Base class of aggregators, and FedAvg's weighted mean."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -27,20 +27,21 @@ def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 class Aggregator(Recorded, ABC):
-    """A rule by which the server combines the clients' rows into one.
+    """Rule by which the server combines the clients' rows into one row.
 
     Attributes:
-        per: Extent of a vector: ``"layer"``, or ``"model"`` (all layers); None: the rule's default.
+        per: Extent of a client's vector: ``"layer"``, or ``"model"`` for all layers. None is the
+            default: all layers for parameters, one layer for running statistics.
     """
 
     per: Per = None
 
     @abstractmethod
     def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Aggregate ``rows [n, d]`` with ``weights [n]`` (sum 1) to ``[d]``."""
+        """Aggregate ``rows [n, d]`` with ``weights [n]``, which sum to 1; return ``[d]``."""
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate several blocks that together are one vector per client.
+        """Aggregate several blocks that together are one vector of each client.
 
         Args:
             blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
@@ -56,28 +57,32 @@ class Aggregator(Recorded, ABC):
         )
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return clients' shares in the aggregate, averaged over coordinates, float64 ``[n]``."""
+        """Return each client's share in the aggregate, averaged over coordinates, float64 ``[n]``."""
         raise ConfigurationError(
             f"{type(self).__name__} does not implement shares(blocks, weights), each client's share in the result"
         )
 
     def check(self, num_clients: int) -> None:  # not abstract: many rules accept any number
-        """Raise a ``ConfigurationError`` if ``num_clients`` in a round are too few for the rule."""
+        """Check that ``num_clients`` in a round are enough for the rule.
+
+        Raises:
+            ConfigurationError: The rule needs more clients.
+        """
 
 
 class WeightedMean(Aggregator):
-    """Weighted mean: FedAvg's rule, and the default."""
+    """Weighted mean: the rule of FedAvg, and the default."""
 
     def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Aggregate ``rows [n, d]`` with ``weights [n]`` (sum 1) to ``[d]``."""
+        """Aggregate ``rows [n, d]`` with ``weights [n]``, which sum to 1; return ``[d]``."""
         return weighted_mean(rows, weights)
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate each block alone, as the mean of a column depends on this column only."""
+        """Aggregate each block separately, as the mean of a column depends on this column only."""
         return [self(block, weights) for block in blocks]
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the weights, uniform if None."""
+        """Return the weights as float64; None gives equal weights."""
         n = len(blocks[0])
         weights = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
         return weights.to(blocks[0].device, torch.float64)

@@ -16,9 +16,9 @@ class Mixed(NamedTuple):
     """Result of a pre-aggregator.
 
     Attributes:
-        blocks: The new rows, ``[m, d_k]`` each.
-        shares: The clients' shares in the new rows, float64 ``[m, n]``; each row sums to 1.
-        weights: The new rows' weights, ``[m]``; None: equal weights.
+        blocks: Column blocks of the new rows, each ``[m, d_k]``.
+        shares: Share of each client in each new row, float64 ``[m, n]``; each row sums to 1.
+        weights: Weight of each new row, ``[m]``; None for equal weights.
     """
 
     blocks: Sequence[Tensor]
@@ -27,10 +27,10 @@ class Mixed(NamedTuple):
 
 
 class PreAggregator(Recorded, ABC):
-    """A step that mixes the clients' rows before a robust rule aggregates them.
+    """Step that mixes the clients' rows before a robust rule aggregates them.
 
     Args:
-        f: Byzantine clients to withstand in a round; None: the f of the rule.
+        f: Byzantine clients to withstand in a round. Default: the f of the rule.
 
     Raises:
         ConfigurationError: f is negative.
@@ -48,20 +48,20 @@ class PreAggregator(Recorded, ABC):
         Args:
             blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
             f: Byzantine clients to withstand.
-            weights: Weight of each client, ``[n]``; None: equal weights.
+            weights: Weight of each client, ``[n]``; None for equal weights.
         """
 
     def rows_left(self, num_clients: int) -> int:
-        """Return the number of new rows for ``num_clients`` clients."""
+        """Return the number of new rows that ``num_clients`` clients give."""
         return num_clients
 
     @property
     def rows_are(self) -> str:
-        """Return a noun for the new rows, for messages."""
+        """Noun for the new rows in messages."""
         return "clients"
 
     def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
-        """Return new column blocks for the blocks ``[n, d_k]``, with equal weights."""
+        """Return the new column blocks for blocks ``[n, d_k]`` of clients with equal weight."""
         return list(self.mix(blocks, f).blocks)
 
 
@@ -69,14 +69,16 @@ class Bucketing(PreAggregator):
     """Bucketing: the rule aggregates the means of random buckets of ``size`` clients.
 
     Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing",
-    arXiv 2006.09365. There are ceil(n / size) buckets, which must be more than 2f. The assignment
-    is drawn from torch's global CPU generator. The mean of a bucket with a non-finite value is
-    non-finite, so that the next rule drops it. If weighted, a bucket's row is the weighted mean of
-    its clients, and its weight is their sum.
+    arXiv 2006.09365. There are ceil(n / size) buckets; the rule needs more than 2f. The clients of
+    each bucket are drawn from torch's global CPU generator. If a bucket has a non-finite value, its
+    mean is non-finite, so that the next rule drops the bucket.
+
+    With weights, the row of a bucket is the weighted mean of its clients, and its weight is the sum
+    of their weights.
 
     Args:
-        size: Clients in a bucket, 1 or more; the last bucket may have fewer.
-        f: Byzantine clients to withstand in a round; null: the f of the rule.
+        size: Number of clients in a bucket, >= 1; the last bucket may have fewer.
+        f: Byzantine clients to withstand in a round. Default: the f of the rule.
 
     Raises:
         ConfigurationError: ``size`` or f is out of range.
@@ -94,12 +96,12 @@ class Bucketing(PreAggregator):
 
     @property
     def rows_are(self) -> str:
-        """Return a noun such as ``"buckets of 2"``."""
+        """Noun for the new rows in messages, such as ``"buckets of 2"``."""
         return f"buckets of {self.size}"
 
     @torch.no_grad()
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """Return the buckets' means."""
+        """Return the means of the buckets."""
         n, device = len(blocks[0]), blocks[0].device
         buckets = [bucket.to(device) for bucket in torch.split(torch.randperm(n), self.size)]
         parts = torch.ones(n, dtype=torch.float64, device=device) if weights is None else weights
@@ -111,7 +113,7 @@ class Bucketing(PreAggregator):
             means.append(block.new_empty(len(buckets), block.shape[1]))
             for mean, share, bucket in zip(means[-1], shares, buckets, strict=True):
                 rows = block[bucket]
-                # average deviations from a row: exact if all rows are equal
+                # average deviations from a row: the mean of equal rows is then exact
                 torch.add(rows[0], share[bucket].to(rows.dtype) @ (rows - rows[0]), out=mean)
         return Mixed(
             means, shares, None if weights is None else torch.stack([weights[b].sum() for b in buckets])

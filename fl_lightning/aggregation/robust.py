@@ -16,22 +16,25 @@ Weighting = Literal["uniform", "weighted"]
 
 
 class RobustAggregator(Aggregator):
-    """A rule that withstands f Byzantine clients in a round.
+    """Rule that withstands f Byzantine clients in a round.
 
-    **By default all clients have equal weight**: the aggregation weights are ignored unless
-    ``weighting`` is ``"weighted"``. Then each weight is first capped at ``max_weight``, as
-    attackers report their own sizes. The f largest must sum to less than half of the total.
+    **By default, all clients have equal weight**: the rule ignores the aggregation weights. With
+    ``weighting="weighted"``, the rule uses the aggregation weights, each capped at ``max_weight``,
+    since attackers could report large numbers of examples. The f largest weights must then sum to
+    less than half of the total weight.
 
     Args:
         f: Byzantine clients to withstand, at least 0 and less than half of a round's clients.
-        pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
-        per: Extent of a vector: ``"model"`` (all layers) or ``"layer"``. Null: all layers for
-            parameters; one layer for running means, and one for running variances.
-        weighting: ``"uniform"``, or ``"weighted"``: by aggregation weights, in ``pre`` as well.
-        max_weight: Cap on a weight, in units of the clients' mean weight.
+        pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
+        per: Extent of a client's vector: ``"layer"``, or ``"model"`` for all layers. Default: all
+            layers for parameters; one layer for running means, and one for running variances.
+        weighting: ``"uniform"``, or ``"weighted"`` by the aggregation weights. ``pre`` uses the
+            same weights.
+        max_weight: Largest weight of a client, as a multiple of the clients' mean weight, >= 1.
 
     Raises:
-        ConfigurationError: A setting is out of range, or both ``pre.f`` and ``f`` are None.
+        ConfigurationError: A setting is out of range, or ``pre`` is set but both ``pre.f`` and
+            ``f`` are None.
     """
 
     def __init__(
@@ -65,8 +68,8 @@ class RobustAggregator(Aggregator):
         """Aggregate column blocks ``[n, d_k]`` to ``[d_k]``; a client's vector spans all blocks.
 
         Args:
-            blocks: The rows, after ``pre``.
-            weights: Weight of each row, float64 ``[n]``; None: equal weights.
+            blocks: Column blocks of the rows that ``pre`` returns, or of the clients' rows.
+            weights: Weight of each row, float64 ``[n]``; None for equal weights.
         """
 
     @abstractmethod
@@ -74,12 +77,12 @@ class RobustAggregator(Aggregator):
         """Return each row's share in the result of :meth:`aggregate`, float64 ``[n]``."""
 
     def __call__(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Aggregate ``rows [n, d]`` to ``[d]``."""
+        """Aggregate ``rows [n, d]``; return ``[d]``."""
         return self.blocks([rows], weights)[0]
 
     @torch.no_grad()
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Aggregate several blocks ``[n, d_k]`` as one vector per client."""
+        """Aggregate several blocks ``[n, d_k]`` that together are one vector of each client."""
         if not blocks:
             return []
         if len(blocks[0]) == 1:  # a centralised run has no attackers
@@ -89,10 +92,10 @@ class RobustAggregator(Aggregator):
 
     @torch.no_grad()
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return each client's share in the aggregate, averaged over coordinates: float64 ``[n]``.
+        """Return each client's share in the aggregate, averaged over coordinates, float64 ``[n]``.
 
-        The shares sum to 1, or to less if the rule clips: its start point has the rest. A random
-        ``pre`` draws anew.
+        The shares sum to 1. If the rule clips, they sum to less, since its start point has the
+        remaining share. A random ``pre`` draws new random numbers in each call.
         """
         if len(blocks[0]) == 1:
             return blocks[0].new_ones(1, dtype=torch.float64)
@@ -101,7 +104,11 @@ class RobustAggregator(Aggregator):
         return shares if of_clients is None else shares @ of_clients
 
     def check(self, num_clients: int) -> None:
-        """Raise a ``ConfigurationError`` if f is half of a round's clients or more."""
+        """Check that f is less than half of a round's clients.
+
+        Raises:
+            ConfigurationError: f is half of a round's clients or more.
+        """
         rows, whom = self._rows_left(num_clients), "clients" if self.pre is None else self.pre.rows_are
         if self.f is not None:
             check_byzantine(f"{type(self).__name__}.f", self.f, rows, whom)
@@ -114,7 +121,12 @@ class RobustAggregator(Aggregator):
     def _prepare(
         self, blocks: Sequence[Tensor], weights: Tensor | None
     ) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
-        """Return the rows after ``pre``, clients' shares in them (None: no ``pre``), weights."""
+        """Apply ``pre`` and the cap on weights.
+
+        Returns:
+            The column blocks of the rows to aggregate; each client's share in these rows, or None
+            without ``pre``; the weights of these rows, or None for equal weights.
+        """
         self.check(len(blocks[0]))
         counted, of_clients = None, None
         if self.weighting == "weighted" and weights is not None:

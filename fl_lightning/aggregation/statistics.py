@@ -1,4 +1,4 @@
-"""Aggregation of the clients' running statistics, whose variances must stay non-negative."""
+"""Aggregation of the clients' running statistics; variances must stay >= 0."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -19,9 +19,10 @@ class LayerStatistics(NamedTuple):
     Attributes:
         means: Running means, shape ``[n, channels]``.
         variances: Running variances, shape ``[n, channels]``.
-        weights: Aggregation weights, shape ``[n]``, sum 1.
-        between: Factor b on the added variance between the clients, a number or ``[channels]``: 0
-            for FedAvg, 1 for the law of total variance, N / ((N - 1) beta) for FBN.
+        weights: Aggregation weights, shape ``[n]``, with sum 1.
+        between: Factor b of the variance between the clients in the aggregated variance, a number
+            or ``[channels]``. It is 0 for FedAvg, 1 for the law of total variance, and
+            N / ((N - 1) beta) for FBN.
     """
 
     means: Tensor
@@ -33,13 +34,13 @@ class LayerStatistics(NamedTuple):
 def sent_statistics(
     buffers: Mapping[str, Tensor], kinds: Mapping[str, str], weights: Tensor, between: float = 0.0
 ) -> dict[str, LayerStatistics]:
-    """Return the clients' running statistics of all BN layers by the layer's name.
+    """Return the clients' running statistics of all BN layers by layer name.
 
     Args:
         buffers: The clients' buffers, ``[n, *shape]`` by name.
         kinds: Kinds of the buffers, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
-        weights: The clients' weights, shape ``[n]``, sum 1.
-        between: Factor on the variance between the clients.
+        weights: The clients' weights, shape ``[n]``, with sum 1.
+        between: Factor b of the variance between the clients (see :class:`LayerStatistics`).
     """
     layers = [name.removesuffix("running_mean") for name, kind in kinds.items() if kind == "mean"]
     return {
@@ -53,20 +54,33 @@ def sent_statistics(
 class StatisticsAggregator:
     """Aggregator of statistics by a rule F: ``m = F(m_i)``, ``v = F(v_i) + b F((m_i - m)^2)``.
 
-    With the weighted mean, b = 0 gives FedAvg's statistics, b = 1 the law of total variance, and b
-    = N / ((N - 1) beta) lines 9 and 10 of FBN (Guerraoui et al., arXiv 2405.14670), whose robust
-    form replaces all averages by F. A layer's means are one vector and its variances another,
-    unless the rule's ``per`` is ``"model"``. If a robust F gives a negative variance, it is clamped
-    to 0 and counted.
+    Client i has the running mean m_i and the running variance v_i. If F is the weighted mean, the
+    result depends on b:
+
+    - b = 0 gives FedAvg's statistics.
+    - b = 1 gives the law of total variance.
+    - b = N / ((N - 1) beta) gives lines 9 and 10 of FBN (Guerraoui et al., arXiv 2405.14670). The
+      robust form of FBN replaces all means by F.
+
+    The means of a layer are one vector, and its variances are another. With ``per="model"``, a
+    vector spans all layers. If a robust F gives a negative variance, it is clamped to 0 and
+    counted.
+
+    A domain changes the quantity that F aggregates:
+
+    - None and ``"variance"``: (m, v).
+    - ``"log_variance"``: (m, ln v). The variance stays positive, and the mean of variances is the
+      geometric mean.
+    - ``"second_moment"``: the vector (m, v + b (m - c)^2), with the median c of the clients' means;
+      b must not be 0. Medians and trimmed means then give valid statistics, and the weighted mean
+      is exact.
+
+    With any domain except None, non-finite statistics or a negative variance make a client's layer
+    invalid. An invalid layer is NaN for robust rules, and has weight 0 in a mean.
 
     Args:
         rule: The rule F.
-        domain: Quantity that F aggregates. ``"variance"``: (m, v). ``"log_variance"``: (m, ln v);
-            v stays positive, and a mean becomes geometric. ``"second_moment"``: the vector
-            (m, v + b (m - c)^2) with the median c of the clients' means and b not 0; medians and
-            trimmed means then give valid statistics, and a mean is exact. With a domain, a
-            client's layer with non-finite statistics or a negative variance is invalid: it is NaN
-            for robust rules and has weight 0 in a mean. None: (m, v) without this check.
+        domain: Quantity that F aggregates.
 
     Raises:
         ConfigurationError: The domain is unknown.
@@ -85,11 +99,11 @@ class StatisticsAggregator:
 
     @property
     def is_mean(self) -> bool:
-        """Return whether the statistics are averaged without any transformation."""
+        """Whether the statistics are averaged without a transformation."""
         return isinstance(self.rule, WeightedMean) and self.domain is None
 
     def __call__(self, layers: Sequence[LayerStatistics]) -> list[tuple[Tensor, Tensor]]:
-        """Aggregate each layer's statistics to one mean and one variance ``[channels]``."""
+        """Aggregate each layer's statistics to a mean and a variance, each ``[channels]``."""
         if self.rule.per != "model" or len(layers) < 2:
             return [self._aggregate(*layer) for layer in layers]
         widths = [layer.means.shape[1] for layer in layers]
@@ -102,7 +116,7 @@ class StatisticsAggregator:
         return list(zip(torch.split(mean, widths), torch.split(variance, widths), strict=True))
 
     def counts(self) -> dict[str, float]:
-        """Return the counts of invalid and clamped statistics as metrics, and reset both."""
+        """Return ``invalid`` and ``clamped`` as metrics, and reset both to 0."""
         metrics = {"statistics/invalid": float(self.invalid), "statistics/clamped": float(self.clamped)}
         self.invalid = self.clamped = 0
         return metrics
@@ -144,7 +158,7 @@ class StatisticsAggregator:
 
 
 class Aggregates(Protocol):
-    """A module with aggregators, such as :class:`~fl_lightning.round.module.FederatedModule`."""
+    """Module with aggregators, such as :class:`~fl_lightning.round.module.FederatedModule`."""
 
     aggregator: Aggregator
     statistics: StatisticsAggregator
@@ -156,13 +170,16 @@ def require_weighted_mean(
     doing: str,
     settings: Sequence[str] = ("aggregator", "statistics_aggregator"),
 ) -> None:
-    """Raise a ``ConfigurationError`` if the method would bypass a robust aggregator.
+    """Check that a method does not bypass a robust aggregator.
 
     Args:
         module: The federated module.
-        method: The method, for the message.
-        doing: The method's action on all clients, a verb phrase for the message.
+        method: Name of the method, for the message.
+        doing: What the method does with all clients: a verb phrase for the message.
         settings: The settings that the method bypasses.
+
+    Raises:
+        ConfigurationError: One of the settings is not ``WeightedMean``.
     """
     rules = {"aggregator": module.aggregator, "statistics_aggregator": module.statistics.rule}
     for setting in settings:

@@ -1,4 +1,4 @@
-"""The stacked state of a round's clients."""
+"""Stacked state of the clients of a round."""
 
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER, Cohort

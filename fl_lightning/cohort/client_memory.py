@@ -1,4 +1,4 @@
-"""State of clients that methods keep between rounds, in memory or (above a limit) in files."""
+"""State that methods keep for clients between rounds, in RAM or, above a limit, in files."""
 
 import io
 import os
@@ -20,28 +20,30 @@ from fl_lightning.files import unwritable
 from fl_lightning.ranks import Ranks, checksums
 
 LIMIT = 256 * 2**20
-"""Bytes above which a :class:`ClientMemory` moves to files."""
+"""Size in bytes above which a :class:`ClientMemory` stores its entries in files."""
 _RECORD = "files of a ClientMemory"
 
 
 class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
-    """A method's state of clients between rounds: a mapping from client ids to named tensors.
+    """State of clients that a method keeps between rounds: a mapping from client ids to tensors.
 
-    Entries are immutable; replace them by ``memory[client] = {"name": tensor}``. A method holds a
-    memory as an attribute, returns it in ``state_dict()``, and makes a new one in
-    ``load_state_dict``.
+    The value of a client is a mapping from names to tensors. It is immutable; replace it by
+    ``memory[client] = {"name": tensor}``. A method has the memory as an attribute, returns it in
+    ``state_dict()``, and makes a new memory in ``load_state_dict``.
 
-    Entries are kept in RAM on every rank, and in checkpoints. Above :data:`LIMIT` bytes they move
-    to files, one per client, in ``memory/`` of the trainer's ``default_root_dir``; all ranks must
-    be able to read it. At the end of a round one rank writes each changed client's file, so the
-    cost depends only on the cohort. Checkpoints then have hard links to the files. Entries with
-    negative ids belong to the server and stay in RAM.
+    Entries are kept in RAM on every rank and saved in checkpoints. If the memory exceeds
+    :data:`LIMIT` bytes, the entries are stored in files instead, one for each client. The files are
+    in the folder ``memory`` of the trainer's ``default_root_dir``, which all ranks must be able to
+    read. At the end of a round, only the files of changed entries are written, each by one rank. A
+    checkpoint then has hard links to the files. Entries with negative ids belong to the server and
+    stay in RAM.
 
     Args:
-        state: State from a checkpoint, or entries by client id.
+        state: State from a checkpoint, or entries by client id. Default: empty.
 
     Raises:
-        ConfigurationError: The checkpoint's files are missing or damaged, or writing fails.
+        ConfigurationError: A file of the checkpoint is missing or damaged, or a file cannot be
+            written.
 
     Example:
         >>> memory = ClientMemory()
@@ -92,7 +94,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._written.discard(client)
 
     def setdefault(self, client: int, default: Any = MappingProxyType({})) -> Mapping[str, Tensor]:
-        """Return a client's entry; if it is missing, store the default first."""
+        """Return a client's entry; if the client has none, store the default as its entry."""
         if client not in self:
             self[client] = default
         return self[client]
@@ -104,15 +106,15 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         return len({**self._entries, **self._sums})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ClientMemory":
-        """Return a copy that is kept in RAM."""
+        """Return a copy with all entries in RAM."""
         return ClientMemory(deepcopy(contents(self), memo))
 
     def open(self, folder: Path, ranks: Ranks) -> None:
-        """Set the folder of files; all ranks call it before training.
+        """Set the folder of the files; all ranks must call this method before training.
 
         Args:
-            folder: The memory's folder, which need not exist.
-            ranks: The processes of the run.
+            folder: The memory's folder. It is created if needed.
+            ranks: The ranks of the run.
         """
         self._ranks, self._live = ranks, folder / "now"
         if self._folder not in (None, self._live):
@@ -121,9 +123,10 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             self._folder = self._live
 
     def flush(self) -> None:
-        """Write changed entries to files above the limit; all ranks call it at the end of a round.
+        """Write changed entries to files if the memory exceeds the limit.
 
-        Written entries stay in RAM until the next call, as other ranks may still write.
+        All ranks must call this method at the end of a round. Written entries stay in RAM until the
+        next call, as other ranks may not have written their files yet.
         """
         if self._folder is None:
             if self._live is None or self._bytes <= LIMIT:
@@ -140,13 +143,15 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._changed = set()
 
     def saved(self, round_number: int) -> dict[Any, Any]:
-        """Link the files for a checkpoint, and return its state; called by all ranks.
+        """Return the state for a checkpoint, after hard links to the files have been made.
+
+        All ranks must call this method.
 
         Args:
-            round_number: The round after which the checkpoint is written.
+            round_number: The round of the checkpoint.
         """
         self.flush()
-        if self._folder is None or self._live is None:  # below the limit, or not opened for training
+        if self._folder is None or self._live is None:  # below the limit, or outside of training
             return {client: dict(entry) for client, entry in self.items()}
         for client in self._unsynced:
             with self._file(client).open("rb") as file:
@@ -165,13 +170,15 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     @contextmanager
     def labelled(self, label: str, round_number: int) -> Iterator[None]:
-        """Label the checkpoint that the block writes; then remove earlier files of the label.
+        """Set the label of the checkpoint that is saved in the block.
+
+        At the end of the block, the files of earlier checkpoints with this label are removed.
 
         Args:
-            label: Name of the checkpoint.
-            round_number: The round after which the checkpoint is written.
+            label: Name of the checkpoint, such as ``"last"``.
+            round_number: The round of the checkpoint.
         """
-        self._label = label  # an attribute, as Lightning's hooks cannot pass a label to ``saved``
+        self._label = label  # an attribute: Lightning's hooks cannot pass the label to ``saved``
         try:
             yield
         finally:
@@ -183,7 +190,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
                     shutil.rmtree(folder)
 
     def checksum(self) -> int:
-        """Return a checksum of the contents; reads only entries changed since the last call."""
+        """Return a checksum of the memory; only entries changed since the last call are read."""
         server = {client: _sum(entry) for client, entry in self._entries.items() if client < 0}
         for client in self._entries.keys() - server.keys():
             if client in self._changed or client not in self._sums:
@@ -214,13 +221,13 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_bytes(content.getbuffer())
-            os.replace(temporary, path)  # not written in place, as checkpoints link to the old file
+            os.replace(temporary, path)  # the old file must not change: checkpoints link to it
         except OSError as error:
             raise unwritable(path, error) from error
         self._unsynced.add(client)
 
     def _link(self, source: Path, target: Path) -> None:
-        """Link the clients' files into a folder after all ranks have written their files."""
+        """Make hard links to the clients' files in another folder, once all ranks have written."""
 
         def link() -> None:
             if self._ranks.rank:
@@ -241,7 +248,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
 
 def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
-    """Return the memories of callbacks, by a name that is valid as a folder's name."""
+    """Return the memories of callbacks by names that can also name folders."""
     named: dict[str, ClientMemory] = {}
     for callback in callbacks:
         for name, value in vars(callback).items():
@@ -252,21 +259,21 @@ def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
 
 
 def contents(tree: Any) -> Any:
-    """Return a tree in which each memory is replaced by its entries, as a dict."""
+    """Return a copy of a tree with a dict of its entries in place of each memory."""
     return _each(tree, lambda memory: {client: dict(entry) for client, entry in memory.items()})
 
 
 def saved(tree: Any, round_number: int) -> Any:
-    """Return a tree in which each memory is replaced by its :meth:`ClientMemory.saved`."""
+    """Return a copy of a tree with the result of :meth:`ClientMemory.saved` for each memory."""
     return _each(tree, lambda memory: memory.saved(round_number))
 
 
 def locate(tree: Any, checkpoint: Any) -> None:
-    """Correct the run's folder in the memories' state, if the run was moved with its files.
+    """Correct the run's folder in the state of memories if the folder was moved.
 
     Args:
-        tree: The checkpoint's state, changed in place.
-        checkpoint: Path of the checkpoint, None if unknown.
+        tree: The checkpoint's state, which is changed in place.
+        checkpoint: Path of the checkpoint; None if it is unknown.
     """
     if not isinstance(tree, dict) or checkpoint is None:
         return
@@ -278,13 +285,13 @@ def locate(tree: Any, checkpoint: Any) -> None:
 
 
 def link_files(run: Path, name: str, other: Path, other_name: str) -> None:
-    """Link the memory files of a checkpoint for a copy of the checkpoint.
+    """Make hard links to the memory files of a checkpoint for a copy of the checkpoint.
 
     Args:
-        run: The run folder of the checkpoint.
-        name: Name of the checkpoint's files: label and round.
-        other: The run folder of the copy.
-        other_name: Name of the copy's files.
+        run: Folder of the run that has the checkpoint.
+        name: Name of the folder with the checkpoint's files, ``<label>_<round>``.
+        other: Folder of the run that has the copy.
+        other_name: Name of the folder for the copy's files.
     """
     for folder in run.glob(f"memory/*/{name}"):
         target = other / "memory" / folder.parent.name / other_name

@@ -1,4 +1,4 @@
-"""The cohort as methods see it: the state of a round's clients, stacked along dimension 0."""
+"""Cohort as methods see it: the state of a round's clients, stacked along dimension 0."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -16,53 +16,57 @@ from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
 
 SERVER = -1
-"""Client id for the server's own entry in a method's memory, or for the clients' initial state."""
+"""Key in a method's memory for the server's state, or for the initial state of clients."""
 
 
 class Cohort:
-    """The state of the clients that participate in one communication round.
+    """State of the clients that participate in one communication round.
 
-    Trainable parameters are stored in one contiguous block ``[C, columns]`` per parameter group and
-    part of the model, buffers in one block per kind and part. ``params``, ``grads`` and ``buffers``
-    map names to views ``[C, *shape]``, and have the ``blocks``. Row i belongs to ``client_ids[i]``.
+    Row i of each tensor belongs to the client ``client_ids[i]``. ``params``, ``grads`` and
+    ``buffers`` map names to views ``[C, *shape]`` of contiguous blocks ``[C, columns]``. Their
+    attribute ``blocks`` has the blocks: for trainable parameters, one for each parameter group and
+    part of the model; for buffers, one for each kind and part.
+
+    On several ranks, the hooks of a local step get only the rows of their rank, possibly no rows.
     The module uses the subclass :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
-
-    On several ranks the hooks of a local step get only the rank's rows, possibly none.
 
     Args:
         model: The server's model.
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group.
         copies: Number of processes on this machine that hold all rows.
-        parts: Parts of the model with their own treatment (see ``fl_lightning.cohort.parts``).
+        parts: Parts of the model for which a policy sets a treatment (see
+            ``fl_lightning.cohort.parts``).
 
     Raises:
         ConfigurationError: The rows need more memory than the device has.
 
     Attributes:
         client_ids: The clients, in increasing order.
-        rows: Index of these rows in the round's entire cohort. They are a subset in local steps on
-            several ranks, and after clients are left out (``on_divergence: drop``).
-        extra: Methods' tensors ``[C, ...]`` by name for local steps: empty at the start of a round,
-            set in ``on_round_start``, gathered from all ranks before ``on_before_aggregate``.
-        weights: Aggregation weights p_i, shape ``[C]``, sum 1.
+        rows: Index of this cohort's rows in the round's entire cohort. The rows are a subset in the
+            local steps of several ranks, and after clients have been left out.
+        extra: Tensors ``[C, ...]`` by name that methods need in local steps. The dict is empty at
+            the start of a round, and methods fill it in ``on_round_start``. The rows of all ranks
+            are gathered before ``on_before_aggregate``.
+        weights: Aggregation weights p_i, shape ``[C]``, with sum 1.
         round: The communication round, from 1.
         step: The current local step, from 0.
         local_steps: Number of local steps of each client in this round.
         params: Parameters, ``[C, *shape]`` by name.
         grads: Gradients of the current local step, ``[C, *shape]`` by name.
-        buffers: Buffers, ``[C, *shape]`` by name: running statistics, counters and others.
+        buffers: Buffers, ``[C, *shape]`` by name, such as running statistics and counters.
         server: The server's parameters at the start of the round, ``[*shape]`` by name.
         server_rows: The parameters of ``server`` as blocks ``[1, columns]``.
         server_parameters: The server model's parameters by name; the server step changes them.
         server_buffers: The server model's buffers by name; a method may write pooled statistics.
         pseudo_gradient: Gradients of averaged parameters for the server optimizer, ``[1, *shape]``
-            by name; known from ``on_after_aggregate`` on. This hook may change them in place.
+            by name. They are set before ``on_after_aggregate``, which may change them in place.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
         buffer_kinds: The kind of each buffer by name.
-        policy: The treatment of each kind and part of the state (see ``fl_lightning.round.policy``).
-        losses: Mean training loss of each client over its local steps, shape ``[C]``; known from
-            ``on_before_aggregate`` on.
+        policy: The treatment of each kind of state and each part of the model (see
+            ``fl_lightning.round.policy``).
+        losses: Mean training loss of each client over its local steps, shape ``[C]``. It is set
+            before ``on_before_aggregate``.
 
     Example:
         >>> from fl_lightning.testing import small_cnn
@@ -111,7 +115,11 @@ class Cohort:
         return [*self.params.layout, *self.buffers.layout]
 
     def treatment(self, block: str) -> str:
-        """Return the round's treatment of the block of parameters or buffers with this name."""
+        """Return the round's treatment of a block of parameters or buffers.
+
+        Args:
+            block: Name of the block.
+        """
         layout = {**self.params.layout, **self.buffers.layout}[block]
         return treatment(self.policy, layout.kind, layout.parts)
 
@@ -122,14 +130,14 @@ class Cohort:
         return {name: self.treatment(block) for block, layout in layouts for name in layout.shapes}
 
     def is_trained(self, block: str) -> bool:
-        """Return whether a parameter block is trained (not frozen) in this round."""
+        """Return whether a parameter block is trained in this round, which means not frozen."""
         return self.treatment(block) != "frozen"
 
     def mean(self, stacked: Tensor) -> Tensor:
         """Return the weighted mean over the clients, ``[C, *shape] -> [*shape]``.
 
         Raises:
-            ConfigurationError: The call is within a local step, in which clients are independent.
+            ConfigurationError: The call is inside a local step, in which clients are independent.
         """
         if self._in_local_steps:
             raise ConfigurationError(
@@ -140,37 +148,46 @@ class Cohort:
 
     @property
     def active(self) -> Tensor:
-        """Mask of the clients that take the current local step, bool ``[C]``; later all True."""
+        """Mask of the clients that take the current local step, bool ``[C]``.
+
+        After the local steps, all elements are True.
+        """
         return torch.tensor([self._over or self.step < steps for steps in self.local_steps])
 
     def active_rows(self) -> list[int]:
-        """Return the rows that take the current local step."""
+        """Return the rows of the clients that take the current local step."""
         return [row for row, steps in enumerate(self.local_steps) if self.step < steps]
 
     def index(self, rows: list[int]) -> slice | Tensor:
-        """Return an index of ascending rows without a wait for the GPU; a slice if consecutive."""
+        """Return an index for ascending rows: a slice if the rows are consecutive, else a tensor.
+
+        Neither waits for the GPU.
+        """
         if not rows or rows[-1] - rows[0] + 1 == len(rows):
             return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
         index, device = torch.tensor(rows), next(iter(self.params.blocks.values())).device
         return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
     def generators(self, purpose: str) -> list[torch.Generator]:
-        """Return one generator per row, seeded by (seed, purpose, round, client, local step).
+        """Return one generator for each row, seeded by (seed, purpose, round, client, local step).
 
         Args:
-            purpose: Name of the random numbers, such as ``"noise"``; purposes are independent.
+            purpose: Name of the use, such as ``"noise"``. Different names give independent numbers.
         """
         return [generator(self._seed, purpose, self.round, client, self.step) for client in self.client_ids]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The client optimizer, a torch optimizer of the trained blocks ``[C, columns]``."""
+        """The client optimizer: a torch optimizer of the trained blocks ``[C, columns]``."""
         return self._optimizer.torch
 
     def optimizer_state(self, key: str) -> Rows:
-        """Return the optimizer state ``key``, such as "momentum_buffer", ``[C, *shape]`` by name.
+        """Return one kind of the client optimizer's state, ``[C, *shape]`` by parameter name.
 
         The tensors are writable views. They are zero at the start of each round.
+
+        Args:
+            key: Name of the state, such as ``"momentum_buffer"``.
 
         Raises:
             ConfigurationError: The client optimizer has no such state.
@@ -185,7 +202,7 @@ class Cohort:
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 
     def _everyones(self, key: str) -> dict[str, Tensor]:
-        """Return the client optimizer's state of all rows, by block."""
+        """Return one kind of the client optimizer's state for all rows, by block."""
         return self._optimizer.states()[key]
 
     @property
@@ -195,7 +212,10 @@ class Cohort:
 
     @property
     def optimizer_steps(self) -> dict[str, Tensor]:
-        """Steps of each client's optimizer, int64 ``[C]`` by block; set only at a round's start."""
+        """Step count of each client's optimizer, int64 ``[C]`` by block.
+
+        It can be set only at the start of a round.
+        """
         taken, before = torch.tensor(self.local_steps), self._optimizer.initial_steps
         return {n: before[n][self.rows] + taken if n in before else taken for n in self.params.blocks}
 
@@ -210,12 +230,12 @@ class Cohort:
     def recall(self, memory: MutableMapping[int, Any]) -> None:
         """Restore each client's ``local`` state from a memory.
 
-        The first call stores the server's initial state under :data:`SERVER`. A client without an
-        entry gets this state.
+        The first call stores the server's initial state under the key :data:`SERVER`. A client
+        without an entry gets this initial state.
 
         Args:
-            memory: By client id, the rows ``[columns]`` by block from :meth:`remember`; a
-                :class:`~fl_lightning.cohort.client_memory.ClientMemory` or a dict.
+            memory: A :class:`~fl_lightning.cohort.client_memory.ClientMemory` or a dict that
+                :meth:`remember` has filled. Its values are rows ``[columns]`` by block.
         """
         blocks = self._local_blocks()
         initial = {name: block[0].clone() for name, block in blocks.items()} | {**memory.get(SERVER, {})}
@@ -229,7 +249,7 @@ class Cohort:
         """Store each client's ``local`` state for :meth:`recall`.
 
         Args:
-            memory: The callback's memory, which its ``state_dict()`` must include.
+            memory: The callback's memory. The callback's ``state_dict()`` must include it.
         """
         blocks = self._local_blocks()
         for index, client in enumerate(self.client_ids):

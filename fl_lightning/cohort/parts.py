@@ -1,4 +1,4 @@
-"""Parts of a model: state selected by the names of modules and tensors, instead of by kind."""
+"""Parts of a model: tensors that a policy selects by name instead of by kind of state."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -9,7 +9,7 @@ from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError, nearest
 
 LAST_LAYER = "last layer"
-"""The part that is the last module in ``named_modules`` with trainable parameters of its own."""
+"""Name of the last module in ``named_modules`` that directly has trainable parameters."""
 
 
 def match_parts(
@@ -18,9 +18,9 @@ def match_parts(
     """Return the parts that contain each tensor of a model, the most specific part first.
 
     A part is the qualified name of a module, parameter or buffer, or :data:`LAST_LAYER`. A module
-    contains the tensors of its submodules. A segment ``*`` matches any one segment, as in
-    ``"layer1.*.conv1"``. A name with more segments is more specific; among equally long names, the
-    name with fewer ``*``.
+    contains the tensors of its submodules. The segment ``*`` matches any single segment, as in
+    ``"layer1.*.conv1"``. A part with more segments is more specific. Of two parts with equally many
+    segments, the part with fewer ``*`` is more specific.
 
     Args:
         model: The model.
@@ -28,7 +28,7 @@ def match_parts(
         owner: Declaration or setting that names the parts, for messages.
 
     Returns:
-        The parts by tensor, without tensors that belong to no part.
+        The parts by tensor name. Tensors outside of all parts are missing.
 
     Raises:
         ConfigurationError: A part is empty, or two parts are equally specific for a tensor.
@@ -73,13 +73,15 @@ def _contains(path: list[str], tensor: str) -> bool:
 
 
 def treatment(policy: Mapping[str, str], kind: str, parts: Iterable[str] = ()) -> str:
-    """Return the treatment of state under a policy.
+    """Return the treatment of a tensor under a policy.
+
+    If the policy names a part that contains the tensor, the most specific such part decides.
+    Otherwise the tensor's kind of state decides.
 
     Args:
         policy: Treatments by kind and part, from ``fl_lightning.round.policy.resolve_policy``.
-        kind: The kind of the state.
-        parts: The parts that contain the state, the most specific first. The first part with an
-            entry in the policy overrides the kind.
+        kind: The tensor's kind of state.
+        parts: The parts that contain the tensor, the most specific first.
     """
     return "reset" if kind == "scratch" else next(policy[key] for key in (*parts, kind) if key in policy)
 

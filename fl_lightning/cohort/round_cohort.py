@@ -1,4 +1,4 @@
-"""The cohort as the module sees it, with the operations of a communication round."""
+"""Cohort as the module sees it, with the operations of a communication round."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -18,18 +18,18 @@ from fl_lightning.ranks import Ranks
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's storage, as an address, and the tensor's offset in it."""
+    """Return the address of a tensor's storage, and the tensor's offset in the storage."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class RowState(NamedTuple):
-    """One client's state as views of stacked rows.
+    """State of one client as views of its row.
 
     Attributes:
         tensors: Parameters (autograd leaves) and buffers by name.
-        places: Pairs (view of the row, address of its memory) by name.
+        places: Pairs (view of the row, address of its storage and offset) by name.
         trained: The trained parameters.
-        gradients: Views in which the gradients of ``trained`` are stored.
+        gradients: Views that store the gradients of ``trained``.
     """
 
     tensors: dict[str, Tensor]
@@ -39,23 +39,23 @@ class RowState(NamedTuple):
 
 
 class RoundCohort(Cohort):
-    """A cohort with the operations of a round, from the broadcast to the server's step.
+    """Cohort with the operations of a round, from the broadcast to the server's step.
 
     Args:
         model: The server's model.
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group. Default: empty.
-        ranks: The processes that share the clients. Default: a single process.
-        parts: Parts of the model with their own treatment. Default: none.
+        ranks: The ranks that divide the clients between them. Default: a single rank.
+        parts: Parts of the model for which a policy sets a treatment. Default: no parts.
 
     Attributes:
         parameter_groups: Client optimizer settings by parameter group.
-        parts: Parts of the model with their own treatment.
-        buffer_aggregate: Storage of the clients' aggregated buffers, ``[1, *shape]`` by name.
+        parts: Parts of the model for which a policy sets a treatment.
+        buffer_aggregate: Storage of the aggregated buffers, ``[1, *shape]`` by name.
         own_rows: The rows that this rank computes.
-        samples: Training samples that each client has processed in this round.
-        trained_blocks: The parameter blocks that are trained in this round.
-        trained_names: The parameters in ``trained_blocks``.
+        samples: Number of training samples that each client has processed in this round.
+        trained_blocks: Names of the parameter blocks that are trained in this round.
+        trained_names: Names of the parameters in ``trained_blocks``.
     """
 
     def __init__(
@@ -94,20 +94,20 @@ class RoundCohort(Cohort):
         lr_factor: float = 1.0,
         seed: int = 0,
     ) -> None:
-        """Start a round: copy the server's state to every row and make a client optimizer.
+        """Start a round: copy the server's state to every row, and make a client optimizer.
 
         Args:
             round_number: The communication round, from 1.
             client_ids: The clients, in increasing order.
-            weights: Aggregation weights, shape ``[C]``, sum 1.
+            weights: Aggregation weights, shape ``[C]``, with sum 1.
             local_steps: Number of local steps of each client.
-            policy: Treatment of each kind and part of the state.
+            policy: The treatment of each kind of state and each part of the model.
             optimizer: Function that makes the client optimizer.
-            lr_factor: Factor on the client learning rate.
+            lr_factor: Factor for the client learning rate.
             seed: The run's seed, for dropout and ``generators``.
 
         Raises:
-            ConfigurationError: The policy has a part that is not one of ``parts``.
+            ConfigurationError: The policy names a part that is not in ``parts``.
         """
         for part in policy.keys() - {*KINDS, *self.parts}:
             raise ConfigurationError(
@@ -141,7 +141,7 @@ class RoundCohort(Cohort):
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor, self.own_rows)
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the round's largest client learning rate of each trained parameter group."""
+        """Return the largest client learning rate of each trained parameter group."""
         rates: dict[str, float] = {}
         for block, settings in zip(self.trained_blocks, self._optimizer.torch.param_groups, strict=True):
             group = self.params.layout[block].group
@@ -149,7 +149,11 @@ class RoundCohort(Cohort):
         return rates
 
     def part(self, rows: slice | None = None) -> Self:
-        """Return some rows (default: this rank's) as a cohort of views, for local steps."""
+        """Return a cohort of some rows as views, for local steps.
+
+        Args:
+            rows: The rows. Default: the rows that this rank computes.
+        """
         part, rows = copy(self), rows or self.own_rows
         for name in ("params", "grads", "buffers"):
             setattr(part, name, getattr(self, name).part(rows))
@@ -164,8 +168,8 @@ class RoundCohort(Cohort):
 
         Args:
             part: The clients that this rank has computed.
-            samples: Training samples that each client of the cohort has processed.
-            weigh_samples: Whether the aggregation weights become proportional to ``samples``.
+            samples: Number of training samples that each client of the cohort has processed.
+            weigh_samples: Whether to make the aggregation weights proportional to ``samples``.
         """
         part.put_back()
         self.ranks.complete([*self._state(), self.losses, *self.extra.values()])
@@ -178,11 +182,12 @@ class RoundCohort(Cohort):
         return (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def subset(self, rows: list[int], weights: Tensor | None) -> Self:
-        """Return a cohort of some clients after the local steps, if other clients are left out.
+        """Return the cohort without clients that are left out after the local steps.
 
         Args:
-            rows: The clients' rows, ascending.
-            weights: Aggregation weights, shape ``[len(rows)]``, sum 1. None: from the samples.
+            rows: The remaining rows, in ascending order.
+            weights: Aggregation weights, shape ``[len(rows)]``, with sum 1. None makes them
+                proportional to ``samples``.
         """
         cohort = copy(self)
         for name in ("params", "grads", "buffers"):
@@ -206,9 +211,9 @@ class RoundCohort(Cohort):
         return blocks
 
     def begin_step(self, step: int) -> list[int]:
-        """Begin a local step, and return the rows that take it.
+        """Begin a local step, and return the rows of the clients that take the step.
 
-        Other rows get a zero gradient. Dropout layers get the step's keys.
+        The gradients of all other rows are set to 0. Dropout layers get the keys of the step.
 
         Args:
             step: The local step, from 0.
@@ -226,11 +231,11 @@ class RoundCohort(Cohort):
         return self.active_rows()
 
     def row_state(self, row: int) -> RowState:
-        """Return one client's state for a forward and backward pass (cached)."""
+        """Return the state of one client for a forward and backward pass; it is cached."""
         if row not in self._row_state:
             params, buffers, gradients = self.params.row(row), self.buffers.row(row), self.grads.row(row)
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-            # detach: if a forward pass sets ``x.data = y``, the rows' views must not change
+            # detach: the views of the row stay valid if a forward pass sets ``x.data = y``
             detached = {name: value.detach() for name, value in buffers.items()}
             self._row_state[row] = RowState(
                 tensors={**leaves, **detached},
@@ -241,14 +246,16 @@ class RoundCohort(Cohort):
         return self._row_state[row]
 
     def take_up(self, row: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors that a forward pass has replaced, also by ``x.data = y``, to a row.
+        """Copy tensors that a forward pass has replaced in the model to a client's row.
+
+        A tensor is replaced by assignment to the module, or by ``x.data = y``.
 
         Args:
             row: The client's row.
             tensors: The tensors in the model after the forward pass, by name.
 
         Raises:
-            ConfigurationError: A tensor's shape has changed.
+            ConfigurationError: The shape of a tensor has changed.
         """
         state = self.row_state(row)
         replaced = {
@@ -270,11 +277,14 @@ class RoundCohort(Cohort):
             del self._row_state[row]
 
     def put_gradients(self, row: int, gradients: Sequence[Tensor | None]) -> None:
-        """Store a client's gradients; the step skips parameters without one, as in plain PyTorch.
+        """Store the gradients of a client.
+
+        The local step skips parameters without a gradient, as plain PyTorch does.
 
         Args:
             row: The client's row.
-            gradients: Gradient of each trained parameter, None if the loss does not depend on it.
+            gradients: Gradient of each trained parameter. It is None if the loss does not depend on
+                the parameter.
         """
         views = self.grads.row(row)
         used = [(views[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
@@ -285,36 +295,37 @@ class RoundCohort(Cohort):
             )
 
     def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
-        """Skip parameters of some rows in this local step, unless a method sets a gradient."""
+        """Skip parameters of some rows in this local step, unless a method sets their gradient."""
         for row in rows:
             self._unused[row] = [*names]
             for name in names:
                 self.grads.row(row)[name].zero_()
 
     def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
-        """Add a local step's losses and samples to some rows.
+        """Add the losses and the numbers of samples of a local step to some rows.
 
         Args:
             indices: The rows.
-            losses: The rows' losses, shape ``[len(indices)]``.
-            sizes: Number of samples in each row's batch.
+            losses: Loss of each row, shape ``[len(indices)]``.
+            sizes: Number of samples in the batch of each row.
         """
         self.losses[self.index(indices)] += losses.to(self.losses.dtype)
         for row, size in zip(indices, sizes, strict=True):
             self.samples[row] += size
 
     def take_step(self) -> None:
-        """Step the client optimizer of all rows; parameters that a row skips stay unchanged."""
+        """Take a step of the client optimizer for all rows; skipped parameters do not change."""
         before = [(view, view.clone()) for view in self._skipped()]
         self._optimizer.step()
         for view, value in before:
             view.copy_(value)
 
     def _skipped(self) -> Iterator[Tensor]:
-        """Yield the parameters that the current local step skips, and their optimizer state.
+        """Yield the parameters that rows skip in the current local step, and their optimizer state.
 
         Raises:
-            ConfigurationError: A skipped parameter is used again, but the optimizer counts steps.
+            ConfigurationError: A parameter gets a gradient after a skipped step, and the optimizer
+                counts steps.
         """
         left = {
             row: {name for name in names if not self.grads.row(row)[name].any()}
@@ -333,14 +344,14 @@ class RoundCohort(Cohort):
                 yield from (views[name] for name in names if name in views)
 
     def finish_step(self, step: int, last: int) -> None:
-        """Save the state of clients that have finished with ``step``, if other clients continue."""
+        """Save the state of clients whose last step is ``step``, while other clients continue."""
         if step < last:
             for row, steps in enumerate(self.local_steps):
                 if step + 1 == steps:
                     self._finished[row] = [block[row].clone() for block in self._storage()]
 
     def put_back(self) -> None:
-        """Restore the saved state of clients that finished early."""
+        """Restore the saved state of clients that finished before the last local step."""
         for row, values in self._finished.items():
             for block, value in zip(self._storage(), values, strict=True):
                 block[row].copy_(value)

@@ -1,4 +1,4 @@
-"""The layout and storage of a cohort: stacked tensors as named views of blocks."""
+"""Layout and storage of a cohort: stacked tensors as named views of blocks."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +18,15 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors of one kind, dtype and part of the model, concatenated in a block ``[C, columns]``.
+    """Description of a block ``[C, columns]`` of concatenated tensors.
+
+    All tensors of a block have the same kind of state and dtype, and lie in the same parts.
 
     Attributes:
         kind: The kind of state (see ``fl_lightning.batch_norm.kinds``).
-        group: The parameter group from :func:`parameter_groups`; for buffers the kind.
+        group: The parameter group from :func:`parameter_groups`; for buffers, the kind.
         dtype: The dtype of the tensors.
-        shapes: The shape of each tensor of one client, by qualified name.
+        shapes: The shape of each tensor for one client, by qualified name.
         parts: The parts of the model that contain the tensors, the most specific first.
     """
 
@@ -36,7 +38,11 @@ class Block:
 
 
 Layout = Mapping[str, Block]
-"""Blocks by name: the group, ``@<part>`` if in a part, and the dtype unless it is the first."""
+"""Blocks by name.
+
+The name begins with the group and, for tensors in a part, ``@<part>``. If there are several dtypes,
+the dtype is added for all but the first.
+"""
 
 
 class Rows(Mapping[str, Tensor]):
@@ -44,7 +50,7 @@ class Rows(Mapping[str, Tensor]):
 
     Args:
         layout: The tensors of each block.
-        blocks: The storage of each block, ``[C, columns]`` and contiguous.
+        blocks: The storage of each block, contiguous, ``[C, columns]``.
     """
 
     def __init__(self, layout: Layout, blocks: dict[str, Tensor]) -> None:
@@ -60,7 +66,7 @@ class Rows(Mapping[str, Tensor]):
 
     @classmethod
     def empty(cls, layout: Layout, like: Mapping[str, Tensor], num_rows: int) -> "Rows":
-        """Return uninitialised rows on the devices of the tensors in ``like``."""
+        """Return uninitialised rows on the device of the tensors in ``like``."""
         blocks = {}
         for name, block in layout.items():
             columns = sum(shape.numel() for shape in block.shapes.values())
@@ -69,11 +75,11 @@ class Rows(Mapping[str, Tensor]):
         return cls(layout, blocks)
 
     def zeros_like(self) -> "Rows":
-        """Return rows of zeros in the same layout."""
+        """Return rows of zeros with the same layout."""
         return Rows(self.layout, {name: torch.zeros_like(block) for name, block in self.blocks.items()})
 
     def part(self, rows: slice) -> "Rows":
-        """Return some rows as views; the last result is cached."""
+        """Return consecutive rows as views; the last result is cached."""
         if rows == slice(0, len(next(iter(self.blocks.values()), ()))):
             return self
         if self._part is None or self._part[0] != rows:
@@ -82,7 +88,7 @@ class Rows(Mapping[str, Tensor]):
         return self._part[1]
 
     def columns_by_layer(self, blocks: Iterable[str]) -> dict[str, list[tuple[str, slice]]]:
-        """Return where the tensors of each layer are, as pairs (block, columns) by layer."""
+        """Return the positions of each layer's tensors, as pairs (block, columns) by layer."""
         places: dict[str, list[tuple[str, slice]]] = {}
         for block in blocks:
             stop = 0
@@ -102,9 +108,10 @@ class Rows(Mapping[str, Tensor]):
         return self._by_row[index]
 
     def copies(self, index: slice | Tensor) -> dict[str, Tensor]:
-        """Return copies ``[n, *shape]`` of some rows by name, with one operation per block.
+        """Return copies ``[n, *shape]`` of some rows by name, with one operation for each block.
 
-        Copies from a block of vectors, such as BN's, are contiguous, as BN would copy others again.
+        Vectors, such as the parameters of BN, are copied to contiguous tensors. Otherwise BN would
+        copy them again.
 
         Args:
             index: The rows.
@@ -120,7 +127,7 @@ class Rows(Mapping[str, Tensor]):
             pieces = torch.split(rows.flatten()[order], sizes)
             for (tensor, shape), piece in zip(shapes.items(), pieces, strict=True):
                 copies[tensor] = piece.view(len(rows), *shape)
-        # .data gives each tensor its own autograd version counter
+        # .data: each tensor gets a separate version counter of autograd
         return {name: value.data for name, value in copies.items()}
 
     def write(self, index: slice | Tensor, block: str, tensors: Mapping[str, Tensor]) -> None:
@@ -129,7 +136,8 @@ class Rows(Mapping[str, Tensor]):
         Args:
             index: The rows.
             block: The block's name.
-            tensors: Values ``[n, *shape]`` by name, broadcast and converted as by ``copy_``.
+            tensors: Values ``[n, *shape]`` by name. They are broadcast, and converted to the
+                block's dtype.
         """
         storage = self.blocks[block]
         columns = [
@@ -142,7 +150,10 @@ class Rows(Mapping[str, Tensor]):
             storage[index] = torch.cat(columns, dim=1)
 
     def _order(self, block: str, num_rows: int) -> Tensor:
-        """Return the order of a block's elements in which each tensor is contiguous (cached)."""
+        """Return the order of a block's elements in which each tensor is contiguous.
+
+        The result is cached.
+        """
         storage = self.blocks[block]
         if block not in self._orders or len(self._orders[block]) != num_rows * storage.shape[1]:
             places = torch.arange(num_rows * storage.shape[1], device=storage.device).view(num_rows, -1)
@@ -163,9 +174,9 @@ class Rows(Mapping[str, Tensor]):
 def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, str]:
     """Return the parameter group of each trainable parameter.
 
-    BN layers' gamma and beta are always in ``batch_norm``. If ``overrides`` has these keys,
-    parameters with one element are in ``scalars`` and biases in ``bias``. All other parameters are
-    in ``weights``.
+    Gamma and beta of BN layers are always in ``batch_norm``. If ``overrides`` has the key
+    ``scalars``, parameters with one element are in ``scalars``. If it has the key ``bias``, biases
+    are in ``bias``. All other parameters are in ``weights``.
     """
     groups = {}
     for name, kind in parameter_kinds(model).items():
@@ -187,7 +198,8 @@ def parameter_layout(model: nn.Module, overrides: GroupSettings, parts: Sequence
     Args:
         model: The model.
         overrides: Client optimizer settings by parameter group.
-        parts: Parts of the model with their own treatment (see ``fl_lightning.cohort.parts``).
+        parts: Parts of the model for which a policy sets a treatment (see
+            ``fl_lightning.cohort.parts``).
     """
     groups, within = parameter_groups(model, overrides), match_parts(model, parts)
     return _layout(dict(model.named_parameters()), parameter_kinds(model), groups, within)
@@ -224,12 +236,13 @@ def _layout(
 
 
 def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> None:
-    """Check that the rows fit into the memory of the device or machine.
+    """Check that the rows of all clients fit into the memory of the device.
 
     Args:
-        tensors: The tensors of which each client has a copy, all on one device.
-        clients: Number of rows.
-        copies: Number of processes on this machine that hold all rows. Each has its own GPU.
+        tensors: The tensors that each client has a copy of, all on one device.
+        clients: Number of clients.
+        copies: Number of processes on this machine that hold all rows. On GPUs, each process has a
+            GPU for itself.
 
     Raises:
         ConfigurationError: The rows need more memory than the device or machine has.
@@ -275,5 +288,5 @@ def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, 
 def join_columns(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], out: Tensor | None = None
 ) -> Tensor:
-    """Concatenate tensors of a client, or of the server, into a block's vector ``[columns]``."""
+    """Concatenate tensors of one client, or of the server, into a vector ``[columns]``."""
     return torch.cat([tensors[name].detach().reshape(-1) for name in shapes], out=out)

@@ -1,4 +1,4 @@
-"""Replacement of the server model's parameters and buffers by a client's in a forward pass."""
+"""Replacement of the server model's tensors by the tensors of a client during a forward pass."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 
 class StateSlots:
-    """The entries of a model's parameters and buffers, which can hold a client's tensors.
+    """Slots of a model: the dict entries that hold its parameters and buffers.
+
+    A client's tensors can be put into the slots.
 
     Args:
-        model: The server's model. Tied tensors have several entries.
+        model: The server's model. A tied tensor has several slots.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +29,11 @@ class StateSlots:
 
     @contextmanager
     def filled(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace the server's tensors by ``tensors`` (by qualified name) within the block."""
+        """Put a client's tensors into the model's slots for the duration of the block.
+
+        Args:
+            tensors: The tensors by qualified name. Other slots keep the server's tensors.
+        """
         try:
             for store, attribute, name, server in self._places:
                 store[attribute] = tensors.get(name, server)
@@ -37,6 +43,6 @@ class StateSlots:
                 store[attribute] = server
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the model's current tensors by name; a forward pass may have replaced them."""
+        """Return the tensors that are now in the slots; a forward pass may have replaced them."""
         places = ((name, *self._place_of[name]) for name in names)
         return {name: store[attribute] for name, store, attribute in places}

@@ -351,7 +351,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def weight_share(self, cohort: Cohort) -> float:
         """Return the cohort's fraction of the weight of all clients.
 
-        With uniform weights, this is the cohort's size divided by the number of clients. The weights
+        With uniform weights, this is the cohort's size divided by the number of clients. Weights
         are those of a round without failures.
         """
         return self.plan.usual().weight_share(cohort.client_ids, self.round)
