@@ -280,4 +280,4 @@ def test_a_signal_to_all_processes_of_torchrun_finishes_the_round(number):
     (asked, stopped) = own_lines(errors)
     reached = rows(only_attempt("launched"))[-1]["round"]
     assert asked.startswith("stopping after this round")
-    assert f"keeps round {reached}; the same command with --ckpt_path last goes on" in stopped
+    assert f"keeps round {reached}; the same command with --ckpt_path last resumes the run" in stopped

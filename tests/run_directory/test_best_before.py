@@ -23,7 +23,7 @@ MONITOR = (
     "max",
 )  # it falls: the first round is the best
 OTHER = ("--model.client_optimizer.lr", 0.04)
-GONE = "best.ckpt: the best until"
+GONE = "best.ckpt: the best checkpoint before"
 
 
 def load(path):

@@ -70,7 +70,7 @@ def test_signal_finishes_the_round_and_the_resumed_run_equals_an_uninterrupted_o
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2, 3]
     assert capsys.readouterr().err == (
         f"\nstopping after this round; {WAYS[number]} again stops at once\n"
-        f"stopped by {WAYS[number]}; {attempt.path} keeps round 3; the same command with --ckpt_path last goes on\n"
+        f"stopped by {WAYS[number]}; {attempt.path} keeps round 3; the same command with --ckpt_path last resumes the run\n"
     )
     assert not attempt.result.exists()
     run("--ckpt_path", "last")
@@ -83,7 +83,7 @@ def test_a_second_signal_stops_at_once(number, expected, capsys):
     attempt, status = interrupted(number, times=2)
     assert status == expected
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2]
-    kept = f"{attempt.path} keeps round 1; the same command with --ckpt_path last goes on"
+    kept = f"{attempt.path} keeps round 1; the same command with --ckpt_path last resumes the run"
     assert capsys.readouterr().err.endswith(f"\nstopped by {WAYS[number]}; {kept}\n")
 
 
@@ -162,7 +162,7 @@ def test_signal_while_the_result_is_found_says_what_is_kept(capsys, monkeypatch)
     assert stop.value.code == 130
     (name,) = attempts()
     assert capsys.readouterr().err == (
-        f"stopped by Ctrl-C; runs/tiny/{name} keeps round 4; the same command with --ckpt_path last goes on\n"
+        f"stopped by Ctrl-C; runs/tiny/{name} keeps round 4; the same command with --ckpt_path last resumes the run\n"
     )
     assert run("--ckpt_path", "last").attempt.result.exists()
 

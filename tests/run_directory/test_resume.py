@@ -303,8 +303,8 @@ def test_file_that_is_no_checkpoint_of_a_run_is_one_line(command, capsys):
     for name, words in {
         "half": "half.ckpt is truncated, damaged or holds more than tensors and plain values (5,000 bytes",
         "text": "text.ckpt is truncated, damaged or holds more than tensors and plain values (5 bytes",
-        "bare": "bare.ckpt is not one of a run: it has no state_dict, global_step, pytorch-lightning_version",
-        "weights": "weights.ckpt is not one of a run: it has no global_step, pytorch-lightning_version",
+        "bare": "bare.ckpt is not of a federated run: it has no state_dict, global_step, pytorch-lightning_version",
+        "weights": "weights.ckpt is not of a federated run: it has no global_step, pytorch-lightning_version",
     }.items():
         assert words in refused(capsys, "--ckpt_path", f"{name}.ckpt", command=command)
     write_config({"trainer.callbacks": []})

@@ -317,7 +317,7 @@ class Training:
             self.start.discard_untrained()
         saved = self.keeper.saved_round or self.start.round
         if isinstance(error, Stopped) and saved and attempt.path.exists():
-            error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} goes on"
+            error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} resumes the run"
         if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
             print(self._wandb.place, flush=True)
 

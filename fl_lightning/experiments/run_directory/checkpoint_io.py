@@ -90,7 +90,7 @@ def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> 
     missing = [key for key in needed if not (isinstance(checkpoint, dict) and key in checkpoint)]
     if missing:
         raise ConfigurationError(
-            f"checkpoint {path} is not one of a run: it has no {', '.join(missing)}; "
+            f"checkpoint {path} is not of a federated run: it has no {', '.join(missing)}; "
             f"use a last.ckpt or best.ckpt that fit wrote"
         )
     return checkpoint

@@ -131,7 +131,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 _copy(source, target, state["best_round"])
             else:
                 print(
-                    f"best.ckpt: the best until {path} is missing; only rounds after {checkpoint['global_step']} count",
+                    f"best.ckpt: the best checkpoint before {path} is missing; only rounds after {checkpoint['global_step']} count",
                     flush=True,
                 )
         trainer.strategy.broadcast(None)  # barrier: the other ranks look for the file afterwards
