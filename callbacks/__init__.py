@@ -1,4 +1,7 @@
-"""Methods, one file and one class per paper; the core of ``fl_lightning`` does not import them."""
+"""Federated methods, one file and one class per paper.
+
+The core of ``fl_lightning`` does not import this package.
+"""
 
 from fl_lightning.callbacks.adabn import AdaBN
 from fl_lightning.callbacks.byzantine import Byzantine

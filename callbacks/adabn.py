@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 class AdaBN(VariantEvaluation):
     """AdaBN: evaluation with BN statistics of the evaluated data, without labels (Algorithm 1).
 
-    One pass over the data measures statistics (:func:`adapt_statistics`), and the evaluation uses
-    them as running statistics. ``val/accuracy_adabn`` (or ``test/``) adapts to the server's
-    evaluation data. ``val/own_accuracy_adabn`` adapts to each client's own evaluation data and is
-    the mean accuracy over the clients. Training does not change.
+    One pass over the data measures the statistics (:func:`adapt_statistics`). The evaluation then
+    uses these statistics as running statistics. Training does not change.
+
+    - ``val/accuracy_adabn``: accuracy with statistics of the server's evaluation data.
+    - ``val/own_accuracy_adabn``: mean accuracy over the clients. Each client is evaluated on its
+      own evaluation data, with the statistics of these data.
+
+    In ``test`` the prefix is ``test/``.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train
@@ -34,24 +38,24 @@ class AdaBN(VariantEvaluation):
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has running statistics."""
+        """Raise an error if the model has no running statistics."""
         require_batch_norm(pl_module.model, "AdaBN")
 
     def variants(self, trainer: L.Trainer, pl_module: "FederatedModule") -> Mapping[str, Adaptation]:
-        """Return the adaptation of BN statistics."""
+        """Return the variant ``adabn``: a function that replaces a model's BN statistics."""
         return {"adabn": adapt_statistics}
 
 
 @torch.no_grad()
 def adapt_statistics(model: nn.Module, batches: Iterable[Any]) -> None:
-    """Set running statistics to the mean and the biased variance of all inputs of each BN layer.
+    """Set each BN layer's running statistics to the mean and biased variance of its inputs.
 
-    BN layers normalise with the batch in this pass, so statistics of all but the first BN layer
-    depend on the division into batches.
+    During this pass, BN layers normalise with the statistics of the batch. So the result depends on
+    the division into batches, except for the first BN layer.
 
     Args:
-        model: The model.
-        batches: The inputs.
+        model: The model, changed in place.
+        batches: Batches of model inputs.
     """
     seen: dict[Any, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""Byzantine clients: attackers that send other messages, or train on other data or gradients."""
+"""Byzantine clients: attackers that change their messages, training data or gradients."""
 
 import math
 from collections.abc import Sequence
@@ -31,26 +31,31 @@ _TARGETS = {
 class Byzantine(FederatedCallback):
     """Byzantine clients: attackers that know what the honest clients of a round send.
 
-    An attack's hooks follow all methods' hooks, so the attack replaces messages that methods have
-    changed. The attack rewrites statistics as they are sent (with FBN its ``wire``, otherwise
-    moving averages). It rewrites parameters as the difference from the server's, which for E = 1 is
-    the (damped) gradient. Everything else that a method sends (momentum, control variates), and the
-    state that clients keep, stays as the attackers computed it.
+    The hooks of an attack run after the hooks of all methods. So an attack sees and replaces the
+    final messages of a round:
 
-    Attackers get data from the partition too, unless the partition is wrapped in ``HonestOnly``.
+    - Statistics: the attack replaces the values that clients send. With FBN the setting ``wire``
+      chooses these values; with other methods they are moving averages.
+    - Parameters: the attack replaces the client's update, the difference from the server's
+      parameters. With one local step (E = 1) of SGD this is the gradient times a step size.
+    - Other payload of a method (momentum, control variates) and the state that clients keep do not
+      change.
+
+    The partition gives data to attackers too, unless it is wrapped in ``HonestOnly``. The metric
     ``byzantine/clients`` is the number of attackers in the round's cohort.
 
     Args:
         attack: The attack, see :mod:`fl_lightning.attacks`.
-        clients: Ids of the attackers, or their number or fraction (the highest ids attack).
-        target: State that an attack on messages rewrites: ``"means"``, ``"variances"``,
-            ``"statistics"`` (both), ``"parameters"`` or ``"everything"``.
+        clients: Ids of the attackers, or their number, or their fraction of all clients. With a
+            number or a fraction, the clients with the highest ids attack.
+        target: State that an attack on messages replaces: ``"means"``, ``"variances"``,
+            ``"statistics"`` (means and variances), ``"parameters"`` or ``"everything"``.
         start_round: First round with attacks.
-        per: Scope of a factor that the attack searches: ``"model"``, one for all rewritten state;
-            ``"layer"``, one for each message (the parameters, and each layer's means and
-            variances).
-        stay_valid: Whether attackers keep the variances that they send above 0, so that a
-            ``statistics_domain`` of the server does not notice them.
+        per: Scope of the factor for attacks that search the strongest factor. ``"model"``: one
+            factor for all replaced state. ``"layer"``: one factor for the parameters, and two for
+            each BN layer (means, variances).
+        stay_valid: Whether attackers send only variances above 0. The server's setting
+            ``statistics_domain`` then finds no invalid variance.
 
     Raises:
         ConfigurationError: A setting is out of range, or an attacker's id does not exist.
@@ -110,7 +115,7 @@ class Byzantine(FederatedCallback):
         return type(self.attack).messages is not Attack.messages
 
     def rows(self, cohort: "Cohort") -> list[int]:
-        """Return the attackers' positions in a cohort; empty before ``start_round``."""
+        """Return the attackers' row numbers in a cohort; empty before ``start_round``."""
         active = cohort.round >= self.start_round
         return [row for row, client in enumerate(cohort.client_ids) if active and client in self.attackers]
 
@@ -156,7 +161,10 @@ class Byzantine(FederatedCallback):
     def on_validation_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """Count triggered inputs of other classes that the model assigns to a backdoor's target."""
+        """Count how often a backdoor's trigger makes the model predict the target class.
+
+        Inputs that belong to the target class are not counted.
+        """
         if isinstance(self.attack, Backdoor):
             inputs, targets = batch
             others = targets != self.attack.target
@@ -167,7 +175,7 @@ class Byzantine(FederatedCallback):
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # narrows pl_module
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
-        """Reset the counts."""
+        """Reset the counts of a backdoor's successes."""
         self._success = torch.zeros(2)
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # narrows pl_module
@@ -182,7 +190,11 @@ class Byzantine(FederatedCallback):
 
 
 def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[int]:
-    """Return the attackers' ids, given their number, fraction or ids.
+    """Return the attackers' ids from the setting ``Byzantine.clients``.
+
+    Args:
+        clients: Number of attackers, their fraction of all clients (a float), or their ids.
+        num_clients: Number of all clients.
 
     Raises:
         ConfigurationError: An id does not exist, or all clients attack.

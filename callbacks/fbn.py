@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 class SharedBatchNorm(SwappedBatchNorm):
     """BN layer that normalises with the server's statistics and pools the moments of its batches.
 
-    Scratch buffers, each ``[channels]``: the number of values that the client has seen in this
-    round, their mean, and their sum of squared deviations from it.
+    Three buffers ``[channels]`` describe the values that the client has seen in this round:
+    ``count`` (their number), ``batch_mean`` and ``batch_m2`` (the sum of squared deviations from
+    the mean).
     """
 
     method = "FBN"
     scratch = ("count", "batch_mean", "batch_m2")
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return ``gamma (x - m) / sqrt(v + eps) + beta`` (Algorithm 2) and pool the moments of x."""
+        """Return ``gamma (x - m) / sqrt(v + eps) + beta`` (Algorithm 2), and pool the moments of x.
+
+        m and v are the server's running mean and variance.
+        """
         if self.training:
             count, mean, m2, batches = map(self.get_buffer, (*self.scratch, "num_batches_tracked"))
             merge_(count, mean, m2, *moments(inputs.transpose(0, 1).flatten(1).to(mean.dtype)))
@@ -39,31 +43,40 @@ class SharedBatchNorm(SwappedBatchNorm):
 class FBN(FederatedCallback):
     """Federated BatchNorm: all clients normalise with the moving average of the union batches' statistics.
 
-    The server's (m, v) of the last round normalise every local step; no gradient flows through
-    them. Clients send measured statistics, and the server adds the variance between clients. So (m,
-    v) are what PyTorch's BN would track on the union batch: unbiased, with N/(N-1) of all N values
-    per channel. With E = 1 this is Algorithm 2 of the paper. Several local steps are our extension
-    (footnote 4 hints at them): a client pools its E batches exactly, and the moving average takes
-    one step with weight 1 - (1 - beta)^E. E is the largest number of local steps in the round, also
-    for a client with fewer steps. The weight of a batch is its number of values.
+    Every local step normalises with the server's running mean m and variance v from the last round.
+    No gradient flows through m and v. Clients send the statistics that they measure, and the server
+    adds the variance between clients. So m and v are the running statistics of PyTorch's BN on the
+    union batch. The variance is unbiased: it has the factor N/(N-1) for the N values per channel of
+    the union batch.
 
-    Training equals that of one client with the union batch and this callback. It differs from
-    ordinary BN, which normalises with the present batch. Each gradient must have the weight of its
-    values. Equal clients need no setting; set ``weighting: samples`` if batch sizes differ, and
-    ``uniform`` if only the clients' data set sizes differ. beta is each BN layer's ``momentum``
-    (PyTorch's convention). The module's ``statistics_aggregator`` replaces the server's means of
-    m_i and v_i.
+    With one local step (E = 1) this is Algorithm 2 of the paper. Footnote 4 hints at several local
+    steps; our extension to E steps is:
+
+    - A client pools the values of its E batches exactly. A batch counts by its number of values.
+    - The moving average takes one step with weight 1 - (1 - beta)^E. beta is the BN layer's
+      ``momentum`` in PyTorch's convention.
+    - E is the largest number of local steps in the round, also for clients with fewer steps.
+
+    Training equals the training of one client that has the union batch and uses FBN. The equality
+    needs gradients that are weighted by batch size. If batch sizes differ, set
+    ``weighting: samples``. If only the sizes of the clients' data sets differ, set
+    ``weighting: uniform``. Training differs from ordinary BN, which normalises with the present
+    batch.
+
+    The server averages the clients' means m_i and variances v_i. The module's setting
+    ``statistics_aggregator`` can replace this average.
 
     Args:
-        wire: Sent statistics. ``"run"``: moving averages m_i, v_i (the paper); ``"batch"``: mean
-            and variance of a client's values, with the same N/(N-1). Both are equal up to rounding
-            if clients are honest and the aggregator is a mean.
-        ema: ``"per_step"``: a round of E local steps keeps (1 - beta)^E of the old statistics;
-            ``"per_round"``: it keeps 1 - beta.
+        wire: Statistics that clients send. ``"run"``: the moving averages m_i and v_i, as in the
+            paper. ``"batch"``: mean and variance of the client's values, also with the factor
+            N/(N-1). The results are equal up to rounding if all clients are honest and the
+            aggregator is a mean.
+        ema: Share of the old statistics after a round of E local steps. ``"per_step"``:
+            (1 - beta)^E. ``"per_round"``: 1 - beta.
 
     Raises:
-        ConfigurationError: Unknown setting, no BN, BN without momentum, or a single value per
-            channel in all batches together.
+        ConfigurationError: A setting is unknown, the model has no BN layer, a BN layer has
+            ``momentum=None``, or all batches together have only one value per channel.
 
     Example:
         >>> from fl_lightning.testing import blobs, centralised, small_cnn, train
@@ -85,15 +98,15 @@ class FBN(FederatedCallback):
         self.wire, self.ema = wire, ema
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare running statistics pooled."""
+        """Declare that this method computes the server's running statistics (``pooled``)."""
         return {"mean": "pooled", "var": "pooled"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Let BN layers normalise with the shared statistics."""
+        """Replace BN layers by layers that normalise with the server's statistics."""
         swap_batch_norm(pl_module.model, SharedBatchNorm, momentum=True)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Replace clients' running statistics by the sent ones (Algorithm 2, lines 5 to 7)."""
+        """Write the statistics that clients send into their rows (Algorithm 2, lines 5 to 7)."""
         for layer in self._layers(pl_module.model, cohort):
             clients, weight = layer.clients, layer.weight
             clients.running_mean.lerp_(clients.batch_mean, weight)
@@ -109,11 +122,17 @@ class FBN(FederatedCallback):
             layer.server.running_var.lerp_(variance, layer.beta / layer.weight)
 
     def _layers(self, model: nn.Module, cohort: "Cohort") -> Iterator[SimpleNamespace]:
-        """Yield each BN layer that saw values.
+        """Yield the tensors and factors of each BN layer that was called in this round.
 
-        ``server`` is the server's layer, ``clients`` holds the clients' buffers and their ``shares``
-        ``[C]`` of the N values per channel, ``unbias`` is N / (N - 1). ``weight`` is the weight of
-        this round in the sent statistics; the server multiplies their change by ``beta / weight``.
+        N is the number of values per channel of all clients together. The fields are:
+
+        - ``server``: The server's BN layer.
+        - ``clients``: The clients' buffers of the layer, and ``shares``, ``[C]``, each client's
+          share of the N values.
+        - ``unbias``: The factor N / (N - 1).
+        - ``beta``: Weight of this round in the server's moving average.
+        - ``weight``: Weight of this round in the statistics that clients send: ``beta`` if
+          ``wire`` is ``"run"``, otherwise 1.
         """
         steps = max(cohort.local_steps) if self.ema == "per_step" else 1
         for name, server in batch_norm_layers(model).items():

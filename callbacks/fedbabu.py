@@ -15,23 +15,25 @@ if TYPE_CHECKING:
 
 
 class FedBABU(PersonalEvaluation):
-    """FedBABU: training changes only the body; the head stays at its initial value, also on the server.
+    """FedBABU: training changes only the body; the head keeps its initial value everywhere.
 
-    The head is sent once to each client. The evaluation fine-tunes a copy of the server's model,
-    body and head, on each client's training data (Algorithm 1 and section 5): ``own_accuracy`` is
-    the paper's personalised accuracy, ``accuracy`` is that of the server's model.
+    The server sends the head once to each client. In each evaluation every client fine-tunes a copy
+    of the server's model, body and head, on its training data (Algorithm 1 and section 5). The
+    fine-tuning takes steps of the client optimizer at its initial learning rate
+    (:func:`~fl_lightning.methods.fine_tuning.fine_tuned`).
 
-    The fine-tuning takes steps of the client optimizer at its initial learning rate
-    (:func:`~fl_lightning.methods.fine_tuning.fine_tuned`), in each evaluation.
+    ``own_accuracy`` is the accuracy of the fine-tuned models, the paper's personalised accuracy.
+    ``accuracy`` is the accuracy of the server's model.
 
     Args:
-        fine_tune_epochs: Passes over the client's training data. Default: 1; 0 evaluates the
-            server's model.
+        fine_tune_epochs: Number of passes over the client's training data. Default: 1. With 0 the
+            server's model is evaluated.
         head: The head, see :class:`~fl_lightning.callbacks.fedper.FedPer`.
         evaluate_clients: Number of clients' models to fine-tune and evaluate. Default: all.
 
     Raises:
-        ConfigurationError: ``fine_tune_epochs`` is negative, or another method gives clients models.
+        ConfigurationError: ``fine_tune_epochs`` is negative, or another method gives the clients
+            models of their own.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

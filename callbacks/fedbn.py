@@ -6,13 +6,16 @@ from fl_lightning.methods import LocalState
 class FedBN(LocalState):
     """FedBN: clients keep gamma, beta, statistics and counter of BN; the other parameters are averaged.
 
-    There is no global model: each client combines the averaged weights with its own BN state. BN
-    layers are found by type, also ResNet's ``downsample.1``; the authors' code looks for "bn" in
-    the name. The authors' code weights every client with 1/n, as ``weighting: uniform`` does.
+    There is no global model: each client combines the averaged parameters with its own BN state.
+    The authors' code differs in two points:
 
-    The paper does not measure a server's test set under label skew. Personal accuracy is low there,
-    since a client's BN state fits its own classes (see
-    :class:`~fl_lightning.methods.local_state.LocalState` for the two accuracies).
+    - It finds BN layers by "bn" in the name. Here the type decides, so ResNet's ``downsample.1`` is
+      found too.
+    - It weights every client with 1/n. Set ``weighting: uniform`` for the same weights.
+
+    The paper does not evaluate label skew on the server's test set. A client's model has a low
+    accuracy there, because its BN state fits only the client's classes. For the two accuracies see
+    :class:`~fl_lightning.methods.local_state.LocalState`.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

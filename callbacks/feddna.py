@@ -1,4 +1,4 @@
-"""FedDNA, lite: Duan, Li and Lu, "FedDNA: Federated Learning with Decoupled Normalization-Layer Aggregation"."""
+"""FedDNA without its VAE: Duan, Li, Lu, "FedDNA: Federated Learning with Decoupled Normalization-Layer Aggregation"."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
@@ -24,30 +24,34 @@ _SMALLEST_STEP = 1e-12
 class FedDNA(FederatedCallback):
     """FedDNA (lite): importance-weighted aggregation of BN statistics, without the paper's VAE.
 
-    Parameters are averaged as in FedAvg. Statistics are aggregated with importances q on the
-    simplex, one weight per client: ``mu = sum q_i mu_i`` and ``sigma^2 = sum q_i (sigma_i^2 +
-    mu_i^2) - mu^2``. The paper learns q with an adversarial variational auto-encoder, for which no
-    code was found. Here q minimises a stated divergence between the server's Gaussian N(q) and the
-    clients' N_i, summed over all channels, so the paper's numbers cannot be expected.
+    Parameters are averaged as in FedAvg. Statistics are averaged with one weight per client, the
+    importance q_i. The importances are at least 0 and sum to 1. The server's mean is
+    ``mu = sum q_i mu_i``, and its variance is ``sigma^2 = sum q_i (sigma_i^2 + mu_i^2) - mu^2``.
 
-    The clients' statistics are moving averages, with the consequence that
-    :class:`~fl_lightning.callbacks.moment_matching.MomentMatching` describes.
+    The paper learns q with an adversarial variational auto-encoder (VAE). We found no code of it.
+    Here q minimises a divergence between two kinds of Gaussians, summed over all channels: N, with
+    the server's mean and variance, and N_i, with those of client i. So do not expect the paper's
+    numbers.
+
+    The clients' statistics are moving averages. For the effect of this on the variance see
+    :class:`~fl_lightning.callbacks.moment_matching.MomentMatching`.
 
     Args:
-        divergence: ``"kl"``: sum p_i KL(N_i || N), minimised by q = p, the aggregation weights
-            (moment matching). ``"reverse_kl"``: sum p_i KL(N || N_i), which gives outlying clients
-            less weight; a convex problem, solved by mirror descent.
-        between: Whether sigma^2 includes the variance between clients; without it sigma^2 is ``sum
-            q_i sigma_i^2`` (and ``"kl"`` is FedAvg). The importances are the same in either case.
+        divergence: The minimised sum; p are the aggregation weights. ``"kl"``:
+            ``sum p_i KL(N_i || N)``. Its minimum is q = p, which is moment matching.
+            ``"reverse_kl"``: ``sum p_i KL(N || N_i)``. It gives outlying clients less weight.
+            Mirror descent solves this convex problem.
+        between: Whether sigma^2 includes the variance between clients. If not, sigma^2 is
+            ``sum q_i sigma_i^2``, and ``"kl"`` is FedAvg. The importances are the same in both
+            cases.
 
     Raises:
-        ConfigurationError: Unknown divergence, a model without running statistics, or an aggregator
-            of statistics other than the weighted mean.
+        ConfigurationError: The divergence is unknown, the model has no running statistics, or the
+            aggregator of statistics is not the weighted mean.
 
-    Example:
-        >>> from fl_lightning.testing import blobs, small_cnn, train
-        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[FedDNA("reverse_kl")])
-        FedDNA (lite): importances minimise reverse_kl, in place of the paper's adversarial training.
+    Example: >>> from fl_lightning.testing import blobs, small_cnn, train >>> state =
+        train(small_cnn(), blobs(), rounds=2, callbacks=[FedDNA("reverse_kl")]) FedDNA (lite):
+        importances minimise reverse_kl, in place of the paper's adversarial training.
     """
 
     logs = ("feddna/",)
@@ -65,11 +69,11 @@ class FedDNA(FederatedCallback):
             self.claims += ("moments_of_the_mixture",)
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare running statistics pooled."""
+        """Declare that this method computes the server's running statistics (``pooled``)."""
         return {"mean": "pooled", "var": "pooled"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has running statistics and that their aggregator is a weighted mean."""
+        """Check that the model has running statistics, aggregated by the weighted mean."""
         require_batch_norm(pl_module.model, "FedDNA")
         require_weighted_mean(
             pl_module, "FedDNA", "sums statistics with importances", ["statistics_aggregator"]
@@ -90,29 +94,46 @@ class FedDNA(FederatedCallback):
         pl_module.log_numbers({"feddna/max_importance": importances.max().item(), "feddna/entropy": entropy})
 
     def importances(self, means: Tensor, variances: Tensor, weights: Tensor) -> Tensor:
-        """Return the importances q ``[C]`` (sum 1), from statistics ``[C, channels]`` and weights p ``[C]``."""
+        """Return the importances q of the clients, ``[C]``, sum 1.
+
+        Args:
+            means: Means of the clients, ``[C, channels]``.
+            variances: Variances of the clients, ``[C, channels]``.
+            weights: Aggregation weights p, ``[C]``, sum 1.
+        """
         return weights if self.divergence == "kl" else reverse_kl_importances(means, variances, weights)
 
     def combine(self, means: Tensor, variances: Tensor, importances: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the server's mean and variance ``[channels]``, from the clients' ``[C, channels]``."""
+        """Return the server's mean and variance, each ``[channels]``.
+
+        Args:
+            means: Means of the clients, ``[C, channels]``.
+            variances: Variances of the clients, ``[C, channels]``.
+            importances: Importances q of the clients, ``[C]``, sum 1.
+        """
         if self.between:
             return total_variance(means, variances, importances)
         return weighted_mean(means, importances), weighted_mean(variances, importances)
 
     def aggregate(self, means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return :meth:`combine` with the :meth:`importances` of the clients."""
+        """Compute the importances; return the server's mean and variance, each ``[channels]``."""
         return self.combine(means, variances, self.importances(means, variances, weights))
 
 
 def reverse_kl_importances(
     means: Tensor, variances: Tensor, weights: Tensor, iterations: int = 500
 ) -> Tensor:
-    """Return the q that minimise sum p_i KL(N(q) || N_i), by mirror descent on the simplex from q = p.
+    """Return the importances q that minimise ``sum p_i KL(N || N_i)``.
 
-    The objective is convex in q: ``sigma^2 + (mu - mu_i)^2`` is linear in q, and -log of the
-    concave sigma^2 is convex. A step is accepted if the objective stays below its upper model, so
-    the objective never rises; the next step starts with twice the size. The duality gap ``q @ g -
-    min g`` bounds the remaining gain; the descent ends once the gap is below 1e-7 per channel.
+    N is the server's Gaussian, whose mean mu and variance sigma^2 depend on q. N_i is the Gaussian
+    of client i. The divergence is averaged over the channels.
+
+    The objective is convex in q: the term ``sigma^2 + (mu - mu_i)^2`` is linear in q, and
+    ``-log sigma^2`` is convex because sigma^2 is concave. Mirror descent on the simplex starts from
+    q = p. A step is accepted only if it passes a line search, so the objective never rises.
+    Otherwise the step size is halved. The next step starts with twice the size. The descent ends
+    once the duality gap ``q @ g - min g``, with gradient g, is below 1e-7. This gap bounds the
+    possible decrease of the objective.
 
     Args:
         means: Means of the clients, ``[C, channels]``.
@@ -125,7 +146,7 @@ def reverse_kl_importances(
     """
     mu, var, p = means.double().cpu(), variances.double().cpu() + _EPS, weights.double().cpu()
     squares = var + mu**2
-    # coefficients of the terms of the KL divergence that are linear in q
+    # the objective is linear @ q - mean(log sigma^2) / 2, up to a constant
     linear = (squares @ (p @ (1 / var)) - 2 * mu @ (p @ (mu / var))) / (2 * mu.shape[1])
 
     def objective(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,17 +17,22 @@ if TYPE_CHECKING:
 class FedDyn(FederatedCallback):
     """FedDyn: each client adds ``alpha / 2 |x_i - x|^2 - <g_i, x_i>`` to its loss (Algorithm 1).
 
-    g_i is an estimate of the gradient of client i at its own solution: after a round ``g_i <- g_i -
-    alpha (x_i - x)``. g_i starts from 0, stays at the client, and does not change while the client
-    is absent. The server updates ``h <- h - alpha |S|/n mean(x_i - x)`` over the cohort S of the n
-    clients, so h is the weighted mean of all g_i. The server's new parameters are ``mean(x_i) - h /
-    alpha``. Only parameters are sent. The logged loss excludes the added terms.
+    x are the server's parameters and x_i those of client i. g_i estimates the gradient of client i
+    at its own solution. It starts from 0, stays at the client, and changes only in rounds of this
+    client: ``g_i <- g_i - alpha (x_i - x)``.
 
-    ``mean`` is the module's aggregator, by default the weighted mean, and ``|S|/n`` the cohort's
-    share of all clients' weight. With ``weighting: uniform`` both are the paper's. The server
-    optimizer gets ``x - mean(x_i) + h / alpha`` as its pseudo-gradient; ``SGD(lr=1)`` is the
-    paper's. The method applies to parameters that clients train and the server averages, not to
-    statistics and frozen or local parameters (FedBN).
+    The server keeps h, the weighted mean of all g_i. After a round it updates
+    ``h <- h - alpha |S|/n mean(x_i - x)``. S is the cohort, and n is the number of clients. The
+    server's new parameters are ``mean(x_i) - h / alpha``. Clients send only parameters. The logged
+    loss excludes the added terms.
+
+    Here ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the
+    cohort's share of all clients' weight. With ``weighting: uniform`` both are as in the paper. The
+    server optimizer gets the pseudo-gradient ``x - mean(x_i) + h / alpha``; the paper's is
+    ``SGD(lr=1)``.
+
+    The method applies to parameters that clients train and the server averages. It does not change
+    statistics, frozen parameters or local parameters (FedBN).
 
     Args:
         alpha: Weight of the regularisation, above 0; 0.001 to 0.1 in the paper.
@@ -55,7 +60,7 @@ class FedDyn(FederatedCallback):
         self.memory = ClientMemory()
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Load the g_i of the clients."""
+        """Load each client's gradient estimate g_i."""
         self._own = {}
         for block in cohort.pseudo_gradient.blocks:
             self._own[block] = torch.zeros_like(cohort.params.blocks[block])
@@ -92,10 +97,10 @@ class FedDyn(FederatedCallback):
             cohort.pseudo_gradient.blocks[block] += server[block] / self.alpha
         self.memory[SERVER] = server
 
-    def state_dict(self) -> dict[str, ClientMemory]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the g_i by client id (``SERVER``: h), a vector ``[columns]`` for each block."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the g_i and h from a checkpoint."""
+        """Restore g_i and h from a checkpoint."""
         self.memory = ClientMemory(state_dict["memory"])

@@ -26,17 +26,17 @@ _BATCH, _FREEZE = 0, 1
 
 
 class ChosenBatchNorm(SwappedBatchNorm):
-    """BN layer that normalises with the batch, or for ``frozen`` clients with the server's statistics."""
+    """BN layer that uses the server's statistics for ``frozen`` clients, otherwise the batch."""
 
     method = "FedExFixBN"
     scratch = ("frozen",)
 
     def prepare(self) -> None:
-        """Register the buffer ``frozen``, a bool of each client."""
+        """Register ``frozen``, a bool buffer with a separate value for each client."""
         self.register_buffer("frozen", torch.zeros_like(self.running_mean[0], dtype=torch.bool), False)  # type: ignore[index]  # swap_batch_norm has checked it
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return BN of the inputs: in training mode, or in eval mode for frozen clients."""
+        """Return BN of the inputs, for a frozen client as in eval mode."""
         if not self.training:
             return super().forward(inputs)
         frozen, buffers = self.get_buffer("frozen"), dict(self.named_buffers(recurse=False))
@@ -55,27 +55,34 @@ class ChosenBatchNorm(SwappedBatchNorm):
 class FedExFixBN(FoundFreezing):
     """FixBN whose T* is found by FedEx over two configurations of a round (our adaptation).
 
-    FedEx tunes settings that may differ between the clients of a round, whereas T* is one number
-    for a run. So each client of a round samples one of two configurations from a shared
-    distribution theta: batch statistics, or the server's running statistics, which this client does
-    not update. After its local steps the client reports its model's loss on its next batch, in eval
-    mode with its own statistics. This batch replaces FedEx's validation data; in later epochs the
-    client has trained on it before. The server takes an exponentiated gradient step on theta. Once
-    the entropy of theta is below ``cutoff``, its argmax decides: either the server's statistics
-    freeze for all clients from the next round (T* is found), or all clients train with batch
-    statistics to the end.
+    FedEx tunes settings that may differ between the clients of a round. T* is one number for the
+    whole run, so the search is over these two configurations of a client:
 
-    The choice is myopic: the loss after this round's local steps decides, not the final accuracy.
-    The first round has no baseline and takes no step (FedEx starts from a baseline of 0).
+    - Train with batch statistics.
+    - Train with the server's running statistics and leave them unchanged (frozen).
 
-    Logged until the end of the search: ``fedex/probability_freeze`` and ``fedex/entropy`` (nats)
-    after each round; then ``fixbn/freeze_round`` if freezing has won.
+    Each client samples a configuration from a distribution theta, which the server keeps. After its
+    local steps the client reports the loss of its model on its next batch, in eval mode with its
+    running statistics. The server then takes an exponentiated gradient step on theta. This batch
+    replaces FedEx's validation data. After the first epoch the client has already trained on it.
+
+    The search ends once the entropy of theta is below ``cutoff``. If frozen statistics are more
+    probable, the statistics freeze for all clients from the next round, and T* is found. If batch
+    statistics are more probable, all clients train with batch statistics to the end.
+
+    The search is myopic: it compares losses after the local steps of a round, not final
+    accuracies. The baseline of a step is the mean loss of earlier rounds. So the first round takes
+    no step; FedEx itself starts from a baseline of 0.
+
+    Logged after each round of the search: ``fedex/probability_freeze`` and ``fedex/entropy``
+    (nats). If freezing wins, ``fixbn/freeze_round`` is logged from then on.
 
     Args:
-        schedule: Step sizes (see :func:`step_size`).
-        discount: Weight of a round's loss in the baseline, relative to the following round, in [0,
-            1].
-        cutoff: Entropy in nats below which theta has decided, in [0, ln 2); 0 never decides.
+        schedule: Schedule of the step sizes, see :func:`step_size`.
+        discount: Discount of older losses in the baseline, in [0, 1]. Each round's loss has
+            ``discount`` times the weight of the next round's loss.
+        cutoff: Entropy of theta, in nats, below which the search ends, in [0, ln 2). With 0 the
+            search never ends.
 
     Raises:
         ConfigurationError: A setting is out of range, or the model has no BN layer with running
@@ -112,11 +119,11 @@ class FedExFixBN(FoundFreezing):
         self.batch_round: int | None = None
 
     def undecided(self) -> Mapping[str, str]:
-        """Declare that running statistics may freeze, until one of the two configurations has won."""
+        """Declare that running statistics may still freeze, unless batch statistics have won."""
         return super().undecided() if self.batch_round is None else {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Swap BN layers for layers that follow each client's sampled configuration."""
+        """Replace BN layers by layers that apply each client's sampled configuration."""
         swap_batch_norm(pl_module.model, ChosenBatchNorm)
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
@@ -147,7 +154,10 @@ class FedExFixBN(FoundFreezing):
             self._decide(pl_module, cohort.round)
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """Return one float up (the loss) and one down (the choice) until the search ends."""
+        """Return the floats that a client sends (the loss) and receives (the choice): 1 and 1.
+
+        After the search both are 0.
+        """
         return (1, 1) if self._searches(cohort.round) else (0, 0)
 
     def state_dict(self) -> dict[str, object]:
@@ -165,7 +175,10 @@ class FedExFixBN(FoundFreezing):
         return decided is None or round_number <= decided
 
     def _choices(self, pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
-        """Return each client's configuration, int64 ``[C]``: a function of theta, seed, round and client."""
+        """Return each client's configuration, int64 ``[C]``: 0 for batch statistics, 1 for frozen ones.
+
+        The draw is a function of theta, seed, round and client.
+        """
         theta = self.log_theta.exp()
         draws = [
             torch.multinomial(theta, 1, generator=generator(pl_module.seed, "FedEx", cohort.round, client))
@@ -187,34 +200,47 @@ class FedExFixBN(FoundFreezing):
 def gradient_estimate(
     losses: Tensor, choices: Tensor, weights: Tensor, theta: Tensor, baseline: float
 ) -> Tensor:
-    """Return the importance-weighted estimate of the expected loss's gradient in theta, ``[k]``.
+    """Estimate the gradient of the expected loss with respect to theta, ``[k]``.
+
+    The estimate weights each client's loss by the inverse probability of the client's choice
+    (importance weighting).
 
     Args:
         losses: Loss of each client, ``[C]``.
-        choices: Configuration sampled by each client, int64 ``[C]``.
+        choices: Index of the configuration that each client sampled, int64 ``[C]``.
         weights: Aggregation weights ``[C]``, sum 1.
-        theta: Probability of each configuration, ``[k]``.
-        baseline: Number subtracted from every loss; it changes only the variance of the estimate.
+        theta: Probability of each of the k configurations, ``[k]``.
+        baseline: Number that is subtracted from every loss. It reduces the variance of the
+            estimate and does not change the expected step.
     """
     shares = weights * (losses - baseline) / theta[choices]
     return torch.zeros_like(theta).index_add(0, choices, shares)
 
 
 def discounted_mean(past: Sequence[float], discount: float) -> float:
-    """Return the mean with weight 1 for the newest value, ``discount`` for the one before, and so on."""
+    """Return the weighted mean of ``past``, oldest value first.
+
+    The newest value has weight 1. Each earlier value has ``discount`` times the weight of the next.
+    """
     weights = torch.tensor(discount, dtype=torch.float64) ** torch.arange(len(past) - 1, -1, -1)
     return float(weights @ torch.tensor(past, dtype=torch.float64) / weights.sum())
 
 
 def step_size(gradient: Tensor, schedule: str, past: float) -> tuple[float, float]:
-    """Return the step size, ``sqrt(2 ln k) / scale``, and the new ``past``.
+    """Return the step size ``sqrt(2 ln k) / scale``, and the updated ``past``.
+
+    The schedule chooses the scale. Let a be the largest absolute entry of a gradient.
+
+    - ``"constant"``: 1.
+    - ``"auto"``: The square root of the number of steps so far.
+    - ``"adaptive"``: The square root of the sum of a^2 over all steps so far.
+    - ``"aggressive"``: a of this step.
 
     Args:
-        gradient: The gradient estimate ``[k]``.
-        schedule: Choice of the scale. ``"constant"``: 1. ``"auto"``: root of the number of steps.
-            ``"adaptive"``: root of the summed squares of all gradients' largest entries.
-            ``"aggressive"``: largest entry of this gradient. Entries are absolute values.
-        past: What earlier steps added to the sum whose root is the scale; 0 at the first step.
+        gradient: Gradient estimate of this step, ``[k]`` for k configurations.
+        schedule: Name of the schedule.
+        past: Sum over earlier steps: their number (``"auto"``) or their a^2 (``"adaptive"``). Pass
+            0 at the first step, and then the value that the previous step returned.
     """
     largest = float(gradient.abs().max())
     past += {"auto": 1.0, "adaptive": largest**2}.get(schedule, 0.0)
@@ -223,19 +249,28 @@ def step_size(gradient: Tensor, schedule: str, past: float) -> tuple[float, floa
 
 
 def exponentiated_step(log_theta: Tensor, gradient: Tensor, size: float) -> Tensor:
-    """Return log theta after one step of exponentiated gradient descent on the simplex, ``[k] -> [k]``."""
+    """Return log theta after one step of exponentiated gradient descent, ``[k]``.
+
+    Args:
+        log_theta: Logarithms of the k probabilities, ``[k]``.
+        gradient: Gradient of the loss with respect to theta, ``[k]``.
+        size: Step size.
+    """
     moved = log_theta - size * gradient
     return moved - moved.logsumexp(0)
 
 
 def entropy(log_theta: Tensor) -> float:
-    """Return the entropy of a distribution in nats, from its logarithms ``[k]``."""
+    """Return the entropy in nats of a distribution, given its log probabilities ``[k]``."""
     return float(-torch.special.xlogy(log_theta.exp(), log_theta.exp()).sum())
 
 
 @torch.no_grad()
 def held_out_losses(pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
-    """Return each client's loss on its next batch, in eval mode with its statistics, float64 ``[C]``."""
+    """Return each client's loss on its next batch, float64 ``[C]``.
+
+    The client's model is in eval mode and uses the client's running statistics.
+    """
     plan, clients = pl_module.plan, cohort.client_ids
     positions = [
         plan.first_step(client, cohort.round) + steps

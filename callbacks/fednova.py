@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 class FedNova(FederatedCallback):
     """FedNova: clients send normalised updates, so more local steps give a client no more weight.
 
-    Client i sends ``d_i = (x - x_i) / a_i``, with a_i of :func:`step_length`. The server's update
-    is ``(sum p_i a_i) sum p_i d_i``. With equal numbers of local steps this is FedAvg. The server
-    optimizer gets the update as its pseudo-gradient. FedNova does not change the treatment of
+    Client i sends ``d_i = (x - x_i) / a_i``. x are the server's parameters, x_i the client's, and
+    :func:`step_length` computes a_i. The server's update is ``(sum p_i a_i) sum p_i d_i``. p are
+    the aggregation weights. The server optimizer gets this update as its pseudo-gradient. With
+    equal numbers of local steps FedNova equals FedAvg. It does not change the treatment of
     statistics and local parameters (FedBN).
 
-    The formula of a_i is known for SGD with or without momentum that starts each round from zeros.
-    Refused are other client optimizers, dampening, Nesterov momentum, and methods that keep or
-    restart momentum or correct client drift: FedProx's a_i, for example, depends on mu.
+    The formula of a_i holds for SGD, with or without momentum, if momentum starts each round from
+    zeros. All other cases raise an error: other client optimizers, dampening, Nesterov momentum,
+    methods that keep or restart momentum, and methods that correct client drift. With FedProx, for
+    example, a_i would depend on mu.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train
@@ -38,7 +40,7 @@ class FedNova(FederatedCallback):
     takes: Mapping[str, str] = {"the client optimizer's state": "", "the correction of client drift": ""}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Check the client optimizer."""
+        """Raise an error if the client optimizer is not SGD, or has dampening or Nesterov momentum."""
         optimizer = cohort.optimizer
         if type(optimizer) is not torch.optim.SGD or any(
             group["dampening"] or group["nesterov"] for group in optimizer.param_groups
@@ -55,13 +57,13 @@ class FedNova(FederatedCallback):
             rows.copy_(server + (rows - server) / lengths.unsqueeze(1))
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Multiply the mean of the normalised updates by the mean length."""
+        """Multiply the mean of the normalised updates by the clients' mean a_i."""
         for block, lengths in self._lengths(cohort).items():
             cohort.pseudo_gradient.blocks[block] *= cohort.mean(lengths)
 
     @staticmethod
     def _lengths(cohort: "Cohort") -> dict[str, Tensor]:
-        """Return a_i of each client, ``[C]``, by averaged block."""
+        """Return each client's a_i, ``[C]``, for every block that the server averages."""
         trained = [block for block in cohort.params.blocks if cohort.is_trained(block)]
         return {
             block: step_length(cohort.local_steps, group["momentum"]).to(cohort.params.blocks[block])
@@ -73,8 +75,8 @@ class FedNova(FederatedCallback):
 def step_length(steps: list[int], momentum: float) -> Tensor:
     """Return ``a_i = [tau_i - m (1 - m^tau_i) / (1 - m)] / (1 - m)``, float64 ``[C]``.
 
-    a_i is the sum of the weights of all gradients over tau_i local steps; without momentum it is
-    tau_i.
+    The update of client i is a weighted sum of its gradients in tau_i local steps. a_i is the sum
+    of these weights. Without momentum a_i = tau_i.
 
     Args:
         steps: Local steps tau_i of each client.

@@ -7,12 +7,12 @@ from fl_lightning.methods import LocalState
 class FedPer(LocalState):
     """FedPer: clients keep the head (the personalization layers); the body (base layers) is averaged.
 
-    Body and head are trained together (Algorithm 1). The paper's head is the classifier and up to
-    three blocks before it, and each client initialises its head at random. Here all heads start
-    from the server's initial head. Buffers of the head stay at the client as well.
+    Clients train body and head together (Algorithm 1). They also keep the buffers of the head. In
+    the paper the head is the classifier and up to three blocks before it, and each client
+    initialises its head at random. Here all heads start from the server's initial head.
 
     Args:
-        head: Name or names of the modules or parameters of the head, such as ``fc`` (see
+        head: Name or list of names of the head's modules or parameters, such as ``fc`` (see
             ``fl_lightning.cohort.parts``). Default: the last layer. An empty list is FedAvg.
         evaluate_clients: Number of clients' models to evaluate. Default: all.
 

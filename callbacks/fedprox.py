@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 class FedProx(FederatedCallback):
     """FedProx: each client adds the proximal term ``mu / 2 |theta_i - theta|^2`` to its loss.
 
-    Only the gradient ``mu (theta_i - theta)`` is computed; the logged loss excludes the term. The
-    term includes the parameters that the server averages, not local parameters (FedBN) or
-    statistics. The first local step starts at the server's parameters and so equals FedAvg's.
+    theta are the server's parameters and theta_i those of client i. Only the gradient of the term,
+    ``mu (theta_i - theta)``, is computed. The logged loss excludes the term.
+
+    The term includes all parameters that the server averages. It excludes local parameters (FedBN)
+    and statistics. The first local step equals FedAvg's, because it starts at theta.
 
     Args:
         mu: Weight of the proximal term, at least 0; 0 is FedAvg.

@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 
 
 class FedRep(FedPer):
-    """FedRep: in each round a client first trains its head, then the body, which alone is averaged.
+    """FedRep: in each round a client trains first its head, then the body; only the body is averaged.
 
-    The first ``head_steps`` local steps of a round train the head with the body at rest, the other
-    steps train the body with the head at rest (Algorithm 1). At rest, head or body has gradient and
-    learning rate 0, so neither momentum nor weight decay changes it. Each of the two phases starts
-    with a fresh client optimizer. A client with at most ``head_steps`` local steps trains only its
-    head. BN normalises with batches in both phases, so running statistics change in both.
+    The first ``head_steps`` local steps of a round train only the head. The other steps train only
+    the body (Algorithm 1). The part that is not trained has gradient 0 and learning rate 0, so
+    momentum and weight decay do not change it. Each of the two phases starts with a fresh client
+    optimizer. A client with at most ``head_steps`` local steps trains only its head. BN normalises
+    with batches in both phases, so running statistics change in both.
 
-    The authors weight clients by their number of samples. They tune the heads of all clients after
-    the last round; here a client is evaluated with its head from its last round.
+    The authors weight clients by their number of samples. After the last round they tune the heads
+    of all clients. Here a client is evaluated with the head of its last round.
 
     Args:
-        head_steps: Local steps that train the head, >= 0. With 0 the heads are never trained.
+        head_steps: Number of local steps that train the head, at least 0. With 0 the heads are
+            never trained.
         head: The head, see :class:`~fl_lightning.callbacks.fedper.FedPer`.
         evaluate_clients: Number of clients' models to evaluate. Default: all.
 
     Raises:
-        ConfigurationError: ``head_steps`` is negative, or leaves no local step for the body.
+        ConfigurationError: ``head_steps`` is negative, or no client has a local step for the body.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -52,7 +53,7 @@ class FedRep(FedPer):
         self.head_steps = head_steps
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that some client has local steps for the body."""
+        """Raise an error if no client has a local step for the body."""
         super().configure_batch_norm(pl_module)
         most = max(map(pl_module.plan.full_steps, range(pl_module.data.num_clients)))
         if not 0 <= self.head_steps < most:
@@ -63,7 +64,7 @@ class FedRep(FedPer):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
-        """Set learning rate and gradient of the head or body at rest to 0."""
+        """Set gradient and learning rate of the part that this step does not train to 0."""
         if step == self.head_steps:
             cohort.restart_optimizer()
         blocks = {n: block for n, block in cohort.params.layout.items() if cohort.is_trained(n)}

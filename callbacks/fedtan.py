@@ -23,21 +23,35 @@ Correction = Literal["union", "official"]
 
 @dataclass(frozen=True)
 class JointStep:
-    """Joint step of ``clients`` clients with the settings of :class:`FedTAN`."""
+    """Local step in which BN layers use the statistics of all clients' batches together.
+
+    Attributes:
+        clients: Number of clients in the step.
+        backward: The setting of :class:`FedTAN`.
+        var_correction: The setting of :class:`FedTAN`.
+    """
 
     clients: int
     backward: Backward
     var_correction: Correction
 
     def mean(self, statistic: Tensor) -> Tensor:
-        """Return the cohort's mean of a client's statistic; ``backward`` decides its gradient."""
+        """Return the mean over the cohort of a client's statistic.
+
+        The setting ``backward`` chooses how a gradient flows through the mean.
+        """
         mean: Tensor = cohort_mean(statistic, self.clients)
         if self.backward == "aggregated":
             return mean
         return mean.detach() if self.backward == "none" else statistic + (mean - statistic).detach()
 
     def unbiased(self, variance: Tensor, inputs: Tensor) -> Tensor:
-        """Return the unbiased variance of the union, given one client's inputs ``[b, channels, ...]``."""
+        """Return the unbiased variance of the union of all clients' inputs.
+
+        Args:
+            variance: Biased variance of the union, ``[channels]``.
+            inputs: The layer's inputs at one client, ``[b, channels, ...]``.
+        """
         count = len(inputs)
         if self.var_correction == "union":
             count = self.clients * inputs[:, 0].numel()
@@ -50,7 +64,7 @@ class TANBatchNorm(SwappedBatchNorm):
     """BN layer that normalises with the union of all clients' batches in a joint step.
 
     Attributes:
-        joint: The present joint step; None for ordinary BN.
+        joint: The joint step that runs now. With None the layer is an ordinary BN layer.
     """
 
     method = "FedTAN"
@@ -58,7 +72,7 @@ class TANBatchNorm(SwappedBatchNorm):
     joint: JointStep | None
 
     def prepare(self) -> None:
-        """Start with ordinary BN."""
+        """Set the layer to ordinary BN."""
         self.joint = None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -90,32 +104,38 @@ class TANBatchNorm(SwappedBatchNorm):
 class FedTAN(FederatedCallback):
     """FedTAN: clients exchange BN statistics and their gradients in the first local step.
 
-    In that step every BN layer uses the mean and variance of the union of all clients' batches, and
-    the gradients that flow through them are averaged: three exchanges a layer, with all clients in
-    lockstep. With one local step (E = 1) the round's mean gradient, and so the whole run, equals
-    centralised training with BN on the union batches, for any model. Further local steps are
-    ordinary and use the client's batch and running statistics.
+    In the first local step every BN layer uses the mean and variance of the union of all clients'
+    batches. The clients also average the gradients that flow through this mean and variance. This
+    takes three exchanges per layer, and the clients wait for each other. Further local steps use
+    the client's batch statistics and update the client's running statistics, as in FedAvg.
 
-    Under any executor the first step is one forward pass over all clients, with memory for all
-    batches. Batches must have equal shapes. All clients have equal weight in this step, so the
-    equality requires clients of one size or ``weighting: uniform``, the authors' 1/n.
+    With one local step (E = 1), the mean gradient of a round equals the gradient of centralised
+    training with BN on the union batch, for any model. So the whole run equals centralised
+    training. All clients have equal weight in the first step. So the equality needs clients with
+    equally many samples, or ``weighting: uniform``, which gives the authors' weights 1/n.
+
+    With every executor the first step is one forward pass over all clients. It needs memory for all
+    batches, and the batches must have equal shapes.
 
     Args:
-        backward: ``"aggregated"``: the method. ``"own"``: only the forward pass exchanges, and a
-            client's gradient flows only through the client's own statistics. This is the paper's
-            baseline "FedAvg + Algorithm 2", INFERRED since its text and code were not available.
-            ``"none"``: as ``"own"``, but no gradient flows through statistics.
+        backward: Gradient through the statistics in the first step. ``"aggregated"``: the clients
+            average it (the method). ``"own"``: it flows only through the client's own statistics,
+            and only the forward pass exchanges. We take this as the paper's baseline "FedAvg +
+            Algorithm 2"; we had neither its text nor its code. ``"none"``: as ``"own"``, but no
+            gradient flows through statistics.
         var_correction: Factor that makes the running variance unbiased. ``"union"``: N/(N-1) with
-            all N values per channel, as in centralised BN; ``"official"``: b/(b-1) with the b
+            all N values per channel, as in centralised BN. ``"official"``: b/(b-1) with the b
             images of a client, as in the authors' code.
-        affine_init: Initial gamma of BN. ``"ones"``: the model's; ``"uniform"``: in [0, 1), as in
-            the authors' code, drawn from the module's seed if training starts without a checkpoint.
+        affine_init: Initial gamma of BN. ``"ones"``: the model's initial values. ``"uniform"``:
+            random numbers in [0, 1) from the module's seed, as in the authors' code. A checkpoint
+            replaces both.
         restart_momentum: Whether clients restart their optimizer after the first step, as in the
             authors' code.
 
     Raises:
-        ConfigurationError: Unknown setting, no BN, an aggregator other than the weighted mean, or
-            another callback that keeps the momentum although FedTAN restarts it.
+        ConfigurationError: A setting is unknown, the model has no BN layer, or the aggregator is
+            not the weighted mean. With ``restart_momentum``, also if another callback keeps the
+            momentum.
 
     Example:
         >>> from fl_lightning.testing import blobs, centralised, distance, small_cnn, train
@@ -149,11 +169,11 @@ class FedTAN(FederatedCallback):
             self.claims = ()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare running statistics averaged, so that no other method may change their treatment."""
+        """Declare running statistics averaged, so that no other method changes their treatment."""
         return {"mean": "averaged", "var": "averaged"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Swap BN layers for layers that exchange in joint steps, and draw their initial gamma."""
+        """Replace BN layers by layers that can exchange statistics, and draw their initial gamma."""
         require_weighted_mean(pl_module, "FedTAN", "takes means inside of a local step")
         self.layers: list[TANBatchNorm] = swap_batch_norm(pl_module.model, TANBatchNorm)
         for index, layer in enumerate(self.layers):
@@ -162,14 +182,14 @@ class FedTAN(FederatedCallback):
                 layer.weight.data.copy_(torch.rand(layer.weight.shape, generator=draw))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
-        """Print a note if the backward pass is not the method's."""
+        """Print a note if ``backward`` is not ``"aggregated"``."""
         if self.backward != "aggregated":
             pl_module.print(
                 f"FedTAN(backward={self.backward}): 'FedAvg + Algorithm 2', inferred because its text was not available."
             )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Make the first local step joint."""
+        """Prepare all BN layers for the exchange in the first local step."""
         cohort.extra["calls"] = _calls(cohort)
         for layer in self.layers:
             layer.joint = JointStep(len(cohort), self.backward, self.var_correction)
@@ -177,7 +197,7 @@ class FedTAN(FederatedCallback):
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
-        """Switch to ordinary BN after the first step, and restart the client optimizers if set."""
+        """Switch to ordinary BN after the first step, and restart the optimizers if set."""
         if step == 0:
             cohort.extra["calls"].neg_().add_(_calls(cohort))
             for layer in self.layers:
@@ -186,17 +206,17 @@ class FedTAN(FederatedCallback):
                 cohort.restart_optimizer()
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """Return the exchanged floats: means, variances and gradients of all BN layers' calls."""
+        """Return the floats that a client sends and receives in the first local step."""
         channels = torch.tensor([layer.num_features for layer in self.layers])
         floats = int(cohort.extra["calls"][0].cpu() @ channels) * (4 if self.backward == "aggregated" else 2)
         return floats, floats
 
     def extra_exchanges(self, cohort: "Cohort") -> int:
-        """Return the exchanges: 2 at each call of a BN layer, 3 if gradients are averaged."""
+        """Return 2 exchanges per call of a BN layer, or 3 if gradients are averaged."""
         return int(cohort.extra["calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
 
 
 def _calls(cohort: "Cohort") -> Tensor:
-    """Return how often each client updated its running statistics, ``[C, layers]``."""
+    """Return how often each client has called each BN layer in training, ``[C, layers]``."""
     kinds = cohort.buffer_kinds
     return torch.stack([cohort.buffers[name] for name in kinds if kinds[name] == "counter"], 1)

@@ -13,18 +13,20 @@ _KINDS = {"statistics": STATISTICS, "affine": ("affine",), "both": (*STATISTICS,
 class FixBN(Freezing):
     """FixBN: Batch Normalization is frozen after round T* (Algorithm 1).
 
-    Rounds 1..T* are FedAvg with BN. From round T* + 1 on every client normalises with the server's
-    running statistics of round T*. gamma and beta continue to train unless frozen too (Table H).
+    Rounds 1 to T* are FedAvg with BN. From round T* + 1 on, every client normalises with the
+    server's running statistics of round T*. gamma and beta continue to train, unless ``freeze``
+    includes them (Table H of the paper).
 
     Args:
-        freeze_round: T*, the last round with batch statistics; 0 freezes from the start.
-        freeze_fraction: T* as a fraction of the planned rounds, in [0, 1]; 0.5 if neither is given.
-        freeze: Frozen state: ``"statistics"`` (the method), ``"affine"`` (gamma, beta) or
-            ``"both"``.
+        freeze_round: T*, the last round with batch statistics. With 0 BN is frozen from the start.
+        freeze_fraction: T* as a fraction of the planned rounds, in [0, 1]. If neither this setting
+            nor ``freeze_round`` is given, the fraction is 0.5.
+        freeze: State that is frozen: ``"statistics"`` (the method), ``"affine"`` (gamma and beta)
+            or ``"both"``.
 
     Raises:
-        ConfigurationError: T* is given twice, a setting is out of range, or the model has no BN
-            layer.
+        ConfigurationError: Both ``freeze_round`` and ``freeze_fraction`` are given, a setting is
+            out of range, or the model has no BN layer.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

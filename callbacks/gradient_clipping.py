@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class ClientGradientClipping(FederatedCallback):
-    """Clipping of each client's gradient to a norm of at most ``max_norm``, over all parameters.
+    """Clipping of each client's gradient, over all parameters, to the norm ``max_norm``.
 
-    The callback applies ``torch.nn.utils.clip_grad_norm_`` to every client's model, in the order of
-    the callback list. If listed after FedProx or SCAFFOLD it bounds the corrected gradient; if
-    listed before, only the gradient of the loss.
+    Each client's gradient is clipped as by ``torch.nn.utils.clip_grad_norm_``. The order of the
+    callbacks matters. After FedProx or SCAFFOLD in the list, this callback clips the corrected
+    gradient. Before them, it clips the gradient of the loss.
 
     Args:
-        max_norm: Largest norm, above 0; infinity changes no gradient.
-        norm: Order p of the norm, above 0; ``.inf`` is the largest absolute entry.
+        max_norm: Largest norm, above 0. With infinity no gradient changes.
+        norm: Order p of the norm, above 0. ``.inf`` is the largest absolute entry.
 
     Raises:
         ConfigurationError: A setting is out of range.

@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 class MaintainedMomentum(FederatedCallback):
     """Maintained momentum: the client optimizer's state is kept from one round to the next.
 
-    The state of any elementwise optimizer is kept: SGD's momentum, Adam's moments with each
-    client's step count. All state starts from zeros. So with ``dampening`` d a client's very first
-    step is ``(1 - d) g``, as in FBN's ``q <- 0.99 q + 0.01 g`` from q = 0, where torch's first step
-    is the whole g. Without this method every round begins with torch's first step.
+    The method works with any elementwise optimizer. It keeps SGD's momentum, or Adam's moments with
+    each client's step count. All state starts from zeros.
+
+    This changes the very first step with ``dampening`` d, for gradient g. Here the momentum is
+    ``(1 - d) g``, as in FBN, whose momentum is ``q <- 0.99 q + 0.01 g`` from q = 0. In torch the
+    first momentum is g. Without this method every round begins as in torch.
 
     Args:
-        scope: ``"local"``: each client keeps its state, also while it is absent. ``"global"``:
-            clients send their state after the local steps, the module's aggregator combines it
-            (default: weighted mean), and every client of the next round starts from the result. In
-            either scope momentum of local parameters (FedBN's gamma and beta) stays at the client.
+        scope: ``"local"``: each client keeps its state, also while it is absent. ``"global"``: the
+            module's aggregator (default: weighted mean) combines the states that clients send after
+            their local steps, and every client of the next round starts from the result. In both
+            scopes the momentum of local parameters (FedBN's gamma and beta) stays at the client.
 
     Raises:
-        ConfigurationError: Unknown scope, or a client optimizer without state (SGD without
+        ConfigurationError: The scope is unknown, or the client optimizer has no state (SGD without
             momentum).
 
     Example:
@@ -57,7 +59,7 @@ class MaintainedMomentum(FederatedCallback):
         self.memory = ClientMemory()
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Restore the remembered state."""
+        """Give each client's optimizer the state from earlier rounds."""
         if not cohort.optimizer_state_keys:
             raise ConfigurationError(
                 f"MaintainedMomentum: client_optimizer {type(cohort.optimizer).__name__} keeps no state between steps; set "
@@ -76,7 +78,7 @@ class MaintainedMomentum(FederatedCallback):
         cohort.optimizer_steps = steps
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Remember the clients' state after their last local step."""
+        """Store the optimizers' states after the last local step."""
         state = _state(cohort)
         shared = {name: of for name, of in state.items() if self._is_shared(cohort, of[0])}
         local = {name: rows for name, (_, rows) in state.items() if name not in shared}
@@ -89,22 +91,25 @@ class MaintainedMomentum(FederatedCallback):
             self._remember(client, {**rest, "steps": steps[False][index].clone()})
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """Return the number of floats of global state, which clients send and receive once a round."""
+        """Return the number of floats of global state; clients send and receive it once a round."""
         floats = sum(
             rows.shape[1] for block, rows in _state(cohort).values() if self._is_shared(cohort, block)
         )
         return floats, floats
 
-    def state_dict(self) -> dict[str, ClientMemory]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the remembered state by client id (``SERVER``: the combined state)."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the remembered state from a checkpoint."""
+        """Restore the stored states from a checkpoint."""
         self.memory = ClientMemory(state_dict["memory"])
 
     def _is_shared(self, cohort: "Cohort", block: str) -> bool:
-        """Return whether the server keeps a block's state: global scope, parameters not local."""
+        """Return whether the server keeps a block's state.
+
+        This is so in global scope, unless the block holds local parameters.
+        """
         return self.scope == "global" and cohort.treatment(block) != "local"
 
     def _remember(self, owner: int, state: dict[str, Tensor]) -> None:
@@ -112,7 +117,7 @@ class MaintainedMomentum(FederatedCallback):
 
 
 def _state(cohort: "Cohort") -> dict[str, tuple[str, Tensor]]:
-    """Return the client optimizer's state by name: blocks and their rows ``[C, columns]``."""
+    """Return the client optimizer's state by name, each with its block and rows ``[C, columns]``."""
     return {
         f"{key}/{block}": (block, rows)
         for key in cohort.optimizer_state_keys

@@ -16,21 +16,29 @@ if TYPE_CHECKING:
 
 
 class MomentMatching(FederatedCallback):
-    """Moment matching: running statistics are aggregated by the law of total variance (no paper names it).
+    """Moment matching: running statistics are aggregated by the law of total variance.
 
-    ``mu = sum p_i mu_i`` and ``sigma^2 = sum p_i sigma_i^2 + sum p_i (mu_i - mu)^2``; FedAvg omits
-    the last sum. Two clients with means 0 and 10 and variance 1 have a joint variance of 26, where
-    FedAvg gives 1. Parameters train as in FedAvg; only evaluation differs. The module's
-    ``statistics_aggregator`` replaces the three sums.
+    The method is from no paper.
 
-    Caution: clients send moving averages, ``mu_i = (1 - b) mu + b (client's mean)`` with b = 1 - (1
-    - beta)^E, so the sent means are b times as far apart as the batch means. The last sum then has
-    the factor b^2, although the moving average requires b. After many rounds the server's variance
-    holds the fraction b of the variance between clients: a tenth with PyTorch's momentum beta = 0.1
-    and E = 1 (hence FBN's division by beta), nearly all with E = 50. It holds all of that variance
-    in two cases: with ``bn_momentum: 1``, where clients send the statistics of their last batch,
-    and in the first round for layers with ``momentum=None``, where clients send averages over their
-    local steps.
+    With aggregation weights p, the server's mean is ``mu = sum p_i mu_i``. Its variance is
+    ``sigma^2 = sum p_i sigma_i^2 + sum p_i (mu_i - mu)^2``. FedAvg omits the last sum. For example,
+    two clients with means 0 and 10 and variance 1 have a joint variance of 26, but FedAvg gives 1.
+    Parameters train as in FedAvg; only evaluation differs. The module's setting
+    ``statistics_aggregator`` can replace the three sums.
+
+    Caution: the server's variance usually holds too little of the variance between clients. Clients
+    send moving averages, ``mu_i = (1 - b) mu + b (client's mean)``, with b = 1 - (1 - beta)^E for E
+    local steps and PyTorch's momentum beta. The sent means are only b times as far apart as the
+    batch means. So the last sum has the factor b^2, although the moving average would need b. After
+    many rounds the server's variance holds the fraction b of the variance between clients. With
+    beta = 0.1 this is a tenth for E = 1, and nearly all for E = 50. FBN divides by beta for this
+    reason.
+
+    In two cases the server's variance holds all of the variance between clients:
+
+    - ``bn_momentum: 1``: Clients send the statistics of their last batch.
+    - The first round of layers with ``momentum=None``: Clients send averages over their local
+      steps.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -47,15 +55,15 @@ class MomentMatching(FederatedCallback):
     )  # fmt: skip
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare running statistics pooled."""
+        """Declare that this method computes the server's running statistics (``pooled``)."""
         return {"mean": "pooled", "var": "pooled"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has running statistics."""
+        """Raise an error if the model has no running statistics."""
         require_batch_norm(pl_module.model, "MomentMatching")
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Set the server's statistics."""
+        """Aggregate the clients' statistics by the law of total variance."""
         sent = sent_statistics(cohort.buffers, cohort.buffer_kinds, cohort.weights, between=1.0)
         means, variances = zip(*pl_module.statistics([*sent.values()]), strict=True)
         set_server_statistics(cohort, torch.cat(means), torch.cat(variances))

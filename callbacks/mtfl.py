@@ -6,12 +6,18 @@ from fl_lightning.methods import LocalState
 class MTFL(LocalState):
     """MTFL with private gamma and beta: clients keep gamma and beta of BN; all other state is averaged.
 
-    These are the private patches "yb" of section 3. The patches "us" (running means and variances)
-    are :class:`~fl_lightning.callbacks.silobn.SiloBN`, both together are
-    :class:`~fl_lightning.callbacks.fedbn.FedBN`. A client's gamma and beta start from the server's
-    initial ones. ``own_accuracy`` is the paper's measure: a client's model after the download, on
-    test data like the client's own. The paper's FedAvg-Adam, which also averages Adam's moments, is
-    :class:`~fl_lightning.callbacks.maintained_momentum.MaintainedMomentum` with global scope.
+    A client's gamma and beta start from the server's initial values. ``own_accuracy`` is the
+    paper's measure: the accuracy of a client's model after the download, on test data with the
+    client's distribution.
+
+    Names of the paper (section 3) and the methods here:
+
+    - Private patches "yb" (gamma and beta): this method.
+    - Private patches "us" (running means and variances):
+      :class:`~fl_lightning.callbacks.silobn.SiloBN`.
+    - Both patches: :class:`~fl_lightning.callbacks.fedbn.FedBN`.
+    - FedAvg-Adam, which also averages Adam's moments:
+      :class:`~fl_lightning.callbacks.maintained_momentum.MaintainedMomentum` with global scope.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

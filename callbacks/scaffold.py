@@ -17,26 +17,33 @@ if TYPE_CHECKING:
 class SCAFFOLD(FederatedCallback):
     """SCAFFOLD: clients correct their drift with control variates, ``g - c_i + c``.
 
-    c_i and c estimate the client's and the mean gradient (Algorithm 1, option II). After a round
-    c_i is the mean of the gradients g that client i computed in its E_i local steps, and ``c +=
-    |S|/n mean(new c_i - old c_i)`` over the cohort S of the n clients. For SGD that mean gradient
-    is the paper's ``c_i - c + (theta - theta_i) / (E_i eta)`` with the round's learning rate eta.
-    The mean of gradients is also defined for other client optimizers (momentum and Adam step with
-    the corrected gradient) and free of the rounding of parameters. Weight decay enters neither c_i
-    nor c. All control variates start from 0, and absent clients keep theirs. The server learning
-    rate is the server optimizer's.
+    c_i estimates the gradient of client i, and c estimates the mean gradient of all clients. All
+    start from 0. After a round (Algorithm 1, option II):
 
-    ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the cohort's
-    share of all clients' weight, so c stays the weighted mean of all c_i. With ``weighting:
-    uniform`` or clients of one size, both are the paper's. With ``weighting: samples`` both weights
-    assume that clients take all their local steps; with stragglers' weights c would not be the mean
-    of all c_i. A robust aggregator filters a Byzantine client's c_i as it filters the client's
-    update, by layer if the aggregator's ``per`` is ``layer``.
+    - c_i becomes the mean of the gradients g that client i computed in its E_i local steps. A
+      client that is absent keeps its c_i.
+    - c becomes ``c + |S|/n mean(new c_i - old c_i)``. S is the cohort, and n is the number of
+      clients.
 
-    Only parameters that clients train and the server averages have control variates, not statistics
-    and frozen or local parameters (FedBN). Control variates double the traffic of these parameters
-    both ways. Callbacks before this one in the list change the gradient g (ClientGradientClipping),
-    later ones the corrected gradient.
+    The paper computes c_i as ``c_i - c + (theta - theta_i) / (E_i eta)``, with the learning rate
+    eta of the round. For SGD this is the same mean of gradients. The mean of gradients has no
+    rounding error of parameters. It is also defined for other client optimizers, such as Adam or
+    SGD with momentum, which step with the corrected gradient. c_i and c exclude weight decay. The
+    server learning rate is that of the server optimizer.
+
+    Here ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the
+    cohort's share of all clients' weight. So c stays the weighted mean of all c_i. With
+    ``weighting: uniform``, or clients of one size, mean and share are as in the paper. With
+    ``weighting: samples`` the weights assume that each client takes all its local steps, even if
+    some clients (stragglers) take fewer. Otherwise c would not be the mean of all c_i. A robust
+    aggregator filters a Byzantine client's c_i as it filters the client's update: per layer if the
+    aggregator's setting ``per`` is ``layer``.
+
+    The method applies to parameters that clients train and the server averages. It does not apply
+    to statistics, frozen parameters or local parameters (FedBN). It doubles the traffic of the
+    parameters in both directions. The order of callbacks matters, for example that of
+    ClientGradientClipping: callbacks before SCAFFOLD change g, and callbacks after SCAFFOLD change
+    the corrected gradient.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train
@@ -57,7 +64,7 @@ class SCAFFOLD(FederatedCallback):
         self.memory = ClientMemory()
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Load c and the c_i of the clients."""
+        """Load c, and each client's c_i."""
         self._own, self._correction = {}, {}
         memories = [self.memory.get(owner, {}) for owner in (SERVER, *cohort.client_ids)]
         for block in self._blocks(cohort):
@@ -95,11 +102,11 @@ class SCAFFOLD(FederatedCallback):
             self.memory[client] = {**self.memory.get(client, {}), **rows}
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """Return the floats of a control variate: clients send the change of c_i and receive c."""
+        """Return the floats that a client sends (the change of c_i) and receives (c)."""
         floats = sum(cohort.params.blocks[block].shape[1] for block in self._blocks(cohort))
         return floats, floats
 
-    def state_dict(self) -> dict[str, ClientMemory]:
+    def state_dict(self) -> dict[str, Any]:
         """Return control variates by client id (``SERVER``: c), a vector for each block."""
         return {"memory": self.memory}
 

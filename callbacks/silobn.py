@@ -6,9 +6,9 @@ from fl_lightning.methods import LocalState
 class SiloBN(LocalState):
     """SiloBN: clients keep their running statistics; weights, gamma and beta are averaged.
 
-    Training does not read running statistics, so all parameters equal those of FedAvg with BN bit
-    for bit; the clients' final models differ. A client that has not taken part yet is evaluated
-    with the server's copy of the statistics, the mean over the round's clients.
+    Training does not read running statistics. So all parameters equal FedAvg's with BN, bit for
+    bit, and only the clients' statistics differ. If a client has not taken part yet, it is
+    evaluated with the server's statistics, which are the mean over the clients of the last round.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

@@ -18,22 +18,25 @@ if TYPE_CHECKING:
 class SlidingWindowFixBN(FoundFreezing):
     """FixBN that finds T* in training, once the clients' BN statistics change at a steady pace.
 
-    A client's change in a round is the L1 norm, over all its running means and variances, of the
-    difference between the statistics that it sends now and those that it sent last. Once the
-    variance of the last ``window`` mean changes (with 1/W, as in the paper) is below ``threshold``,
-    statistics are frozen for all clients from the next round. The paper leaves open which norm is
-    meant and how clients agree. Our reading: the L1 norm, the weighted mean over the round's
-    clients, and one T* for all. A client that takes part for the first time has no change, and a
-    round without any change adds no entry to the window.
+    A client's change in a round is the L1 distance between the running statistics that it sends now
+    and the running statistics that it sent last. The change of a round is the weighted mean over
+    the round's clients. The window holds the changes of the last W rounds. Once their variance is
+    below ``threshold``, all clients freeze their statistics from the next round on. The variance
+    has the factor 1/W, as in the paper. A client that takes part for the first time has no change.
+    A round in which no client has a change adds no entry to the window.
 
-    Logged until T* is found: ``fixbn/statistics_change`` in every round that has one and, once the
-    window is full, ``fixbn/window_variance``; then ``fixbn/freeze_round``.
+    The paper does not say which norm is meant and how the clients agree. The L1 norm, the weighted
+    mean and one T* for all clients are our choice.
+
+    Logged in each round until T* is found: ``fixbn/statistics_change``, the change of the round,
+    and ``fixbn/window_variance``, once the window is full. From then on ``fixbn/freeze_round`` is
+    logged.
 
     Args:
-        window: W, the number of rounds in the window, at least 2; the paper recommends a large one.
-        threshold: tau >= 0, in squared units of the summed statistics, so suitable values grow with
-            the square of the number of BN channels. The paper recommends a small one; 0 never
-            freezes.
+        window: Number of rounds W in the window, at least 2. The paper recommends a large number.
+        threshold: Threshold tau of the variance, at least 0. Suitable values grow with the square
+            of the number of BN channels, because the L1 norm is a sum over channels. The paper
+            recommends a small value. With 0 statistics are never frozen.
 
     Raises:
         ConfigurationError: A setting is out of range, or the model has no BN layer with running
@@ -62,7 +65,7 @@ class SlidingWindowFixBN(FoundFreezing):
         self.statistics = ClientMemory()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Compare sent statistics with the clients' last ones, and freeze if they are steady."""
+        """Compare the clients' statistics with their last ones; freeze if the pace is steady."""
         if self.freeze_round is not None:
             return
         names = [name for name, kind in cohort.buffer_kinds.items() if kind in ("mean", "var")]
@@ -83,7 +86,7 @@ class SlidingWindowFixBN(FoundFreezing):
                 self.freeze_after(pl_module, cohort.round)
                 self.statistics = ClientMemory()
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return T*, the window and, until T* is found, the statistics that each client sent last."""
         return super().state_dict() | {"changes": self.changes, "statistics": self.statistics}
 
@@ -94,14 +97,19 @@ class SlidingWindowFixBN(FoundFreezing):
 
 
 def mean_change(now: Tensor, before: Tensor, weights: Tensor) -> float:
-    """Return the weighted mean over n clients of the L1 change of their floats ``[n, floats]``, in float64.
+    """Return the weighted mean over n clients of the L1 distance between two rows.
 
-    The weights ``[n]`` are positive and need not be normalised.
+    The result is computed in float64.
+
+    Args:
+        now: New statistics of each client, ``[n, floats]``.
+        before: Earlier statistics of each client, ``[n, floats]``.
+        weights: Weight of each client, ``[n]``, positive, with any sum.
     """
     changes = (now.double() - before.double()).abs().sum(1)
     return float(weights.double() @ changes / weights.double().sum())
 
 
 def window_variance(changes: Sequence[float]) -> float:
-    """Return the variance of the mean changes in the window, with 1/W as in appendix B.6."""
+    """Return the biased variance of the W changes in the window (factor 1/W, as in appendix B.6)."""
     return float(torch.tensor(changes, dtype=torch.float64).var(correction=0))

@@ -20,24 +20,27 @@ if TYPE_CHECKING:
 class StaticBN(FederatedCallback):
     """Static BN (sBN): training with batch statistics only; statistics are measured in a pass over the data.
 
-    No running statistic is tracked or sent in training. After each round that is evaluated, and
-    after the last one, all clients pass over their training data once with the server's new
-    weights, without gradients (see :func:`~fl_lightning.methods.statistics_pass.collect`). A
-    skipped round has a pass too, unless its weights were measured before. Between two passes the
-    server, and so a checkpoint, holds the statistics of the earlier pass. Parameters train as in
-    FedAvg; only evaluation differs.
+    In training, running statistics are neither tracked nor sent. Instead all clients pass once over
+    their training data with the server's new weights, without gradients (see
+    :func:`~fl_lightning.methods.statistics_pass.collect`). Such a pass follows each round that is
+    evaluated, and the last round. If a round is skipped, the pass takes place only if the present
+    weights have not been measured yet. Between two passes the server holds the statistics of the
+    earlier pass, and so does a checkpoint. Parameters train as in FedAvg; only evaluation differs.
 
     Args:
-        statistics_pass: ``"pooled"``: averages over batches of all clients' data together, as in
-            HeteroFL's code; a real federation cannot pool data. Batch k is the union of the
-            clients' k-th batches; HeteroFL shuffles over all data. ``"pooled_total_variance"``: the
-            variance of all values in these batches. ``"per_client"``: averages over each client's
-            batches, without the variance between clients. ``"per_client_total_variance"``: the
-            variance of all values in the clients' batches, from each client's count, mean and
-            variance.
+        statistics_pass: Data and formula of the statistics.
+
+            - ``"pooled"``: mean over union batches of each batch's mean and variance, as in
+              HeteroFL's code. Union batch k is the union of all clients' k-th batches; HeteroFL
+              shuffles all data instead. A real federation cannot pool data in this way.
+            - ``"pooled_total_variance"``: mean and variance of all values in the union batches.
+            - ``"per_client"``: mean over all clients' batches of each batch's mean and variance.
+              This leaves out the variance between clients.
+            - ``"per_client_total_variance"``: mean and variance of all values in the clients'
+              batches, computed from each client's count, mean and variance.
 
     Raises:
-        ConfigurationError: Unknown pass, or a model without running statistics.
+        ConfigurationError: The pass is unknown, or the model has no running statistics.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -60,11 +63,11 @@ class StaticBN(FederatedCallback):
         self._is_last = False
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare that statistics tracked in training are discarded."""
+        """Declare that a round resets the statistics that BN tracks in training."""
         return dict.fromkeys(("mean", "var", "counter"), "reset")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has running statistics and that their aggregator is a weighted mean."""
+        """Check that the model has running statistics, aggregated by the weighted mean."""
         require_batch_norm(pl_module.model, "StaticBN")
         require_weighted_mean(
             pl_module,
@@ -74,19 +77,26 @@ class StaticBN(FederatedCallback):
         )
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Measure statistics if they are about to be used."""
+        """Measure the statistics if this round is evaluated or the last."""
         self._trained_round = cohort.round
         self._measure_if_used(trainer, pl_module, cohort.round)
 
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Measure statistics if this round is evaluated and its weights have not been measured."""
+        """Measure the statistics if this round is evaluated and its weights are not measured yet.
+
+        Returns:
+            The traffic of the pass by client id, and the number of exchanges.
+        """
         self._measure_if_used(trainer, pl_module, pl_module.round)
         return self._pass, int(self._is_last and bool(self._pass))
 
     def _measure_if_used(self, trainer: L.Trainer, pl_module: "FederatedModule", round_number: int) -> None:
-        """Measure statistics and record the traffic if they are about to be used but outdated."""
+        """Measure the statistics, and record the traffic, if an evaluation needs new statistics.
+
+        This is so if the round is evaluated or the last, and the weights are not measured yet.
+        """
         self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
         used = self._is_last or _is_evaluated(trainer, round_number)
         if not used or self.measured_round == self._trained_round:
@@ -104,12 +114,12 @@ class StaticBN(FederatedCallback):
         self._pass = {client: (statistics, weights * (client not in following)) for client in clients}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
-        """Measure statistics if training ended before its last round."""
+        """Measure the statistics if training ended before its last planned round."""
         if self.measured_round < self._trained_round:
             self._measure(pl_module, self._trained_round)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
-        """Print a warning if a checkpoint's statistics and weights are from different rounds."""
+        """Print a warning if statistics and weights of a checkpoint are from different rounds."""
         if self._trained_round != self.measured_round:
             pl_module.print(
                 f"StaticBN: statistics are of round {self.measured_round}, weights of round {self._trained_round}: the run stopped "
@@ -133,11 +143,18 @@ class StaticBN(FederatedCallback):
             buffers[f"{layer}.running_var"].copy_(variance)
 
     def extra_traffic(self, cohort: "Cohort") -> Mapping[int, tuple[int, int]]:
-        """Return a pass's traffic: statistics up, and weights down outside the next cohort."""
+        """Return each client's traffic in a pass, as floats sent and floats received.
+
+        Clients send statistics and receive weights. The clients of the next cohort receive no
+        weights here, because the broadcast of the next round counts them.
+        """
         return self._pass
 
     def extra_exchanges(self, cohort: "Cohort") -> int:
-        """Return 1 for the last pass, which the server awaits; earlier ones overlap with rounds."""
+        """Return 1 for the last pass, and 0 for earlier passes.
+
+        The server waits only for the last pass. An earlier pass overlaps with the next round.
+        """
         return int(self._is_last)
 
 

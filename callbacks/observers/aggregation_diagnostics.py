@@ -1,4 +1,4 @@
-"""Effect of attackers on the server's aggregates: distance to the honest mean, and share of each client."""
+"""Measures of the attackers' effect on the server's aggregates."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,22 +18,24 @@ if TYPE_CHECKING:
 class AggregationDiagnostics(Report, FederatedCallback):
     """Observer of the server's aggregation rules under attack; training is unchanged.
 
-    Measures of the sent parameters (as updates), means and variances, in round 1 and every
-    ``every_n_rounds``-th round:
+    The observer measures round 1 and every ``every_n_rounds``-th round. A measured round takes the
+    additional time of a second aggregation. Each metric exists for three kinds of state that
+    clients send: updates of parameters, means and variances. Replace ``KIND`` by ``parameters``,
+    ``means`` or ``variances``:
 
-    - ``byzantine/distance_parameters`` (``_means``, ``_variances``): L2 distance of the aggregate
-      from the honest clients' mean, divided by the honest clients' mean distance from it. Both
-      means use the clients' weights if the rule does. Without attackers the distance is 0 if the
-      rule is the mean; a robust rule is biased. ``statistics_domain`` and the variance between
-      clients act after the rule and are ignored.
-    - ``byzantine/share_parameters`` (``_means``, ``_variances``): the attackers' share in the
-      aggregate. Under a mean, f attackers of n clients have the share f / n. The share is 0 if the
-      rule trims or filters out all attackers.
+    - ``byzantine/distance_KIND``: L2 distance of the aggregate from the honest clients' mean,
+      divided by the honest clients' mean distance from that mean. Both means use the clients'
+      weights if the aggregation rule does.
+    - ``byzantine/share_KIND``: The attackers' share in the aggregate. If the rule is a mean with
+      equal weights, f attackers of n clients have the share f / n. If the rule trims or filters out
+      all attackers, the share is 0.
 
-    ``shares.csv`` has each client's mean share in the measured aggregates.
+    Without attackers the distance is 0 if the rule is the mean. It is above 0 for a robust rule,
+    because such a rule is biased. The distance excludes ``statistics_domain`` and the variance
+    between clients, which the server applies after the rule. If a kind has several vectors, such as
+    the means of each layer, the share is their mean, weighted by number of coordinates.
 
-    Shares of several vectors of one kind (each layer's means) are averaged by number of
-    coordinates. A measured round takes the time of a second aggregation.
+    The file ``shares.csv`` has each client's mean share over the measured rounds.
 
     Args:
         every_n_rounds: Interval of the measured rounds, at least 1.
@@ -97,9 +99,9 @@ class AggregationDiagnostics(Report, FederatedCallback):
         return {"shares": Table(["client", "attacker", *kinds], rows)} if kinds else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shares so far."""
+        """Return the clients' shares in the rounds measured so far."""
         return {"shares": self.shares, "attackers": sorted(self._attackers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the shares from a checkpoint."""
+        """Restore the clients' shares from a checkpoint."""
         self.shares, self._attackers = state_dict["shares"], set(state_dict["attackers"])

@@ -32,61 +32,75 @@ _MEASURES = ("statistics", "gradients", "gap", "bias")
 class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     """Observer of Batch Normalization in any run, with any method; training is unchanged.
 
-    A measured round repeats the first local step. Training is still the same bit for bit if models
-    and data draw from the global generators of torch, numpy and Python and do not count their
-    calls.
+    Round 1 and every ``every_n_rounds``-th round are measured. A measured round repeats the first
+    local step, without dropout, and normalises as the method does. Training stays the same bit for
+    bit under two conditions: models and data draw only from the global generators of torch, numpy
+    and Python, and they do not count their calls.
 
-    Round 1 and every ``every_n_rounds``-th round are measured. p_m are the clients' aggregation
-    weights, S the server's running means and variances at the start of the round. S_m of client m
-    are the mean and unbiased variance of each BN layer's inputs in the first local step, on the
-    client's batch and starting weights. PyTorch's BN would add S_m to its moving averages; S_m is
-    measured even if the layer normalises with other statistics. The repeated step normalises as the
-    method does (frozen statistics, FBN's, FedTAN's joint pass) and has no dropout. A layer that is
-    not called has deviation 0.
+    Two measures belong to a measured round. S are the server's running means and variances at its
+    start. S_m are the mean and unbiased variance of the inputs of each BN layer at client m, in the
+    client's first local step. They are measured even if the layer normalises with other statistics.
+    p_m is the client's aggregation weight.
 
-    - ``"statistics"``: ``bn/global_change``, the L1 norm of S' - S with S' after the round.
-      ``bn/local_deviation``, ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper).
-      ``_per_float`` divides both by the number of floats. ``bn/window_variance``, the unbiased
-      variance of S_m over the measured rounds of client m, mean over floats and clients (Figure
-      3b).
-    - ``"gradients"``: ``bn/gradient_deviation``, ``|sum_m w_m g_m - g| / |g|`` in L2 norms. The
-      clients' first gradients g_m have weights w_m by batch size; g is the gradient of the same
-      method with one client that has the union of the batches. If the model has gamma and beta,
-      their deviation (``_affine``) and that of the other parameters (``_weights``) are logged too.
-      Gradients are of the loss, without FedProx, SCAFFOLD or clipping, and exclude frozen and local
-      parameters. The deviation is zero up to rounding for GN, FBN, FedTAN, and FixBN once frozen;
-      mixed precision rounds to bfloat16.
+    - ``"statistics"``:
 
-    Every evaluation inside ``fit`` measures:
+      - ``bn/global_change``: The L1 norm of S' - S. S' are the server's statistics after the round.
+      - ``bn/local_deviation``: ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper). A layer
+        that is not called counts as 0.
+      - ``bn/global_change_per_float``, ``bn/local_deviation_per_float``: The same, divided by the
+        number of floats in S.
+      - ``bn/window_variance``: The unbiased variance of S_m over the measured rounds of client m,
+        averaged over floats and clients (Figure 3b).
 
-    - ``"gap"``: ``bn/train_eval_gap``, the accuracy with the server's running statistics minus that
-      with the evaluation batch's (``val/accuracy_batch_statistics``).
-    - ``"bias"``: ``bn/mean_bias`` and ``bn/var_bias``, means over the layers of ``|m - m*| /
-      |sqrt(v*)|`` and ``|v - v*| / |v*|`` for the server's m and v. A pooled pass over the training
-      data with the server's weights measures the mean m* and biased variance v* of all values. Its
-      batch k is the union of all clients' k-th batches and normalises with its own statistics. In
-      the first BN layer m* and v* are the moments of all training data. ``bn/recalibration_gap``,
-      the accuracy with the server's statistics minus that with m* and v*
-      (``val/accuracy_recalibrated``).
+    - ``"gradients"``:
 
-    ``bn_drift.png`` shows these measures over the rounds; ``bn_layers.png`` and ``bn_layers.csv``
-    show about 100 rounds of each layer. A layer's weight and bias are measured together, because
-    the gradient of a bias before BN is only rounding. Without running statistics only gradients are
-    measured. ``result.json`` has the newest numbers of each measure and their round; an evaluation
-    after the last round belongs to that round.
+      - ``bn/gradient_deviation``: ``|sum_m w_m g_m - g| / |g|`` in L2 norms. g_m is the first
+        gradient of client m, and its weight w_m is proportional to the batch size. g is the
+        gradient of one client that has the union of all batches and uses the same method.
+      - ``bn/gradient_deviation_affine``, ``bn/gradient_deviation_weights``: The same for gamma and
+        beta, and for all other parameters. Logged if the model has gamma and beta.
 
-    On a CPU with E = 1 a measured round took 3.2 (LeNet) to 3.7 times (ResNet-8) as long as others,
-    and 2.5 times with ``"statistics"`` alone. At the default interval a run takes 1.2 to 1.3 times
-    as long. A measured round needs memory for a second cohort and the union batch, ``"bias"`` for a
-    forward pass on one batch of all clients.
+      These are gradients of the loss, before FedProx, SCAFFOLD or clipping change them. They
+      exclude frozen and local parameters. The deviation is 0 up to rounding for GN, FBN, FedTAN and
+      frozen FixBN. Mixed precision rounds to bfloat16.
+
+    Two measures belong to every evaluation inside ``fit``. m and v are the server's running mean
+    and variance. m* and v* are the mean and biased variance of each BN layer's inputs in one pass
+    over the training data with the server's weights. In this pass, batch k is the union of all
+    clients' k-th batches, and BN normalises with the batch. In the first BN layer m* and v* are the
+    moments of all training data.
+
+    - ``"gap"``:
+
+      - ``val/accuracy_batch_statistics``: The accuracy with the statistics of the evaluation batch.
+      - ``bn/train_eval_gap``: The accuracy with the server's statistics minus this accuracy.
+
+    - ``"bias"``:
+
+      - ``bn/mean_bias``, ``bn/var_bias``: ``|m - m*| / |sqrt(v*)|`` and ``|v - v*| / |v*|``, as
+        means over the layers.
+      - ``val/accuracy_recalibrated``: The accuracy with the statistics m* and v*.
+      - ``bn/recalibration_gap``: The accuracy with the server's statistics minus this accuracy.
+
+    Files: ``bn_drift.png`` shows these measures over the rounds. ``bn_layers.png`` and
+    ``bn_layers.csv`` show each layer in about 100 rounds; here a layer's weight and bias count
+    together, because the gradient of a bias before BN is only rounding error. ``result.json`` has
+    the newest numbers of each measure and their round. An evaluation after the last round counts as
+    part of that round. For a model without running statistics only gradients are measured.
+
+    Cost: on a CPU with E = 1, a measured round took 3.2 (LeNet) to 3.7 times (ResNet-8) as long as
+    other rounds, and 2.5 times with ``"statistics"`` alone. With the default interval a run takes
+    1.2 to 1.3 times as long. A measured round needs memory for a second cohort and for the union
+    batch. ``"bias"`` needs memory for a forward pass on one batch of each client.
 
     Args:
         every_n_rounds: Interval of the measured rounds, at least 1.
-        window: Newest measured rounds of a client in the variance, at least 2.
-        window_clients: Clients in the variance, evenly spaced by id, at least 1. The windows hold
-            up to ``window * window_clients`` times the floats of S, also in checkpoints.
-        measure: List of ``statistics``, ``gradients``, ``gap``, ``bias``; None for all but the
-            costly ``bias``.
+        window: Number of a client's newest measured rounds in ``bn/window_variance``, at least 2.
+        window_clients: Number of clients in ``bn/window_variance``, evenly spaced by id, at least
+            1. The observer stores up to ``window * window_clients`` times the floats of S, also in
+            checkpoints.
+        measure: List of measures: ``statistics``, ``gradients``, ``gap``, ``bias``. None selects
+            all except ``bias``, which is costly.
 
     Raises:
         ConfigurationError: A setting is out of range or unknown.
@@ -138,7 +152,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         self.channels = {name: layer.num_features for name, layer in layers.items()}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Measure the first local step, which all methods have prepared, if the round is due."""
+        """Measure the first local step if the round is due; all methods have prepared it."""
         if self._is_measured(cohort):
             gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)
@@ -208,7 +222,11 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return statistics of the evaluation batch and of a pooled pass over training data."""
+        """Return the variants ``batch_statistics`` and ``recalibrated``, as far as they are measured.
+
+        The first uses statistics of the evaluation batch, the second those of a pass over the
+        training data.
+        """
         variants: dict[str, Mapping[str, Tensor]] = {}
         self._true = {}
         if has_statistics(pl_module.model):
@@ -242,7 +260,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
                 self.keep(pl_module, quantity, dict(zip(layers, values, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the windows and the reported numbers."""
+        """Return the clients' statistics in the windows, and all reported numbers."""
         return {"windows": self.windows, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

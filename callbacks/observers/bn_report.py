@@ -1,4 +1,4 @@
-"""Report of BN measurements: metrics, a table of all layers and figures."""
+"""Report of BN measurements: metrics, a table and figures."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,15 @@ MAX_ROUNDS = 100
 
 
 class BatchNormReport(Report):
-    """Bookkeeping of a callback that measures BN and passes its numbers to :meth:`log_measure`.
+    """Base class of a callback that measures BN: it logs, stores and reports the numbers.
+
+    A subclass passes its numbers to :meth:`log_measure` and :meth:`log_floats`.
 
     Attributes:
-        history: Numbers of each layer, ``history[quantity][round][layer]``.
-        newest: Newest metrics of each measure, and their round.
-        channels: Channels of each BN layer with running statistics, first to last.
+        history: Number of each layer, ``history[quantity][round][layer]``.
+        newest: Round and newest metrics of each measure, ``newest[measure] = (round, metrics)``.
+        channels: Number of channels of each BN layer with running statistics, by layer name in the
+            order of the model.
     """
 
     def __init__(self) -> None:
@@ -37,32 +40,46 @@ class BatchNormReport(Report):
         self.channels: dict[str, int] = {}
 
     def log_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
-        """Log the sum and mean of ``values`` ``[2, channels]``, and keep each layer's means."""
+        """Log the sum and the mean of ``values``, and store the means of each layer.
+
+        Args:
+            pl_module: The federated module.
+            name: Name of the metric, after ``bn/``.
+            values: One number for each running mean and running variance, ``[2, channels]``, with
+                the channels of all layers.
+        """
         total = float(values.sum())
         metrics = {f"bn/{name}": total, f"bn/{name}_per_float": total / values.numel()}
         self.log_measure(pl_module, "statistics", metrics)
         self.keep_floats(pl_module, name, values)
 
     def keep_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
-        """Keep each layer's mean of ``values`` ``[2, channels]``, as ``<name>_mean`` and ``<name>_var``."""
+        """Store each layer's means of ``values`` as quantities ``<name>_mean`` and ``<name>_var``.
+
+        Args:
+            pl_module: The federated module.
+            name: Name of the measured quantity.
+            values: One number for each running mean and running variance, ``[2, channels]``, with
+                the channels of all layers.
+        """
         for kind, row in zip(("mean", "var"), values, strict=True):
             pieces = row.split(list(self.channels.values()))
             means = {layer: float(piece.mean()) for layer, piece in zip(self.channels, pieces, strict=True)}
             self.keep(pl_module, f"{name}_{kind}", means)
 
     def keep(self, pl_module: "FederatedModule", quantity: str, values: Mapping[str, float]) -> None:
-        """Keep each layer's number in this round, unless the history already has a nearby round."""
+        """Store each layer's number of this round, unless the history already has a nearby round."""
         by_round = self.history.setdefault(quantity, {})
         every = max(pl_module.planned_rounds, MAX_ROUNDS) / MAX_ROUNDS
         if not by_round or (max(by_round) - 1) // every < (pl_module.round - 1) // every:
             by_round[pl_module.round] = dict(values)
 
     def log_measure(self, pl_module: "FederatedModule", measure: str, metrics: Mapping[str, float]) -> None:
-        """Log numbers of the whole model, and replace the measure's numbers of earlier rounds."""
+        """Log metrics of the whole model, and store them as the newest of their measure."""
         for name, value in metrics.items():
             pl_module.log(name, value)
         if metrics:
-            # in training the present round, otherwise the last finished round or 0
+            # in training the current round, otherwise the last finished round or 0
             trainer, now = pl_module.trainer, int(pl_module.metrics.get("round", 0))
             if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
                 now = pl_module.round
@@ -73,7 +90,7 @@ class BatchNormReport(Report):
         """Return the figures ``bn_drift`` (the whole model) and ``bn_layers`` (each layer)."""
         figures: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():
-            # an evaluation after the last round is logged after the round's metrics: add it to them
+            # an evaluation after the last round is logged later than the round: add it to its row
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             figures["bn_drift"] = lambda title: drift_figure(rows, title)
@@ -82,7 +99,7 @@ class BatchNormReport(Report):
         return figures
 
     def tables(self) -> Mapping[str, Table]:
-        """Return the table ``bn_layers`` of all kept numbers of all layers."""
+        """Return the table ``bn_layers`` with all stored numbers of all layers."""
         rows = self._rows()
         return {"bn_layers": Table(("round", "layer", "quantity", "value"), rows)} if rows else {}
 
@@ -95,7 +112,7 @@ class BatchNormReport(Report):
         return values
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return the newest gradient deviation and gap."""
+        """Return the newest gradient deviation and train-eval gap in words, each with its round."""
         return {
             label: f"{self.newest[measure][1][name]:.3g} in round {self.newest[measure][0]:,}"
             for label, measure, name in (
@@ -106,7 +123,7 @@ class BatchNormReport(Report):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the layers' numbers so far and the newest metrics."""
+        """Return the stored numbers of all layers, and the newest metrics."""
         return {"history": self._rows(), "newest": self.newest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

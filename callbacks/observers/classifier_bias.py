@@ -1,4 +1,4 @@
-"""Measures of the classifier's bias and of the features, for the server's model and the mean of recent models."""
+"""Measures of the classifier's bias and of the features of the server's model."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,39 +32,45 @@ class ClassifierBias(FederatedCallback):
     """Observer that shows whether a low accuracy comes from the classifier's bias or the features.
 
     Each evaluation of the server's model in ``fit`` (also before training), ``validate`` and
-    ``test`` logs under ``val/`` or ``test/``:
+    ``test`` logs these metrics under ``val/`` or ``test/``:
 
-    - ``train_loss``, ``train_accuracy``: on a fixed sample of batches from the clients' first
-      epoch, evenly spaced over all clients, augmented as in training.
-    - ``predicted_share_<class>``: share of the samples for which the class is predicted.
-    - ``accuracy_calibrated``: accuracy after a bias is added to the logits. The bias is found
-      without labels: it makes the mean probability of every class 1 / C
-      (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). Left out if the bias
-      does not converge. The classifier's bias causes the difference from ``accuracy``.
-    - ``accuracy_within_clients``: accuracy if the client is known. The highest logit among the
-      client's classes is predicted, on samples of these classes; mean over clients.
-    - ``accuracy_between_clients``: accuracy of predicting the client, by the summed probability of
-      each client's classes. Left out with a message if two clients share a class.
+    - ``train_loss``, ``train_accuracy``: Loss and accuracy on a fixed sample of training batches,
+      augmented as in training. The batches come from the clients' first epoch and are evenly spaced
+      over all clients.
+    - ``predicted_share_<class>``: Share of the samples that are predicted as the class.
+    - ``accuracy_calibrated``: Accuracy after a bias is added to the logits. The bias makes the mean
+      probability of all C classes equal, 1 / C, without the use of labels
+      (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). The difference from
+      ``accuracy`` is the effect of the classifier's bias. Left out if the search for the bias does
+      not converge.
+    - ``accuracy_within_clients``: Accuracy if each sample's client is known, as the mean over the
+      clients. A client is evaluated on the samples of its classes. The prediction is the class with
+      the highest logit among the client's classes.
+    - ``accuracy_between_clients``: How often the right client is predicted. The predicted client is
+      the one whose classes have the largest sum of probabilities. Left out with a message if two
+      clients share a class.
 
     A class belongs to a client if the client has at least a tenth as many samples of it as of its
-    most frequent class. The last two measures need a data module with class histograms.
+    most frequent class. The last two metrics need a data module with class histograms.
 
-    All measures, ``accuracy`` and ``loss`` are also logged for the mean of the newest server
-    models; these names end in ``_mean_model``. Weights, running means and running variances are
-    averaged with equal weights; counters are the newest model's.
+    The same metrics, with ``accuracy`` and ``loss``, are also logged for the mean of the newest
+    server models, under names that end in ``_mean_model``. The mean has equal weights for
+    parameters, running means and running variances. Its counters are those of the newest model.
 
-    Only ``accuracy`` and ``loss`` include samples with non-finite outputs. All evaluation data are
-    used, whatever ``trainer.limit_val_batches`` is.
+    Samples with non-finite outputs count only in ``accuracy`` and ``loss``. The setting
+    ``trainer.limit_val_batches`` has no effect here: all evaluation data are used.
 
     Args:
-        mean_of: Number of newest server models in the mean, at least 1; 1: no mean.
-        train_samples: Approximate number of training samples, at least 1.
-        checkpoints: Checkpoints or state dicts whose mean replaces that of the newest models, for
-            ``test`` and ``validate``. Default: none.
+        mean_of: Number of the newest server models in the mean, at least 1. With 1 no mean is
+            computed.
+        train_samples: Approximate number of training samples in ``train_loss`` and
+            ``train_accuracy``, at least 1.
+        checkpoints: Checkpoints or state dicts for ``test`` and ``validate``. Their mean replaces
+            the mean of the newest models. Default: none.
 
     Raises:
         ConfigurationError: A setting is out of its range, a file does not fit the model, or the
-            task has no single label per sample.
+            task does not have exactly one label per sample.
 
     Attributes:
         models: The newest server models, the oldest first.
@@ -81,13 +87,13 @@ class ClassifierBias(FederatedCallback):
         self._said = False
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Keep the server's model."""
+        """Store the server's model after this round."""
         self._keep(pl_module)
 
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Keep the server's model, which the round has not changed."""
+        """Store the server's model again; a skipped round has not changed it."""
         self._keep(pl_module)
         return {}, 0
 
@@ -100,7 +106,7 @@ class ClassifierBias(FederatedCallback):
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
-        """Log all measures."""
+        """Log all metrics of this observer."""
         split = "test" if trainer.testing else pl_module.data.fit_split
         if trainer.state.fn != TrainerFn.FITTING:
             pl_module.data.setup("fit")  # 'validate' and 'test' do not set up the clients' data
@@ -117,7 +123,13 @@ class ClassifierBias(FederatedCallback):
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
     def _log(self, pl_module: "FederatedModule", split: str, suffix: str = "") -> None:
-        """Log the measures of the module's present model, on all ranks."""
+        """Log the metrics of the module's present model, on all ranks.
+
+        Args:
+            pl_module: The federated module.
+            split: Prefix of the metric names, ``"val"`` or ``"test"``.
+            suffix: Suffix of the metric names.
+        """
         data, train, outputs = pl_module.data, ServerEvaluation(), _Outputs()
         for index, (client, step) in enumerate(self._train_batches(pl_module)):
             batch = pl_module.on_device(data.cohort_batch([client], [step]).batches()[0])
@@ -133,7 +145,7 @@ class ClassifierBias(FederatedCallback):
             pl_module.log(f"{split}/{name}{suffix}", value)
 
     def _train_batches(self, pl_module: "FederatedModule") -> list[tuple[int, int]]:
-        """Return client and local step of each batch in the training sample."""
+        """Return the batches of the training sample, each as (client, local step)."""
         data = pl_module.data
         clients = range(data.num_clients)
         batches = [(client, step) for client in clients for step in range(data.steps_per_epoch(client))]
@@ -173,7 +185,7 @@ class ClassifierBias(FederatedCallback):
 
 
 class _Outputs(ServerEvaluation):
-    """Evaluation that keeps the outputs and labels of this rank's batches, by batch number."""
+    """Evaluation that also stores outputs and labels of this rank's batches, by batch number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +199,7 @@ class _Outputs(ServerEvaluation):
         task: Task | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        """Add a batch, see :meth:`ServerEvaluation.update`."""
+        """Store a batch's outputs, and call :meth:`ServerEvaluation.update`."""
         super().update(outputs, targets, loss, task, weights)
         scores = self._task.scores(outputs)
         if scores.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
@@ -209,7 +221,14 @@ class _Outputs(ServerEvaluation):
 
 
 def _mean(models: Sequence[Mapping[str, Tensor]], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the mean of models, computed in float64; integer tensors are the last model's."""
+    """Return the mean of models, computed in float64.
+
+    Integer tensors (counters) are taken from the last model.
+
+    Args:
+        models: State dicts of the models, the newest last.
+        like: State dict with the names, data types and devices of the result.
+    """
     means = {}
     for name, tensor in like.items():
         values = [model[name] for model in models]

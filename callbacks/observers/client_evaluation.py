@@ -17,25 +17,31 @@ if TYPE_CHECKING:
 class ClientEvaluation(Report, FederatedCallback):
     """Observer that evaluates the server's model for each client: mean, worst tenth and variance.
 
-    A client is evaluated on its ``val_dataloader()`` (or ``test_dataloader()``). If a client has
-    none but the data module knows its class histogram, its accuracy is estimated from the server's
-    evaluation data, with every class weighted as in the client's training data. Other clients are
-    left out. Only clients with their own evaluation data have a loss.
+    The evaluation data of a client depend on what the data module offers:
 
-    Each evaluation logs under ``val/`` or ``test/``:
+    - The client has a ``val_dataloader()`` (or ``test_dataloader()``): accuracy and loss are
+      measured on these data.
+    - The data module only knows the client's class histogram: the accuracy is estimated on the
+      server's evaluation data, with the class weights of the client's training data. The client has
+      no loss.
+    - Otherwise the client is left out.
 
-    - ``client_accuracy``: unweighted mean over the clients.
-    - ``client_accuracy_worst``: mean over the tenth of clients with the lowest accuracy, at least
-      one.
-    - ``client_accuracy_variance``: variance over the clients, of accuracies in [0, 1].
-    - ``client_loss``, ``client_loss_worst`` (the highest losses) and ``client_loss_variance``.
+    Each evaluation logs these metrics under ``val/`` or ``test/``:
+
+    - ``client_accuracy``: Unweighted mean over the clients.
+    - ``client_accuracy_worst``: Mean over the tenth of the clients with the lowest accuracy, at
+      least one client.
+    - ``client_accuracy_variance``: Variance over the clients; accuracies are in [0, 1].
+    - ``client_loss``, ``client_loss_worst``, ``client_loss_variance``: The same for the loss. The
+      worst clients have the highest losses.
 
     These are the measures of q-FFL (Li et al., Fair resource allocation in federated learning, ICLR
-    2020, Table 1). After the run ``clients.csv`` has the last evaluation's values by client, and
-    W&B their histogram.
+    2020, Table 1). After the run, ``clients.csv`` holds each client's values of the last
+    evaluation, and W&B has their histogram.
 
     Attributes:
-        values: Known ``accuracy`` and ``loss`` of each client in the last evaluation, by client id.
+        values: ``accuracy`` and ``loss`` of each client in the last evaluation, by client id. A
+            value that is not known is missing.
     """
 
     paper = "(an observer: measurement only)"
@@ -74,7 +80,7 @@ class ClientEvaluation(Report, FederatedCallback):
         return {} if accuracy is None else {pl_module.task.quality: accuracy}
 
     def tables(self) -> Mapping[str, Table]:
-        """Return the last evaluation's values by client."""
+        """Return the table ``clients``: each client's values in the last evaluation."""
         metrics = sorted({metric for known in self.values.values() for metric in known})
         rows = [[client, *(known.get(name, "") for name in metrics)] for client, known in self.values.items()]
         return {"clients": Table(["client", *metrics], rows)} if metrics else {}

@@ -19,30 +19,43 @@ if TYPE_CHECKING:
 class CommunicationLedger(Report, FederatedCallback):
     """Observer of a run's communication, with any method; training is the same bit for bit.
 
-    The ledger counts the state that the round's policy sends and the payload that methods add:
-    momentum, control variates, statistics inside a forward pass. It also counts exchanges with the
-    server: the 3L + 1 of a FedTAN round with L BN layers cost time rather than bytes. A round takes
-    as long as its slowest client. Ignored are diagnostics, models that personal evaluation would
-    need, the one transfer of frozen statistics to every client, and computation unless ``link`` has
-    the time of a local step. A centralised run sends no bytes.
+    The ledger counts the bytes of the state that a round sends. It includes the payload that
+    methods add: momentum, control variates, statistics inside a forward pass. It also counts
+    exchanges, in which the clients wait for the server. A FedTAN round with L BN layers, for
+    example, has 3L + 1 exchanges, which cost time rather than bytes.
 
-    Each round logs ``comm/simulated_s`` and totals since the first counted round:
-    ``comm/total_upload_bytes``, ``comm/total_download_bytes``, ``comm/total_bytes_per_client``
-    (both ways, mean over all clients), ``comm/total_exchanges`` and ``comm/total_simulated_s``. The
-    run ends with ``communication.png`` (accuracy against cost), ``communication.csv`` (by client;
-    ``seconds`` excludes waiting for others) and ``communication_by_kind.csv``.
+    The ledger also simulates the time of each round from the client's ``link``. A round takes as
+    long as its slowest client. A centralised run sends no bytes. The ledger ignores:
+
+    - Traffic of observers.
+    - Models that clients would need for a personal evaluation.
+    - The single transfer of frozen statistics to every client.
+    - Time for computation, unless ``link`` has a time per local step.
+
+    Each round logs its simulated time ``comm/simulated_s`` and these totals since the first counted
+    round:
+
+    - ``comm/total_upload_bytes`` and ``comm/total_download_bytes``.
+    - ``comm/total_bytes_per_client``: Bytes in both directions, mean over all clients.
+    - ``comm/total_exchanges``.
+    - ``comm/total_simulated_s``.
+
+    At the end of the run the ledger writes ``communication.png`` (accuracy against cost),
+    ``communication.csv`` (one row per client; ``seconds`` excludes the time spent waiting for other
+    clients) and ``communication_by_kind.csv``.
 
     Args:
         link: Bandwidth, latency and speed of a client, such as ``{upload_mbps: 100, download_mbps:
-            100}``; default: :class:`~fl_lightning.callbacks.observers.network_link.NetworkLink`, a
-            phone's.
+            100}``. Default: the link of a phone, see
+            :class:`~fl_lightning.callbacks.observers.network_link.NetworkLink`.
 
     Attributes:
         clients: Rounds, bytes up, bytes down, exchanges and seconds of each client, by client id.
-        kinds: Bytes up and down of all clients together, by kind of state.
-        exchanges: Exchanges of all rounds.
-        seconds: Simulated time of all rounds.
-        links: First round and description of each link; several if a run was resumed with another.
+        kinds: Bytes up and bytes down of all clients together, by kind of state.
+        exchanges: Number of exchanges in all rounds.
+        seconds: Simulated time of all rounds, in seconds.
+        links: First round and description of each link. There are several links if the run was
+            resumed with another link.
     """
 
     paper = "(an observer: measurement only)"
@@ -59,11 +72,11 @@ class CommunicationLedger(Report, FederatedCallback):
         self.links: list[tuple[int, str]]
         self._begin()
 
-    # not on_round_end: another method's hook may follow, and each hook reseeds torch's generator
+    # on_round_end would be too early: the on_round_end hook of another method may still follow
     def on_train_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the traffic of the round."""
+        """Add the traffic and the simulated time of the round."""
         if pl_module.round == 1:
             self._begin()  # a second fit starts at 0
         if not self.links or self.links[-1][1] != str(self._link):
@@ -114,7 +127,7 @@ class CommunicationLedger(Report, FederatedCallback):
         }
 
     def result(self) -> Mapping[str, float]:
-        """Return mean bytes per client and round, number of exchanges, and simulated time."""
+        """Return the mean bytes per client and round, the exchanges and the simulated time."""
         up, down = self._per_round()
         return {
             "upload_bytes_per_client_round": up,
@@ -148,7 +161,11 @@ class CommunicationLedger(Report, FederatedCallback):
         self.clients, self.kinds, self.exchanges, self.seconds, self.links = {}, {}, 0, 0.0, []
 
     def _in_words(self) -> str:
-        """Return the link in words; name first rounds unless one link applies from round 1 on."""
+        """Return the link in words.
+
+        If the run has several links, or the link applies only from a later round on, the text names
+        the first round of each link.
+        """
         if not self.links or (len(self.links) == 1 and self.links[0][0] == 1):
             return str(self._link)
         return "; ".join(f"from round {first} on {link}" for first, link in self.links)

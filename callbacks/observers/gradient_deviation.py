@@ -24,13 +24,13 @@ class FirstStep:
     """First local step of a round, before any method changes the gradients.
 
     Attributes:
-        mean_gradient: Mean of the clients' gradients, weighted by batch size, ``[*shape]`` by
-            parameter; without frozen and local parameters.
-        union_gradient: Gradient of the same method with one client that has the union batch.
-        means: Means of each client's BN inputs, ``[C, channels]``, layers in the model's order; the
-            running mean for a layer that was not called.
-        variances: Variances of these inputs, unbiased as PyTorch's running variances, ``[C,
-            channels]``.
+        mean_gradient: Mean of the clients' gradients, weighted by batch size, by parameter name.
+            It excludes frozen and local parameters.
+        union_gradient: Gradient of one client that has the union of all batches and uses the same
+            method, by parameter name.
+        means: Mean of each BN layer's inputs at each client, ``[C, channels]``, with the layers in
+            the order of the model. If a layer was not called, this is its running mean.
+        variances: Unbiased variance of each BN layer's inputs, shaped as ``means``.
     """
 
     mean_gradient: Mapping[str, Tensor]
@@ -42,16 +42,19 @@ class FirstStep:
 def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = True) -> FirstStep:
     """Recompute a round's first local step, forward and backward, and leave the run unchanged.
 
-    The step uses the run's precision, the method's BN layers (in one joint forward pass if the
-    method has one), the clients' batches, and the weights and buffers from which the clients start.
-    Dropout is off, because clients and union would draw different masks. The union is a cohort of
-    one client. If all clients start from the same state, so does the union (callbacks may set this state in
-    ``on_round_start``); otherwise the union starts from the server's.
+    The step uses the run's precision, the method's BN layers, the clients' batches, and the weights
+    and buffers from which the clients start. If the method computes all clients in one joint
+    forward pass, the step does so too. Dropout is off, because clients and union would draw
+    different masks.
+
+    The union is a cohort of one client. If all clients start from the same state, the union starts
+    from this state, which callbacks may have set in ``on_round_start``. Otherwise the union starts
+    from the server's state.
 
     Args:
         pl_module: The federated module, inside a round.
         cohort: The round's cohort after every ``on_round_start`` and before its first local step.
-        union: Whether to compute the union; if False, ``union_gradient`` is empty.
+        union: Whether to compute the union's gradient. If False, ``union_gradient`` is empty.
     """
     slots, ranks, everyone = pl_module.slots, pl_module.ranks, list(range(len(cohort)))
     joint = pl_module.joint_method is not None
@@ -96,10 +99,13 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
 
 
 def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
-    """Copy the clients' state before the first forward pass from ``cohort`` to ``copy``.
+    """Copy the clients' starting state from ``cohort`` to ``copy``.
 
-    If ``common``, ``copy`` has one client (the union) and gets only state that is equal for all
-    clients and not local.
+    Args:
+        cohort: The round's cohort before its first forward pass.
+        copy: The cohort that receives the state.
+        common: Whether ``copy`` has one client, the union. It then receives only state that is
+            equal for all clients and not local.
     """
     for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
         for block in rows.layout:
@@ -111,7 +117,7 @@ def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
 
 
 def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
-    """Return a separate cohort for this round, whose clients are copies of the server."""
+    """Return a second cohort for this round. Its clients start as copies of the server."""
     copy = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups, parts=pl_module.parts)
     copy.broadcast(
         round_number=cohort.round,
@@ -128,7 +134,7 @@ def _executor(pl_module: "FederatedModule") -> Executor:
     joint = pl_module.joint_method
     if joint is not None:
         return joint_executor(joint)
-    # other executors compute the same, but may use copies of the model without the forward hooks
+    # other executors may use copies of the model, and these copies lack the forward hooks
     executor = pl_module.executor
     return executor if isinstance(executor, VectorizedExecutor) else SequentialExecutor()
 
@@ -140,7 +146,10 @@ def _join(cohort: Cohort, layers: Sequence[str], buffer: str) -> Tensor:
 
 @contextmanager
 def _observed(model: nn.Module) -> Iterator[list[str]]:
-    """Let every BN layer store the moments of its inputs in buffers, which executors stack by client."""
+    """Let every BN layer store the mean and variance of its inputs in two buffers.
+
+    Executors stack these buffers by client. Yield the names of the BN layers.
+    """
     layers = batch_norm_layers(model) if has_statistics(model) else {}
     handles = [layer.register_forward_hook(_observe) for layer in layers.values()]
     for layer in layers.values():
@@ -160,5 +169,5 @@ def _observe(layer: nn.Module, args: tuple[Any, ...], _outputs: Any) -> None:
     mean = layer.get_buffer("observed_mean")
     values = args[0].detach().transpose(0, 1).flatten(1).to(mean.dtype)
     mean.copy_(values.mean(1))
-    # frozen BN accepts a single value per channel: its variance is 0, not NaN
+    # frozen BN accepts a single value per channel; its unbiased variance would be NaN, so use 0
     layer.get_buffer("observed_var").copy_(values.var(1, correction=min(1, values.shape[1] - 1)))

@@ -9,7 +9,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Tensor:
-    """Return running means and variances, concatenated over layers, ``[2, channels]``."""
+    """Return running means (row 0) and variances (row 1) of all layers, ``[2, channels]``."""
     names = list(layers)
     return torch.stack(
         [torch.cat([buffers[f"{layer}.running_{kind}"] for layer in names]) for kind in ("mean", "var")]
@@ -19,7 +19,7 @@ def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Te
 def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean over the clients of ``|S_m - S|``, ``[2, channels]``.
 
-    Its sum is the L1 norm of Figure 3a (Zhong et al., arXiv 2303.06530).
+    The sum over all entries is the quantity of Figure 3a in Zhong et al., arXiv 2303.06530.
 
     Args:
         clients: Statistics S_m of each client, ``[2, C, channels]``.
@@ -30,10 +30,15 @@ def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
 
 
 def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
-    """Return the mean over clients of the unbiased variance over a window's rounds (Figure 3b).
+    """Return the variance of the statistics over rounds, as a mean over the clients, ``[floats]``.
 
-    A client's window is ``[rounds, floats]``. The result is ``[floats]``, or None until a client
-    has two rounds.
+    The variance is unbiased. Figure 3b in Zhong et al., arXiv 2303.06530, shows it.
+
+    Args:
+        windows: Statistics of a client in its newest rounds, ``[rounds, floats]``, per client.
+
+    Returns:
+        The mean over all clients with at least two rounds; None if no client has two rounds.
     """
     variances = [window.double().var(0) for window in windows if len(window) > 1]
     return torch.stack(variances).mean(0) if variances else None
@@ -42,13 +47,14 @@ def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
 def relative_deviation(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], names: Iterable[str], smallest: float = 0.0
 ) -> float:
-    """Return ``||found - wanted|| / ||wanted||`` in L2 norms over all named tensors together.
+    """Return ``||found - wanted|| / ||wanted||``, in L2 norms over all named tensors together.
 
     Args:
         found: Measured tensors by name.
         wanted: Reference tensors by name.
-        names: Tensors to compare; an empty list gives 0.
-        smallest: Lower bound for the norm of ``wanted``: smaller norms are only rounding.
+        names: Names of the tensors to compare. With an empty list the result is 0.
+        smallest: Lower bound of the denominator. A smaller norm of ``wanted`` is only rounding
+            error.
     """
     pairs = [(found[name].double(), wanted[name].double()) for name in names]
     if not pairs:
@@ -59,7 +65,7 @@ def relative_deviation(
 
 
 def rounding(gradients: Mapping[str, Tensor]) -> float:
-    """Return the rounding error of all gradients together, as a norm."""
+    """Return the norm of the rounding error of all gradients together."""
     norms = [gradient.double().norm() for gradient in gradients.values()]
     precision = max((torch.finfo(gradient.dtype).eps for gradient in gradients.values()), default=0.0)
     return precision * float(torch.stack(norms).norm()) if norms else 0.0
@@ -68,16 +74,18 @@ def rounding(gradients: Mapping[str, Tensor]) -> float:
 def statistics_bias(
     held: Mapping[str, Tensor], true: Mapping[str, Tensor], layers: Sequence[str]
 ) -> tuple[list[float], list[float]]:
-    """Return how far running statistics are from the moments of the data, by layer.
+    """Return the distance between running statistics and the moments of the data, by layer.
+
+    m and v are a layer's running mean and variance. m* and v* are the moments of its inputs.
 
     Args:
-        held: The server's buffers by name.
-        true: Means and variances of the layers' inputs, by buffer name.
+        held: The server's buffers by name, with m and v.
+        true: The moments m* and v* of the layers' inputs, by buffer name.
         layers: Names of the BN layers.
 
     Returns:
-        ``||m - m*|| / ||sqrt(v*)||`` of each layer (in standard deviations, since means may be
-        zero), and ``||v - v*|| / ||v*||``.
+        ``||m - m*|| / ||sqrt(v*)||`` and ``||v - v*|| / ||v*||`` of each layer. The first is
+        measured in standard deviations, because means may be zero.
     """
     means, variances = [], []
     for layer in layers:

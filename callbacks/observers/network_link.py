@@ -1,4 +1,4 @@
-"""Simple model of the clients' links: the duration of a round over a real network."""
+"""Simple model of a client's network link, for the duration of a round."""
 
 import math
 from dataclasses import dataclass, fields
@@ -9,18 +9,20 @@ from fl_lightning.recorded import Recorded
 
 @dataclass(frozen=True)
 class NetworkLink(Recorded):
-    """Link and speed of a client: ``exchanges x latency + bytes / bandwidth + steps x seconds``.
+    """Network link and speed of a client.
 
-    The defaults are round numbers of a phone's order of magnitude on a mobile network: 0.25 MB/s
-    up, three times that down, 50 ms for a round trip. They are no measurements. Set other values
-    for clinics or data centres.
+    A round takes ``exchanges x latency + bytes / bandwidth + local steps x seconds per step``.
+
+    The defaults are assumptions, not measurements. They are round numbers for a phone on a mobile
+    network: 0.25 MB/s up, 0.75 MB/s down, 50 ms for a round trip. Set other values for clinics or
+    data centres.
 
     Args:
-        upload_mbps: Upload bandwidth in Mbit/s, 10^6 bits per second.
+        upload_mbps: Upload bandwidth in Mbit/s (10^6 bits per second).
         download_mbps: Download bandwidth in Mbit/s.
-        latency_ms: Round-trip time in milliseconds, as ``ping`` shows it: the duration of an empty
-            exchange.
-        seconds_per_local_step: Time of a local step; 0 ignores computation.
+        latency_ms: Round-trip time in milliseconds, as ``ping`` shows it. An exchange without data
+            takes this time.
+        seconds_per_local_step: Time of a local step in seconds. With 0 computation takes no time.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -45,12 +47,19 @@ class NetworkLink(Recorded):
                 )
 
     def seconds(self, upload: int, download: int, exchanges: int, local_steps: int = 0) -> float:
-        """Return a client's seconds for bytes both ways, consecutive exchanges and local steps."""
+        """Return the seconds that a client needs for a round.
+
+        Args:
+            upload: Bytes that the client sends.
+            download: Bytes that the client receives.
+            exchanges: Number of consecutive exchanges with the server.
+            local_steps: Number of local steps.
+        """
         transfer = 8e-6 * (upload / self.upload_mbps + download / self.download_mbps)
         return exchanges * self.latency_ms / 1000 + transfer + local_steps * self.seconds_per_local_step
 
     def __str__(self) -> str:
-        """Return the link in words, such as ``"2 Mbit/s up, 6 down, 50 ms round trip"``."""
+        """Return the link as text, such as ``"2 Mbit/s up, 6 down, 50 ms round trip"``."""
         words = [
             f"{self.upload_mbps:g} Mbit/s up",
             f"{self.download_mbps:g} down",

@@ -1,4 +1,4 @@
-"""Evaluation of one training run under every source of BN statistics."""
+"""Evaluation of one training run with BN statistics from several sources."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,45 +44,49 @@ _SOURCES = (*_AGGREGATED, *_MEASURED, "silobn", "batch")
 
 
 class StatisticsSources(VariantEvaluation):
-    """Observer that evaluates FedAvg with the BN statistics of methods that train like FedAvg.
+    """Observer that evaluates a FedAvg run with the BN statistics of other methods.
 
-    BN in training mode never reads running statistics, so FedAvg, moment matching, FedDNA, sBN and
-    SiloBN have the same parameters in every round and differ only in evaluation. One run gives the
-    accuracy of all of them as ``val/accuracy_<source>``; ``val/accuracy`` is FedAvg's. Each
-    accuracy equals, up to rounding, that of the method's run with the same seed.
+    BN in training mode never reads running statistics. So FedAvg, moment matching, FedDNA, sBN and
+    SiloBN have the same parameters in every round, and differ only in evaluation. One run gives the
+    accuracy of all these methods as ``val/accuracy_<source>``. It equals, up to rounding, the
+    accuracy of a separate run of the method with the same seed. ``val/accuracy`` is FedAvg's. The
+    sources are:
 
-    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: the server's statistics if this
+    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: The server's statistics as if the
       method had aggregated them in every round. ``moment_matching`` uses the module's
-      ``statistics_aggregator``; the FedDNA sources require the weighted mean. FedAvg's run
-      determines them: a client's running statistics are (1 - beta)^E times the server's at the
-      round's start, plus a term that does not depend on the start.
-    - ``static_pooled``, ``static_per_client``, ``static_total_variance``: measured at each
-      evaluation by a pass over the clients' training data.
-    - ``silobn``: the mean accuracy over the clients' models, with the statistics that each client
-      would keep.
-    - ``batch``: the statistics of the evaluation batch.
-    - ``test_set``: measured at each evaluation by a pass over the evaluation data, without labels
-      (AdaBN: Li et al., arXiv 1603.04779).
+      ``statistics_aggregator``. The FedDNA sources require the weighted mean.
+    - ``static_pooled``, ``static_per_client``, ``static_total_variance``: Statistics from a pass
+      over the clients' training data at each evaluation (sBN).
+    - ``silobn``: The statistics that each client would keep. The metric is the mean accuracy over
+      the clients' models.
+    - ``batch``: The statistics of the evaluation batch.
+    - ``test_set``: Statistics from a pass over the evaluation data, without labels, at each
+      evaluation (AdaBN: Li et al., arXiv 1603.04779).
 
-    ``batch``, ``test_set`` and the static sources work with every method that has BN, the rest with
-    methods that average statistics. Attackers attack FedAvg's run; how they would attack another
-    source is unknown. Before the first round all sources but ``batch`` are the initial statistics.
+    The sources of the first kind and ``silobn`` are hypothetical statistics. They can be computed
+    in FedAvg's run: after E local steps with momentum beta, a client's running statistics are
+    (1 - beta)^E times the server's statistics plus a term that does not depend on them. These
+    sources work with methods that average statistics. ``batch``, ``test_set`` and the static
+    sources work with every method that has BN.
+
+    Byzantine clients attack FedAvg's run. It is unknown how they would attack another source.
+    Before the first round all sources except ``batch`` are the initial statistics.
 
     Args:
-        sources: List of sources; None for all.
-        evaluate_clients: Number of client models that ``silobn`` evaluates, evenly spaced by id;
-            None for all.
+        sources: List of sources. None selects all.
+        evaluate_clients: Number of clients' models that ``silobn`` evaluates, evenly spaced by id.
+            None selects all.
 
     Raises:
-        ConfigurationError: An unknown source, a model without running statistics, a BN layer with
-            ``momentum=None``, or a FedDNA source with a ``statistics_aggregator`` other than the
-            weighted mean.
+        ConfigurationError: A source is unknown, the model has no running statistics, a BN layer has
+            ``momentum=None``, or a FedDNA source is combined with a ``statistics_aggregator`` other
+            than the weighted mean.
 
     Attributes:
-        server: The server's hypothetical statistics by source: means and variances of all BN
-            layers, ``[2, channels]``.
-        clients: Each client's hypothetical statistics by client id, ``{"statistics": [2,
-            channels]}``.
+        server: Hypothetical statistics of the server by source, ``[2, channels]``: means and
+            variances of all BN layers.
+        clients: Hypothetical statistics of each client, ``{"statistics": [2, channels]}`` by client
+            id.
     """
 
     paper = "(an observer: evaluation only)"
@@ -100,11 +104,11 @@ class StatisticsSources(VariantEvaluation):
         self.clients = ClientMemory()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare running statistics averaged; declare nothing if all sources are measured."""
+        """Declare that the server averages running statistics, if a source needs this."""
         return {"mean": "averaged", "var": "averaged"} if self._followed else {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check BN layers and aggregator."""
+        """Raise an error if a BN layer or the aggregator does not fit a source."""
         for name, layer in require_batch_norm(pl_module.model, "StatisticsSources").items():
             if self._followed and layer.momentum is None:
                 raise ConfigurationError(
@@ -121,7 +125,7 @@ class StatisticsSources(VariantEvaluation):
         self._counters = {name: cohort.server_buffers[name].clone() for name in counters}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Update the hypothetical statistics of the server and the aggregated clients."""
+        """Update the hypothetical statistics of the server and of the round's clients."""
         if not self._followed:
             return
         start, end = self._start, client_statistics(cohort)
@@ -145,7 +149,7 @@ class StatisticsSources(VariantEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the statistics of each source; ``silobn`` has one set for each client."""
+        """Return the statistics of each source, and for ``silobn`` those of each client."""
         variants: dict[str, Mapping[str, Tensor]] = {}
         for source in self._chosen:
             if source == "batch":
@@ -163,7 +167,7 @@ class StatisticsSources(VariantEvaluation):
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Return loss and accuracy of each source; for ``silobn`` the mean over the clients."""
+        """Return loss and accuracy of each source (for ``silobn`` the means over the clients)."""
         values: dict[str, list[float]] = {}
         for name, evaluation in evaluations.items():
             for metric, value in evaluation.metrics.items():
@@ -179,7 +183,7 @@ class StatisticsSources(VariantEvaluation):
         self.server, self.clients = state_dict["server"], ClientMemory(state_dict["clients"])
 
     def _local_statistics(self, client: int) -> Tensor:
-        """Return a client's hypothetical statistics; the initial ones before its first round."""
+        """Return a client's hypothetical statistics; before its first round the initial ones."""
         return (self.clients.get(client) or self.clients[SERVER])["statistics"]
 
 
@@ -190,19 +194,35 @@ def _matched(
     layers: Mapping[str, _BatchNorm],
     statistics: StatisticsAggregator,
 ) -> tuple[Tensor, Tensor]:
-    """Aggregate the clients' means and variances ``[C, channels of all layers]``, as MomentMatching does."""
+    """Aggregate the clients' means and variances as :class:`MomentMatching` does.
+
+    Args:
+        means: Means of the clients, ``[C, channels]``, with the channels of all layers.
+        variances: Variances of the clients, shaped as ``means``.
+        weights: Aggregation weights of the clients, ``[C]``.
+        layers: BN layers by name, in the order of the channels.
+        statistics: The run's aggregator of statistics.
+
+    Returns:
+        The server's mean and variance, each ``[channels]``.
+    """
     widths = [layer.num_features for layer in layers.values()]
     pairs = zip(torch.split(means, widths, 1), torch.split(variances, widths, 1), strict=True)
-    # a copy: the run's own rule counts how often it clamps
+    # use a copy: the run's own aggregator counts how often it clamps a value
     rule = StatisticsAggregator(statistics.rule, statistics.domain)
     mean, variance = zip(*rule([LayerStatistics(*pair, weights, 1.0) for pair in pairs]), strict=True)
     return torch.cat(mean), torch.cat(variance)
 
 
 def _server_share(layers: Mapping[str, _BatchNorm], cohort: "Cohort", before: Mapping[str, Tensor]) -> Tensor:
-    """Return (1 - beta)^steps, the server's share in the clients' statistics, ``[C, all channels]``.
+    """Return the weight of the server's statistics in each client's statistics, ``[C, channels]``.
 
-    ``before`` holds the server's counters before the local steps, by name.
+    The weight is ``(1 - beta)^steps``.
+
+    Args:
+        layers: BN layers by name; beta is a layer's momentum.
+        cohort: The cohort after its local steps.
+        before: The server's counters before the local steps, by name.
     """
     shares = []
     for name, layer in layers.items():
@@ -213,7 +233,7 @@ def _server_share(layers: Mapping[str, _BatchNorm], cohort: "Cohort", before: Ma
 
 
 def _by_name(pl_module: "FederatedModule", statistics: Tensor | None) -> dict[str, Tensor]:
-    """Return means and variances ``[2, channels]`` by buffer name; empty for None."""
+    """Return running means and variances by buffer name, from ``[2, channels]``; empty for None."""
     if statistics is None:
         return {}
     model = pl_module.model
