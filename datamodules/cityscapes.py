@@ -31,11 +31,14 @@ LAYOUT = (
 _CLASSES = {
     kind.id: (kind.name, kind.color) for kind in datasets.Cityscapes.classes if not kind.ignore_in_eval
 }
-"""The 19 evaluated classes: name and colour by label id."""
+"""Name and colour of the 19 evaluated classes, by label id."""
 
 
 def _labels() -> Tensor:
-    """Return the class of each label id; ignore other ids up to 33, and 255 (-1 as a byte)."""
+    """Return a lookup table from label id to class.
+
+    All other ids up to 33, and 255 (-1 stored as a byte), get the label that metrics ignore.
+    """
     labels = torch.full((256,), UNKNOWN, dtype=torch.uint8)
     labels[:34] = labels[255] = IGNORED
     labels[list(_CLASSES)] = torch.arange(len(_CLASSES), dtype=torch.uint8)
@@ -45,26 +48,30 @@ def _labels() -> Tensor:
 class Cityscapes(FederatedDataModule):
     """Street scenes in 19 classes (Cordts et al. 2016); a client is a city or a user of a split file.
 
-    Files are read from disk per batch. Download leftImg8bit_trainvaltest.zip and
-    gtFine_trainvaltest.zip from Cityscapes' site, which asks for a registration, and unpack both
-    into ``data_dir``. The evaluation data are ``val``, because the labels of ``test`` are not
-    public; ``evaluation_cities`` replace ``val``.
+    Download leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip from Cityscapes' site, which
+    asks for a registration. Unpack both into ``data_dir``. Files are read from disk per batch. The
+    evaluation data are the split ``val``, because the labels of ``test`` are not public. The
+    setting ``evaluation_cities`` replaces ``val``.
 
     Args:
         data_dir: The folder that holds ``leftImg8bit`` and ``gtFine``.
-        split_file: JSON file of the clients in FedDrive's layout, ``{"users": [...], "user_data":
-            {user: {"x": [...], "y": [...]}}}``, or a folder of such files; ``x`` are paths below
-            ``leftImg8bit``, ``y`` below ``gtFine``. Default: each city of ``train`` is a client.
-        evaluation_cities: Cities of ``train`` that are evaluated instead of ``val`` and are not
-            clients.
-        batch_size: Images in a client's batch, 8 in the FixBN paper.
-        image_size: Height and width to which images and masks are first resized; None: no resizing.
-        crop_size: Height and width of random crops, (768, 768) in the FixBN paper; None for no crops.
-        scale: Smallest and largest random factor on the size of training images, before the crop.
+        split_file: JSON file of the clients, or a folder of such files, in FedDrive's layout:
+            ``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``. ``x`` are paths
+            below ``leftImg8bit``, ``y`` paths below ``gtFine``. Default: each city of ``train`` is
+            a client.
+        evaluation_cities: Cities of ``train`` that serve as evaluation data instead of ``val``.
+            They are not clients.
+        batch_size: Number of images in a client's batch, 8 in the FixBN paper.
+        image_size: Height and width to which images and masks are resized before augmentation.
+            None: no resizing.
+        crop_size: Height and width of random crops, (768, 768) in the FixBN paper. None: no crops.
+        scale: Smallest and largest factor by which training images are scaled at random, before
+            the crop.
         horizontal_flip: Whether each training image is mirrored with probability 1/2.
-        color_jitter: Jitter of brightness, contrast and saturation, 0.4 in FedDrive; 0 for none.
-        eval_batch_size: Images in a batch of the evaluation.
-        threads: Number of threads that read the images of a batch; results do not depend on it.
+        color_jitter: Jitter of brightness, contrast and saturation, 0.4 in FedDrive. 0: no jitter.
+        eval_batch_size: Number of images in a batch of the evaluation.
+        threads: Number of threads that read the images of a batch. Results do not depend on this
+            number.
         mean: Mean of each channel, in [0, 1].
         std: Standard deviation of each channel.
         seed: Seed of the data order and the augmentation.
@@ -117,7 +124,11 @@ class Cityscapes(FederatedDataModule):
         self.names: list[str] = []
 
     def setup(self, stage: str) -> None:
-        """List the files, once; check that each image has a mask and each client fills a batch."""
+        """List the files at the first call; check the masks and the size of each client's data.
+
+        Raises:
+            ConfigurationError: An image has no mask, or a client has fewer images than a batch.
+        """
         if self.names:
             return
         cities = self._cities("train")
@@ -153,12 +164,12 @@ class Cityscapes(FederatedDataModule):
         return self.val_dataloader()
 
     def describe_partition(self) -> str:
-        """Return number and kind of the clients, such as ``"18 cities, one client each"``."""
+        """Return the number and kind of the clients, such as ``"18 cities, one client each"``."""
         kind = "cities" if self.split_file is None else f"users of {Path(self.split_file).name}"
         return f"{self.num_clients} {kind}, one client each"
 
     def partition_record(self) -> PartitionRecord:
-        """Return the clients' sizes and names."""
+        """Return the record of the partition, with the clients' sizes and names."""
         return {**super().partition_record(), "clients": self.names}
 
     def picture(self, inputs: Tensor) -> Tensor:

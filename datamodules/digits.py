@@ -8,10 +8,11 @@ from fl_lightning.randomness import generator
 
 
 class Digits(InMemoryDataModule):
-    """1,797 greyscale images of 8x8 pixels (values 0 to 16) in 10 classes; no download.
+    """Handwritten digits of scikit-learn: 1,797 greyscale images of 8x8 pixels in 10 classes.
 
-    There are 1,438 training and 359 test images. The split is stratified and the same for every
-    seed. For the settings, see :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
+    Pixels have values 0 to 16. There are 1,438 training and 359 test images. The split is
+    stratified and the same for every seed. The data need no download. For the settings, see
+    :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
     """
 
     num_classes = 10

@@ -1,4 +1,4 @@
-"""Distribution of labelled samples over clients and server, and data modules that distribute."""
+"""Distribution of labelled samples over clients and server."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,16 +19,19 @@ from fl_lightning.randomness import generator
 
 @dataclass(frozen=True)
 class Distribution:
-    """Sample indices, int64, ascending; training samples are 0 to N - 1, test samples follow.
+    """Indices of the samples of each client and of the server.
+
+    Indices are int64 and ascending. The N training samples have indices 0 to N - 1. The M test
+    samples follow.
 
     Attributes:
         labels: Class of each sample, shape ``[N + M]``.
         num_train: Number N of training samples.
-        clients: Training samples of each client.
-        val: The server's validation samples.
-        test: The server's test samples.
-        own: Own evaluation samples of each client, by split (``"val"``, ``"test"``); no key for a
-            split without such samples.
+        clients: Indices of each client's training samples.
+        val: Indices of the server's validation samples.
+        test: Indices of the server's test samples.
+        own: Indices of each client's own evaluation samples, by split (``"val"``, ``"test"``). A
+            split without such samples has no key.
         groups: Group of each client if the partition is ``Natural``, otherwise empty.
     """
 
@@ -68,9 +71,13 @@ class Distribution:
 
 
 def images_at(data: ImageData, samples: Tensor) -> Tensor:
-    """Return the images of ascending sample indices as in :class:`Distribution`.
+    """Return the images of some samples.
 
-    All training images, or all test images, are returned without a copy.
+    If the samples are all training images, or all test images, the images are not copied.
+
+    Args:
+        data: The data set.
+        samples: Ascending indices, numbered as in :class:`Distribution`.
     """
     num_train = len(data.train_labels)
     inner = int((samples < num_train).sum())
@@ -94,20 +101,22 @@ class PartitionedDataModule(FederatedDataModule):
     """Base class of data sets whose training samples a partition assigns to the clients.
 
     Args:
-        num_clients: Number of clients; ignored with ``Natural`` and ``FromFile``.
-        batch_size: Samples in a client's batch, 20 in the FixBN paper. Every batch is complete; the
-            rest of an epoch is dropped.
-        partition: Partition of the training data over the clients; None is ``default_partition()``.
+        num_clients: Number of clients. Ignored with the partitions ``Natural`` and ``FromFile``.
+        batch_size: Number of samples in a client's batch, 20 in the FixBN paper. Every batch is
+            complete: the samples that do not fill a batch at the end of an epoch are dropped.
+        partition: Partition of the training data over the clients. None: ``default_partition()``.
         val_fraction: Share of the training data, in [0, 1), that becomes the server's validation
-            set, a stratified draw by the seed. With 0 the evaluation inside ``fit`` uses the test
-            data, and its metrics are called ``test/...``.
-        eval_batch_size: Samples in a batch of the server's evaluation.
-        seed: Seed of the subset, validation set, partition, data order and augmentation.
-        max_examples: Size of a stratified subset of the training data, for reduced runs; None for all.
+            set. The draw is stratified and depends on the seed. With 0 the evaluation inside
+            ``fit`` uses the test data, and its metrics are called ``test/...``.
+        eval_batch_size: Number of samples in a batch of the server's evaluation.
+        seed: Seed of the subset, the validation set, the partition, the data order and the
+            augmentation.
+        max_examples: Size of a stratified subset of the training data, for reduced runs. None: all
+            training data.
 
     Attributes:
-        distribution: The samples of clients and server; known after ``setup``.
-        default_partition: Class of the default partition; ``Natural`` for data in groups.
+        distribution: Samples of clients and server. Known after ``setup``.
+        default_partition: Class of the default partition. It is ``Natural`` for data with groups.
 
     Raises:
         ConfigurationError: A setting is out of its range.
@@ -147,7 +156,7 @@ class PartitionedDataModule(FederatedDataModule):
 
     @property
     def num_clients(self) -> int:
-        """Return the number of clients; with ``Natural`` it is known after ``setup``."""
+        """Return the number of clients. With ``Natural`` it is known only after ``setup``."""
         return len(self.clients) or self._num_clients
 
     def samples_per_step(self, client_id: int) -> float:
@@ -155,11 +164,12 @@ class PartitionedDataModule(FederatedDataModule):
         return self.batch_size
 
     def setup(self, stage: str) -> None:
-        """Load and partition the data, once; for ``"fit"`` check that every client fills a batch.
+        """Load and partition the data at the first call.
 
         Raises:
-            ConfigurationError: The data are incomplete, the partition is impossible, the validation
-                set would be empty, or a client has fewer samples than a batch.
+            ConfigurationError: The data are incomplete, the partition is impossible, or the
+                validation set would be empty. For the stage ``"fit"`` also if a client has fewer
+                samples than a batch.
         """
         if not self.clients:
             self._make_clients()
@@ -181,16 +191,17 @@ class PartitionedDataModule(FederatedDataModule):
         return DataLoader(images, self.eval_batch_size)
 
     def describe_partition(self) -> str:
-        """Return partition and number of clients: ``"Shards(class_fraction=0.2), 5 clients"``."""
+        """Return partition and clients in words: ``"Shards(class_fraction=0.2), 5 clients"``."""
         return f"{self.partition}, {self.num_clients} clients"
 
     def partition_record(self) -> PartitionRecord:
-        """Return sizes, seed, class histogram and digests of the partition, and known client names.
+        """Return the record of the partition, with these entries and others.
 
-        ``class_histogram[i][c]`` counts the samples of class c at client i.
-        ``sha256["clients"][i]`` is the digest of client i's sample indices (ascending, int64,
-        little-endian), and ``sha256["total"]`` is the digest of all clients' joined hexadecimal
-        digests.
+        - ``class_histogram[i][c]``: Number of samples of class c at client i.
+        - ``sha256["clients"][i]``: Digest of client i's sample indices (ascending, int64,
+          little-endian).
+        - ``sha256["total"]``: Digest of the clients' digests, joined as hexadecimal digits.
+        - ``clients``: Names of the clients, if they have names.
         """
         total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
         record = super().partition_record()
@@ -218,19 +229,20 @@ class PartitionedDataModule(FederatedDataModule):
         Args:
             train_labels: Class of each training sample, int64, shape ``[N]``.
             test_labels: Class of each test sample, int64, shape ``[M]``.
-            train_groups: Group of each training sample, int64, shape ``[N]``; None without groups.
-            test_groups: Group of each test sample, int64, shape ``[M]``; None if groups share them.
+            train_groups: Group of each training sample, int64, shape ``[N]``. None: no groups.
+            test_groups: Group of each test sample, int64, shape ``[M]``. None: all groups share the
+                test samples.
             group_names: Names of the groups 0, 1, ...
 
         Raises:
-            ConfigurationError: The partition is impossible, the validation data would be empty, or a
-                label is not a class.
+            ConfigurationError: The partition is impossible, the validation data would be empty, or
+                a label is not a class.
         """
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
         dealt = self.distribution = self._dealt(train_labels, test_labels, train_groups, test_groups)
         if len(dealt.test) != len(test_labels) or bool((dealt.test < len(train_labels)).any()):
-            # the partition file changed the test data
+            # the partition file changed the test data, so these count as drawn, too
             self.drawn_splits = ("val", "test")
         self._val_size = len(dealt.val)
         labels = dealt.labels

@@ -1,4 +1,4 @@
-"""Images in class folders: of one data set, or of one domain per client."""
+"""Data sets of images in class folders, optionally with one domain per client."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,15 +17,15 @@ LAYOUT = "train/<class>/*.jpg and test/<class>/*.jpg (or val/<class>/*.jpg)"
 
 
 class ClassFolders:
-    """A data set in class folders. Without ``test/``, ``val/`` is the test set.
+    """A data set in class folders. If there is no ``test/``, ``val/`` is the test set.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
         test_fraction: Share of each class's images, in (0, 1), that becomes the test set. Set it
-            only if ``data_dir`` holds the class folders, not if it holds ``train`` and ``test``.
+            only if ``data_dir`` holds the class folders themselves.
 
     Attributes:
-        classes: Names of the class folders in alphabetical order; a label is an index in this list.
+        classes: Names of the class folders in alphabetical order. A label is an index in this list.
 
     Raises:
         ConfigurationError: The folder is missing or has another layout.
@@ -46,8 +46,9 @@ class ClassFolders:
         """Return the training images and the test images, with their labels.
 
         Args:
-            classes: All classes in the order of the labels; they include the folder's classes.
-            split: Random number generator of the test split; used if ``test_fraction`` is set.
+            classes: All classes in the order of the labels. This list includes the classes of the
+                folder.
+            split: Random number generator that draws the test set if ``test_fraction`` is set.
 
         Raises:
             ConfigurationError: A class has no training image, or there is no test image.
@@ -96,7 +97,7 @@ class ClassFolders:
             raise ConfigurationError(
                 f"data_dir={self.data_dir} holds neither test/ nor val/; expected the layout {LAYOUT}"
             )
-        # ImageNet's test/ has no class folders, because its images have no labels: take val/
+        # ImageNet's test images have no labels, so its test/ has no class folders: take val/
         folder = next((folder for folder in folders if subfolders(folder)), folders[0])
         unknown = sorted(set(subfolders(folder)) - set(self.classes))
         if unknown:
@@ -108,21 +109,21 @@ class ClassFolders:
 
 
 class ImageFolder(ImageFiles):
-    """Images in class folders: ``train/<class>/*.jpg`` and ``test/``, or ``<class>/*.jpg``.
+    """A data set of images in class folders.
 
-    Without ``test/``, ``val/`` is the test set. The order of the classes is alphabetical.
+    The layout is ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, or only ``<class>/*.jpg``. If
+    there is no ``test/``, ``val/`` is the test set. The classes are in alphabetical order.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
         image_size: Height and width of the images in pixels.
-        test_fraction: Share of each class's images, in (0, 1), that becomes the test set, drawn by
-            the seed. Set it only if ``data_dir`` holds the class folders, not ``train`` and
-            ``test``.
+        test_fraction: Share of each class's images, in (0, 1), that becomes the test set. The seed
+            decides the draw. Set it only if ``data_dir`` holds the class folders themselves.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
-        ConfigurationError: The folder is missing or has another layout, a setting is out of its
-            range, or (in ``setup``) an image cannot be read or a class has no training image.
+        ConfigurationError: The folder is missing or has another layout, or a setting is out of its
+            range. In ``setup``: an image cannot be read, or a class has no training image.
     """
 
     num_classes: int
@@ -143,24 +144,26 @@ class ImageFolder(ImageFiles):
 
 
 class ImageDomains(ImageFiles):
-    """One client per domain: ``<domain>/train/<class>/*.jpg`` and ``test/``, or ``<domain>/<class>/``.
+    """Images of several domains, one client per domain.
 
-    As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), the domains share the classes
-    and differ in style. A domain's test images are evaluation data of its client and of the server.
-    Domains (clients) and classes are in alphabetical order.
+    The layout is ``<domain>/train/<class>/*.jpg`` and ``<domain>/test/<class>/*.jpg``, or
+    ``<domain>/<class>/*.jpg``. As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), all
+    domains have the same classes and differ in style. The client of a domain is evaluated on the
+    domain's test images; the server is evaluated on the test images of all domains. Domains
+    (clients) and classes are in alphabetical order.
 
     Args:
         data_dir: The folder that holds the domains.
         image_size: Height and width of the images in pixels.
         test_fraction: Share of the images of each class and domain, in (0, 1), that becomes the
-            test set, drawn by the seed. Set it only if the domains hold class folders, not
-            ``train`` and ``test``.
+            test set. The seed decides the draw. Set it only if the domains hold the class folders
+            themselves.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
-        ConfigurationError: The folder is missing or has another layout, a setting is out of its
-            range, or (in ``setup``) an image cannot be read, a domain's class has no training image
-            or a domain has no test image.
+        ConfigurationError: The folder is missing or has another layout, or a setting is out of its
+            range. In ``setup``: an image cannot be read, a class folder of a domain has no training
+            image, or a domain has no test image.
     """
 
     num_classes: int

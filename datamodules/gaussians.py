@@ -1,4 +1,4 @@
-"""Points in the plane from a mixture of Gaussians, the toy data of the FBN paper."""
+"""Toy data of the FBN paper: points in the plane from a mixture of Gaussians."""
 
 from math import inf, pi
 
@@ -17,19 +17,21 @@ from fl_lightning.randomness import generator
 class Gaussians(FederatedDataModule):
     """Clients with one Gaussian each, on a circle in the plane (FBN paper, sections 3 and 4).
 
-    The paper is Guerraoui et al., arXiv 2405.14670. Component i = 1, ..., n has its centre at the
-    angle (2 pi i - 1)/n and belongs to client i - 1. The label of a point is its component. Every
-    local step draws new points, a function of (seed, client, step), so an epoch is one batch. The
-    variance of the mixture is ``std**2 + radius**2 / 2`` along each axis, 51 by default.
+    The paper is Guerraoui et al., arXiv 2405.14670. Component i of n, counted from 1, has its
+    centre at the angle (2 pi i - 1)/n and belongs to client i - 1. The label of a point is the
+    index of its component, from 0. Every local step draws new points, which depend only on (seed,
+    client, step). So an epoch is one batch. The variance of the mixture along each axis is
+    ``std**2 + radius**2 / 2``, by default 51.
 
     Args:
-        num_clients: Number n of clients, components and classes; at least 2.
+        num_clients: Number n of clients, components and classes, at least 2.
         radius: Distance of the centres from the origin.
         std: Standard deviation of each component along each axis.
-        samples_per_client: Points in a client's batch.
+        samples_per_client: Number of points in a client's batch.
         gamma: Share of each batch, in [0, 1], that is drawn from the mixture of all components,
-            rounded to whole points. 0 gives each client one class, 1 makes the clients IID.
-        eval_samples_per_class: Points of each class in the server's validation and test data.
+            rounded to whole points. With 0 each client has one class. With 1 the clients are IID.
+        eval_samples_per_class: Number of points of each class in the server's validation data, and
+            in its test data.
         seed: Seed of all points.
 
     Attributes:
@@ -63,7 +65,7 @@ class Gaussians(FederatedDataModule):
         how = self.centres, std, samples_per_client, mixed, seed
         super().__init__([GaussianClient(i, *how) for i in range(num_clients)], seed=seed)
         self.num_classes = num_clients
-        self.loaded = "drawn by the seed"  # no digest: there is no file that could change
+        self.loaded = "drawn by the seed"  # no digest is needed, because no file can change
         self.std = std
         self.batch_size = samples_per_client
         self.gamma = gamma
@@ -74,15 +76,15 @@ class Gaussians(FederatedDataModule):
         return self._evaluation_loader("gaussian validation")
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """Return the server's test data: new points of the same distribution."""
+        """Return the server's test data: other points of the same distribution."""
         return self._evaluation_loader("gaussian test")
 
     def describe_partition(self) -> str:
-        """Return similarity and number of clients: ``"gamma=0.0, 10 clients"``."""
+        """Return gamma and the number of clients, as ``"gamma=0.0, 10 clients"``."""
         return f"gamma={self.gamma}, {self.num_clients} clients"
 
     def partition_record(self) -> PartitionRecord:
-        """Return sizes, seed and class histogram."""
+        """Return the record of the partition, with sizes, seed and class histogram."""
         return {
             **super().partition_record(),
             "seed": self.seed,
@@ -104,11 +106,12 @@ class GaussianClient(ClientDataModule):
     """A client that draws a new batch at every local step.
 
     Args:
-        client_id: Id of the client, from 0, and index of its component.
+        client_id: Id of the client, from 0. This is also the index of its component.
         centres: Centre of each component, shape ``[n, 2]``.
         std: Standard deviation of each component along each axis.
-        num_examples: Points in a batch.
-        num_mixed: Number of points, first in a batch, from the mixture of all components.
+        num_examples: Number of points in a batch.
+        num_mixed: Number of points that come from the mixture of all components. They are the first
+            points of a batch.
         seed: The run's seed.
     """
 
@@ -126,20 +129,23 @@ class GaussianClient(ClientDataModule):
         self.seed = seed
 
     def train_batch(self, step: int) -> Batch:
-        """Return the points ``[b, 2]`` and labels ``[b]`` of local step ``step`` (from 0)."""
+        """Return the points ``[b, 2]`` and labels ``[b]`` of a local step, counted from 0."""
         draws = generator(self.seed, "gaussian points", self.client_id, step)
         labels = torch.full((self.num_examples,), self.client_id)
         labels[: self.num_mixed] = torch.randint(len(self.centres), (self.num_mixed,), generator=draws)
         return sample_points(labels, self.centres, self.std, draws)
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Return the batch of epoch 0, or of the epoch that ``loader.sampler.set_epoch`` sets."""
+        """Return a loader of epoch 0, or of the epoch set by ``loader.sampler.set_epoch``."""
         sampler = EpochSampler(lambda epoch: [epoch], self.steps_per_epoch)
         return DataLoader(ClientBatches(self), sampler=sampler, batch_size=None)
 
 
 class ClientBatches(Dataset[Batch]):
-    """A client's batches by local step; the length is the number of points in a batch."""
+    """A client's batches, indexed by local step.
+
+    The length of this data set is the number of points in a batch.
+    """
 
     def __init__(self, client: GaussianClient) -> None:
         self.client = client
@@ -152,5 +158,5 @@ class ClientBatches(Dataset[Batch]):
 
 
 def sample_points(labels: Tensor, centres: Tensor, std: float, draws: torch.Generator) -> Batch:
-    """Draw a point per label; return the points ``[b, 2]`` and the labels ``[b]``."""
+    """Draw one point for each label; return the points ``[b, 2]`` and the labels ``[b]``."""
     return centres[labels] + std * torch.randn(len(labels), 2, generator=draws), labels

@@ -22,24 +22,24 @@ LAYOUT = "what DatasetDict.save_to_disk writes, or the parquet files of a data s
 class HuggingFaceImages(ImageFiles):
     """Labelled images of Hugging Face's ``datasets``: a ``save_to_disk`` folder or parquet files.
 
-    Needs ``fl_lightning[hf]``. To download a data set, once, call
-    ``datasets.load_dataset("user/name").save_to_disk(data_dir)``. With the partition ``Natural``,
-    each value of ``group_column`` (a writer, a hospital) is a client.
+    Install ``fl_lightning[hf]`` first. To download a data set, call
+    ``datasets.load_dataset("user/name").save_to_disk(data_dir)`` once. With the partition
+    ``Natural``, each value of ``group_column`` (a writer, a hospital) is a client.
 
     Args:
         data_dir: The folder of the data set.
         image_size: Height and width of the images in pixels.
-        image_column: The column of images. Default: the only column of type ``Image``.
-        label_column: The column of labels. Default: the only column of type ``ClassLabel``. In a
-            column of another type the classes are the sorted values.
-        group_column: The column of each sample's group; None for data without groups.
+        image_column: Name of the column of images. Default: the only column of type ``Image``.
+        label_column: Name of the column of labels. Default: the only column of type ``ClassLabel``.
+            In a column of another type, the classes are the sorted values.
+        group_column: Name of the column of groups. None: no groups.
         train_split: Name of the training split.
         test_split: Name of the test split.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: ``datasets`` is not installed, the folder is missing or has another
-            layout, a column is missing, or (in ``setup``) an image cannot be read.
+            layout, or a column is missing. In ``setup``: an image cannot be read.
     """
 
     num_classes: int
@@ -103,7 +103,12 @@ class HuggingFaceImages(ImageFiles):
         return files
 
     def _open(self, split: str, columns: list[str] | None = None) -> Any:
-        """Open a split; from parquet files read only ``columns``, by default no column."""
+        """Open a split.
+
+        Args:
+            split: Name of the split.
+            columns: Columns to read from parquet files. Default: no column.
+        """
         import datasets
         from pyarrow import parquet
 
@@ -135,7 +140,12 @@ class HuggingFaceImages(ImageFiles):
         return [list(self._open(split, [column])[column]) for split in self._splits.values()]
 
     def _numbered(self, column: str) -> tuple[list[str], list[Tensor]]:
-        """Return a column's sorted values, and each sample's position in these values, by split."""
+        """Replace the values of a column by numbers.
+
+        Returns:
+            The sorted values, and each sample's number, which is the position of its value. The
+            numbers of training and of test samples are separate tensors.
+        """
         parts = self._values(column)
         for value in (value for part in parts for value in part):
             missing = value is None or (isinstance(value, float) and isnan(value))

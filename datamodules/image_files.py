@@ -25,12 +25,14 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file name has an image suffix and is not hidden."""
+    """Return whether a file is visible and its name has an image suffix."""
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
 def image_names(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of all images below a folder; links are followed.
+    """Yield the relative paths of all images below a folder.
+
+    Symbolic links are followed.
 
     Raises:
         ConfigurationError: A link leads to a folder that contains the link.
@@ -56,13 +58,16 @@ def subfolders(folder: Path) -> list[str]:
 
 
 def wrong_layout(data_dir: Path, missing: str, expected: str) -> ConfigurationError:
-    """Return the error for a data folder that is absent or lacks ``missing``."""
+    """Return the error for a data folder that does not exist or does not contain ``missing``."""
     state = f"holds no {missing}" if data_dir.is_dir() else "does not exist"
     return ConfigurationError(f"data_dir={data_dir} {state}; expected {expected}")
 
 
 def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
-    """Return an 8-bit ``"RGB"`` or ``"L"`` image; scale 16-bit values, and drop transparency."""
+    """Convert an image to 8 bits and mode ``"RGB"`` or ``"L"`` (greyscale).
+
+    16-bit values are scaled, and transparency is discarded.
+    """
     if image.mode.startswith("I"):
         values = np.asarray(image).clip(0, 65535) / 257
         image = Image.fromarray(np.rint(values).astype(np.uint8))
@@ -76,8 +81,8 @@ def read_image(file: Path | BinaryIO, mode: str | None = "RGB", name: str | None
 
     Args:
         file: Path of the image, or an open file.
-        mode: ``"RGB"`` or ``"L"``; None leaves the image unchanged.
-        name: Name of an open file in messages.
+        mode: Mode of the result, ``"RGB"`` or ``"L"``. None: no conversion.
+        name: Name of the file in messages. Default: ``file``.
 
     Raises:
         ConfigurationError: The file is not an image, is damaged or has floating-point pixels.
@@ -119,22 +124,25 @@ def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int)
 
 
 DECODER = 3
-"""Version of the cache. Version 1 clipped 16-bit pixels at 255, 2 stores file names, 3 a digest."""
+"""Version of the cache's format.
+
+Version 1 clipped 16-bit pixels at 255. Version 2 stores file names. Version 3 stores a digest.
+"""
 
 
 def cached_tensors(
     paths: Sequence[Path], root: Path, cache: Path, read: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the tensors that ``read`` makes of files, from the cache if it is valid.
+    """Return the tensors that ``read`` creates from files, or load them from a valid cache.
 
-    A cache is valid if the files' paths below ``root``, sizes and modification times are unchanged
-    and the cached tensors have the stored CRC-32. One process rebuilds an invalid cache; processes
-    that need the cache at the same time wait.
+    A cache is valid if two conditions hold: the paths below ``root``, sizes and modification times
+    of the files are unchanged, and the cached tensors have the stored CRC-32 checksum. One process
+    rebuilds an invalid cache. Other processes that need the cache wait.
 
     Args:
         paths: The files, all below ``root``.
         root: The folder of the data set.
-        cache: The cache file; it is mapped into memory.
+        cache: The cache file. It is memory-mapped.
         read: Function that reads the files and returns tensors by name.
 
     Raises:
@@ -156,7 +164,7 @@ def cached_tensors(
 
 
 def _digest(paths: Sequence[Path], root: Path) -> str:
-    """Return a digest of the files: paths below the root, sizes and modification times."""
+    """Return a digest of the files' paths below the root, sizes and modification times."""
     digest = sha256()
     start = len(os.fspath(root)) + 1
     for path in map(os.fspath, paths):
@@ -191,10 +199,12 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 
 @contextmanager
 def building(target: Path) -> Iterator[None]:
-    """Lock the folder of a file while a process builds the file; remove a new folder on failure.
+    """Lock the folder of a file while the block builds the file.
+
+    If the block fails, a folder that was created for it is removed.
 
     Raises:
-        ConfigurationError: The folder cannot be made.
+        ConfigurationError: The folder cannot be created.
     """
     made = missing_folders(target.parent)
     with ExitStack() as held:
@@ -211,25 +221,25 @@ def building(target: Path) -> Iterator[None]:
 
 
 Samples = Sequence[tuple[Path, int]]
-"""Image files with their classes."""
+"""Paths of image files, each with its class."""
 
 
 class ImageFiles(InMemoryDataModule):
     """Base class of data sets of image files.
 
-    A subclass sets ``num_classes`` and calls :meth:`read` in ``load()``. Images become RGB; their
-    shorter side is resized to ``image_size`` and the centre is cropped. The decoded images are
-    cached; every start checks the cache against the files. Images are normalised by the mean and
-    standard deviation of the training images.
+    A subclass sets ``num_classes`` and calls :meth:`read` in ``load()``. Images are converted to
+    RGB. Their shorter side is resized to ``image_size``, and the centre is cropped. The decoded
+    images are cached on disk; every start checks the cache against the files. Images are normalised
+    by the mean and standard deviation of the training images.
 
     Args:
         data_dir: The folder of the files.
         image_size: Height and width of the images in pixels.
-        cache_dir: Folder of the decoded images; None is ``data/cache``.
+        cache_dir: Folder of the decoded images. None: ``data/cache``.
         **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
-        ConfigurationError: A setting is out of its range, or (in ``setup``) an image cannot be read.
+        ConfigurationError: A setting is out of its range. In ``setup``: an image cannot be read.
     """
 
     in_channels = 3
@@ -244,12 +254,16 @@ class ImageFiles(InMemoryDataModule):
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
 
     def prepare_data(self) -> None:
-        """Build the cache if it is invalid, unless the data are in memory."""
+        """Build the cache if it is invalid. Do nothing if the data are already in memory."""
         if not self.clients:
             self.load()
 
     def cache_file(self, kind: str) -> Path:
-        """Return the path of the cache; ``kind`` names the settings that decide its content."""
+        """Return the path of the cache.
+
+        Args:
+            kind: Part of the file name that tells caches of different settings apart.
+        """
         place = hashlib.sha256(str(self.data_dir.resolve()).encode()).hexdigest()[:8]
         return self.cache_dir / f"{self.data_dir.resolve().name}-{kind}-{place}.pt"
 
@@ -264,10 +278,10 @@ class ImageFiles(InMemoryDataModule):
         """Read images, from the cache if it is valid.
 
         Args:
-            train: The training images, files below ``data_dir``.
-            test: The test images, files below ``data_dir``.
-            train_groups: Group of each training image; None without groups.
-            test_groups: Group of each test image; None if the groups share the test images.
+            train: Training images, files below ``data_dir``.
+            test: Test images, files below ``data_dir``.
+            train_groups: Group of each training image. None: no groups.
+            test_groups: Group of each test image. None: all groups share the test images.
             group_names: Names of the groups 0, 1, ...
 
         Raises:

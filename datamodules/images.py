@@ -1,6 +1,6 @@
-"""Images in memory as uint8, augmented and normalised in whole batches.
+"""Images in memory as uint8, augmented and normalised one batch at a time.
 
-Normalised images are ``x = (pixel / scale - mean) / std`` in float32, per channel.
+A normalised image is ``(pixel / scale - mean) / std`` in float32, per channel.
 """
 
 import copy
@@ -26,13 +26,14 @@ class ImageData:
         train_labels: int64, shape ``[N]``.
         test_images: uint8, shape ``[M, C, H, W]``.
         test_labels: int64, shape ``[M]``.
-        train_groups: Group of each training image, int64, shape ``[N]``; None without groups.
-        test_groups: Group of each test image, int64, shape ``[M]``; None if groups share test
+        train_groups: Group of each training image, int64, shape ``[N]``. None: no groups.
+        test_groups: Group of each test image, int64, shape ``[M]``. None: all groups share the test
             images.
         group_names: Names of the groups 0, 1, ...
 
     Raises:
-        ConfigurationError: Images or labels have another type or shape, or their numbers differ.
+        ConfigurationError: Images, labels or groups have another type or shape, or the number of
+            labels differs from the number of images.
     """
 
     train_images: Tensor
@@ -66,12 +67,12 @@ class ImageData:
 
 
 class Normalization:
-    """``(pixel / scale - mean) / std`` per channel, in float32.
+    """Normalisation of pixels, ``(pixel / scale - mean) / std`` per channel, in float32.
 
     Args:
         mean: Mean of each channel, after division by ``scale``.
         std: Standard deviation of each channel, after division by ``scale``.
-        scale: The pixel value that stands for 1.
+        scale: Number by which pixels are divided first, such as 255.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], scale: float) -> None:
@@ -86,12 +87,13 @@ class Normalization:
         return moved
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return pixels, uint8 ``[..., H, W, C]``, as normalised images ``[..., C, H, W]``.
+        """Return normalised images ``[..., C, H, W]`` for pixels ``[..., H, W, C]``, uint8.
 
-        Colour images are in channels_last memory format, which makes convolutions on a CPU faster.
+        Colour images have the channels_last memory format, because convolutions on a CPU are then
+        faster.
         """
         *lead, height, width, channels = pixels.shape
-        # normalise whole rows of pixels: an inner loop over three channels would be slow
+        # normalise entire rows of pixels at once: an inner loop over three channels would be slow
         mean, std = self.mean.flatten().repeat(width), self.std.flatten().repeat(width)
         lines = pixels.reshape(*lead, height, width * channels).to(torch.float32)
         lines.div_(self.scale).sub_(mean).div_(std)
@@ -101,16 +103,20 @@ class Normalization:
 
 
 class TrainSamples(Protocol):
-    """Training samples of all clients; ``padding`` is the border of random crops in pixels."""
+    """Training samples of all clients.
+
+    Attributes:
+        padding: Width in pixels of the border that random crops add.
+    """
 
     padding: int
 
     def batch(self, draws: Tensor) -> Batch:
-        """Return the batch of samples that ``draws`` selects."""
+        """Return the batch that the random numbers ``draws`` select, see :class:`TrainImages`."""
 
 
 class Images(Dataset[Batch]):
-    """Images stored as bytes; indexed by a sample or a slice, and normalised on access.
+    """Images stored as bytes and normalised on access. The index is a sample or a slice.
 
     Args:
         images: uint8, shape ``[N, C, H, W]``; copied.
@@ -128,7 +134,7 @@ class Images(Dataset[Batch]):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Pixels and labels."""
+        """The stored pixels and labels."""
         return self.pixels, self.labels
 
     def to(self, device: torch.device) -> None:
@@ -144,10 +150,10 @@ class Images(Dataset[Batch]):
 
 
 class TrainImages(Images):
-    """The training images of all clients, cropped and flipped at random in whole batches.
+    """The training images of all clients, cropped and flipped at random one batch at a time.
 
     A random crop shifts the image by up to ``padding`` pixels in each direction. The border is
-    black (0 before normalisation), as in the usual CIFAR recipe.
+    black (0 before normalisation), as is common for CIFAR.
 
     Args:
         images: uint8, shape ``[N, C, H, W]``; copied.
@@ -164,8 +170,10 @@ class TrainImages(Images):
         """Return augmented, normalised images, float32 ``[..., C, H, W]``, and labels ``[...]``.
 
         Args:
-            draws: int64, shape ``[..., 4]``: sample, vertical and horizontal offset of the crop in
-                the padded image (``padding`` is the middle), and 1 for a horizontal flip.
+            draws: int64, shape ``[..., 4]``. The four numbers are the sample, the vertical offset
+                and the horizontal offset of the crop in the padded image, and 1 for a horizontal
+                flip, otherwise 0. A crop with both offsets equal to ``padding`` is the original
+                image.
         """
         if self.labels.is_cuda:
             draws = draws.pin_memory().to(self.labels.device, non_blocking=True)
@@ -178,22 +186,26 @@ class TrainImages(Images):
         """Crop and flip images ``[n, H, W, C]``."""
         count, height, width, channels = images.shape
         border = self.padding
-        # each image and its mirror image, with their borders
+        # index 0: the images with their borders; index 1: the mirror images with their borders
         padded = images.new_zeros(2, count, height + 2 * border, width + 2 * border, channels)
         inner = padded[:, :, border : border + height, border : border + width]
         inner[0] = images
         inner[1] = images.flip(2)
-        # a view of all crops of these images, [2, n, 2 * border + 1, 2 * border + 1, H, W, C]
+        # a view of all possible crops, [2, n, 2 * border + 1, 2 * border + 1, H, W, C]
         crops = padded.unfold(2, height, 1).unfold(3, width, 1).movedim(4, -1)
         left = torch.where(flip == 1, 2 * border - left, left)
         return crops[flip, torch.arange(count, device=images.device), top, left]
 
 
 def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel of ``images / scale``.
+    """Return the mean and the standard deviation of each channel of ``images / scale``.
 
-    Both come from the histogram of the pixel values (uint8 ``[N, C, H, W]``), so they are exact up
-    to the last rounding.
+    They are computed from the histogram of the pixel values, so the only error is the last
+    rounding.
+
+    Args:
+        images: uint8, shape ``[N, C, H, W]``.
+        scale: Number by which pixels are divided.
     """
     histogram = torch.stack(
         [channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]
@@ -206,7 +218,9 @@ def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[
 
 
 def balanced_subset(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draw a subset with the class proportions of all samples, up to one sample per class.
+    """Draw a stratified subset: its class proportions are those of all samples.
+
+    The number of samples of a class is rounded up or down.
 
     Args:
         labels: Class of each sample, shape ``[N]``.

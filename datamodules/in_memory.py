@@ -27,15 +27,15 @@ from fl_lightning.randomness import generator, permutation
 class InMemoryClient(ClientDataModule):
     """A client's share of the training samples.
 
-    The order of the samples in epoch e is a permutation drawn from (seed, client, e). An incomplete
-    last batch is dropped. Local step s is batch ``s % steps_per_epoch`` of epoch
-    ``s // steps_per_epoch``.
+    The order of the samples in epoch e is a random permutation that depends only on (seed, client,
+    e). An incomplete last batch is dropped. Local step s uses batch ``s % steps_per_epoch`` of
+    epoch ``s // steps_per_epoch``.
 
     Args:
         client_id: Id of the client, from 0.
         images: The training samples of all clients.
-        indices: The client's samples in ``images``, int64, shape ``[n]``.
-        batch_size: Samples in a batch.
+        indices: Indices of the client's samples in ``images``, int64, shape ``[n]``.
+        batch_size: Number of samples in a batch.
         horizontal_flip: Whether each sample is flipped with probability 1/2.
         seed: The run's seed.
     """
@@ -62,10 +62,11 @@ class InMemoryClient(ClientDataModule):
         self._draws = torch.empty(0)
 
     def epoch_draws(self, epoch: int) -> Tensor:
-        """Return the draws of an epoch, int64, shape ``[steps_per_epoch, batch_size, 4]``.
+        """Return the random numbers of an epoch, int64, ``[steps_per_epoch, batch_size, 4]``.
 
-        :meth:`~fl_lightning.datamodules.images.TrainImages.batch` explains the last axis. The data
-        order does not depend on the augmentation.
+        The four numbers of a sample are its index, two offsets of the crop, and the flip; see
+        :meth:`~fl_lightning.datamodules.images.TrainImages.batch`. The order of the samples does
+        not depend on the augmentation.
         """
         if epoch != self._epoch:
             order = permutation(self.num_examples, self.seed, "data order", self.client_id, epoch)
@@ -81,7 +82,7 @@ class InMemoryClient(ClientDataModule):
         return self._draws
 
     def step_draws(self, step: int) -> Tensor:
-        """Return the draws of local step ``step``, int64, shape ``[batch_size, 4]``."""
+        """Return the random numbers of local step ``step``, int64, ``[batch_size, 4]``."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return self.epoch_draws(epoch)[index]
 
@@ -90,17 +91,17 @@ class InMemoryClient(ClientDataModule):
         return self.images.batch(self.step_draws(step))
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Return the batches of epoch 0, or of the epoch that ``loader.sampler.set_epoch`` sets."""
+        """Return a loader of epoch 0, or of the epoch set by ``loader.sampler.set_epoch``."""
         return DataLoader(
             ClientImages(self), sampler=EpochSampler(self.epoch_draws, self.steps_per_epoch), batch_size=None
         )
 
 
 class EpochSampler:
-    """A sampler that yields one index of the data set per batch.
+    """A sampler that yields one index per batch. The index selects a complete batch.
 
     Args:
-        batches: Function from an epoch to the indices of its batches.
+        batches: Function that returns the indices of an epoch's batches.
         steps_per_epoch: Number of batches in an epoch.
     """
 
@@ -109,7 +110,7 @@ class EpochSampler:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from 0; Lightning calls this method if it drives the loader itself."""
+        """Set the epoch, from 0. Lightning calls this method if it iterates over the loader."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -120,7 +121,11 @@ class EpochSampler:
 
 
 class ClientImages(Dataset[Batch]):
-    """A client's samples, indexed by an integer (not augmented) or by draws (a batch)."""
+    """A client's samples.
+
+    An integer index returns a sample without augmentation. A tensor of random numbers, see
+    :meth:`InMemoryClient.step_draws`, returns an augmented batch.
+    """
 
     def __init__(self, client: InMemoryClient) -> None:
         self.client = client
@@ -138,7 +143,7 @@ class ClientImages(Dataset[Batch]):
 
 
 class InMemorySamples(PartitionedDataModule):
-    """Base class of data sets in memory, whose clients hold indices into one set of samples."""
+    """Base class of data sets in memory. All clients share one tensor of samples."""
 
     horizontal_flip = False
     train_images: Any
@@ -152,14 +157,14 @@ class InMemorySamples(PartitionedDataModule):
 
     @property
     def clients(self) -> Sequence[InMemoryClient]:
-        """Return one data module per client, by id; empty before ``setup``."""
+        """Return one data module per client, in the order of ids; empty before ``setup``."""
         return self._shares
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
-        """Return a batch per client, stacked: ``x [C, b, ...]`` and ``y [C, b, ...]``.
+        """Return one batch per client, stacked: inputs ``[C, b, ...]`` and targets ``[C, b, ...]``.
 
         Args:
-            client_ids: The active clients of the cohort.
+            client_ids: The clients that take this local step.
             steps: Local step of each of these clients, counted from 0 over the whole training.
         """
         pairs = zip(client_ids, steps, strict=True)
@@ -178,7 +183,7 @@ class InMemorySamples(PartitionedDataModule):
             part.to(device)
 
     def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
-        """Return a client's own evaluation data; None if its group or file has none."""
+        """Return a client's own evaluation data, or None if the client has none."""
         if split not in self._own or not len(self._own[split][1][client_id]):
             return None
         images, samples = self._own[split]
@@ -204,15 +209,15 @@ class InMemorySamples(PartitionedDataModule):
 
         Args:
             dealt: Indices of the clients' and the server's samples.
-            trained: Function from sample indices to training data.
-            evaluated: Function from sample indices to evaluation data.
+            trained: Function that returns training data for sample indices.
+            evaluated: Function that returns evaluation data for sample indices.
         """
         train = torch.unique(torch.cat(dealt.clients))
         self.train_images = trained(train)
         self.val_images, self.test_images = evaluated(dealt.val), evaluated(dealt.test)
         for split, parts in dealt.own.items():
             samples, images_of_split = dealt.test, self.test_images
-            # clients may have evaluation samples that the server does not have
+            # clients may have evaluation samples that the server does not use
             if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
                 samples, images_of_split = everyone, evaluated(everyone)
             self._own[split] = images_of_split, [torch.searchsorted(samples, part) for part in parts]
@@ -232,18 +237,21 @@ class InMemoryDataModule(InMemorySamples):
     """Base class of image classification data sets in memory; a subclass defines :meth:`load`.
 
     Args:
-        num_clients: Number of clients; ignored if the partition decides it.
-        batch_size: Samples in a client's batch, 20 in the FixBN paper; every batch is complete.
-        crop_padding: Black border in pixels for random crops, 0 for no crops. FixBN pads by 2,
-            FedTAN by 4.
+        num_clients: Number of clients. Ignored if the partition decides this number.
+        batch_size: Number of samples in a client's batch, 20 in the FixBN paper. Every batch is
+            complete.
+        crop_padding: Width in pixels of the black border for random crops, 2 in FixBN and 4 in
+            FedTAN. 0: no crops.
         horizontal_flip: Whether training images are flipped with probability 1/2.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
 
     Attributes:
-        scale: The pixel value that stands for 1.
-        mean: Mean of each channel after division by ``scale``, by default of all training images.
-        std: Standard deviation of each channel, with the same scale and default.
+        scale: Number by which pixels are divided before normalisation.
+        mean: Mean of each channel after division by ``scale``. Default: that of the training
+            images.
+        std: Standard deviation of each channel after division by ``scale``. Default: that of the
+            training images.
 
     Raises:
         ConfigurationError: A setting is out of its range.
@@ -271,7 +279,7 @@ class InMemoryDataModule(InMemorySamples):
         self.horizontal_flip = horizontal_flip
 
     def load(self) -> ImageData:
-        """Return the data set; called once."""
+        """Load and return the data set. This method is called once."""
         raise NotImplementedError(f"{type(self).__name__} must define load() -> ImageData")
 
     def _make_clients(self) -> None:

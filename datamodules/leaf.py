@@ -1,4 +1,4 @@
-"""FEMNIST in the layout of LEAF (Caldas et al., arXiv 1812.01097): one writer = one client."""
+"""FEMNIST in the layout of LEAF (Caldas et al., arXiv 1812.01097)."""
 
 import json
 from collections.abc import Iterator
@@ -18,21 +18,23 @@ LAYOUT = 'train/*.json and test/*.json, each {"users": [...], "user_data": {user
 
 
 class FEMNIST(ImageFiles):
-    """Handwritten digits and letters, greyscale 28x28, in 62 classes; each writer is a client.
+    """FEMNIST: handwritten digits and letters, greyscale 28x28, 62 classes; a writer is a client.
 
-    The files are the output of LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample``, with
-    about 3,500 writers; no download. LEAF's files contain the first image of most writers twice, so
-    exact duplicates within a writer's training or test images are dropped. A white pixel is 1 in
-    LEAF. A writer's test images are evaluation data of its client and of the server.
+    Create the files with LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample``. They have
+    about 3,500 writers. This class does not download them. LEAF's files contain the first image of
+    most writers twice. So exact duplicates are dropped within a writer's training images, and
+    within its test images. A white pixel has the value 1 in LEAF. A client is evaluated on its
+    writer's test images; the server is evaluated on the test images of all writers.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
-        min_examples: Minimum of training images per writer; writers with fewer are dropped.
+        min_examples: Minimum number of training images of a writer. Writers with fewer images are
+            dropped.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
-        ConfigurationError: The folder is missing or has another layout, or (in ``setup``) a file
-            cannot be read or is not in LEAF's layout, or no writer is left.
+        ConfigurationError: The folder is missing or has another layout. In ``setup``: a file cannot
+            be read or is not in LEAF's layout, or no writer has enough images.
     """
 
     num_classes = 62
@@ -84,7 +86,10 @@ class FEMNIST(ImageFiles):
 
 
 def _writers(path: Path) -> Iterator[tuple[Any, Any, str]]:
-    """Yield images ``[n, 784]``, uint8, labels ``[n]`` and name per writer, without duplicates."""
+    """Yield each writer's images, labels and name, without duplicate images.
+
+    Images are uint8, ``[n, 784]``. Labels are ``[n]``.
+    """
     try:
         data = json.loads(path.read_text())["user_data"]
         for name, samples in data.items():

@@ -1,14 +1,16 @@
-"""Partitions as pure functions from labels and a random number generator to indices per client.
+"""Partitions as pure functions. They assign training samples to clients.
 
-Each function assigns every sample to exactly one client; only :func:`shards` with a ``tail`` may
-assign a sample to several clients. Every client gets a sample. Indices are int64 and ascending
-within a client. An argument out of its range raises a ConfigurationError. Common arguments, with n
-clients, C classes and N samples:
+Each function takes labels and a random number generator, and returns the sample indices of each
+client. Indices are int64 and ascending within a client. Every client gets at least one sample.
+Every sample is assigned to exactly one client; only :func:`shards` with a ``tail`` may assign a
+sample to several clients. If an argument is out of its range, a ConfigurationError is raised.
+
+Common arguments, for n clients, C classes and N samples:
 
 - ``labels``: Class of each sample, shape ``[N]``.
-- ``num_clients``: Number of clients, in [1, N].
+- ``num_clients``: Number n of clients, in [1, N].
 - ``generator``: Random number generator of all draws.
-- ``available``: Sizes of the classes in ascending order of label, shape ``[C]``.
+- ``available``: Number of samples of each class, in ascending order of label, shape ``[C]``.
 """
 
 import math
@@ -30,23 +32,31 @@ Assignment = Literal["random", "consecutive", "modulo"]
 
 
 def class_sizes(labels: Tensor) -> Counts:
-    """Return the sizes of the classes that occur, in ascending order of label, ``[C]``."""
+    """Return the size of each class that occurs, in ascending order of label, ``[C]``."""
     return np.unique(labels.numpy(), return_counts=True)[1]
 
 
 def equal_sizes(total: int, num_clients: int) -> Counts:
-    """Split ``total`` into sizes that differ by at most one, the larger sizes first, ``[n]``."""
+    """Split ``total`` into n sizes that differ by at most one, the larger sizes first, ``[n]``."""
     return total // num_clients + (np.arange(num_clients) < total % num_clients).astype(np.int64)
 
 
 def index_lists(owner: Tensor, num_clients: int) -> list[Tensor]:
-    """Return the samples of each client, ascending; ``owner [N]`` is the client of each sample."""
+    """Return the ascending indices of each client's samples.
+
+    Args:
+        owner: Client of each sample, shape ``[N]``.
+        num_clients: Number of clients.
+    """
     sizes = torch.bincount(owner, minlength=num_clients)
     return list(owner.argsort(stable=True).tensor_split(sizes.cumsum(0)[:-1]))
 
 
 def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
-    """Assign ``counts[i, c]`` random samples of class c to client i; every sample is assigned."""
+    """Assign ``counts[i, c]`` random samples of class c to client i.
+
+    The counts must sum to the number of samples of each class.
+    """
     num_clients, num_classes = counts.shape
     order = torch.randperm(len(labels), generator=generator)
     order = order[labels[order].argsort(stable=True)]
@@ -58,11 +68,12 @@ def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
 
 
 def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Return class counts ``[n, C]`` of equally large clients.
+    """Return the number of samples of each class at each client, ``[n, C]``. Client sizes are equal.
 
-    Each client draws class proportions ``q ~ Dir(alpha * prior)``. Drawing from the renormalised
-    ``q`` without an exhausted class equals drawing from ``q`` and rejecting that class. So a client
-    draws all its classes at once and redraws rejected samples.
+    Each client draws class proportions ``q ~ Dir(alpha * prior)``, then the class of each sample
+    from ``q``. Once all samples of a class are assigned, ``q`` would have to be renormalised
+    without this class. Rejection gives the same distribution. So a client draws all its classes at
+    once, and redraws the rejected samples.
     """
     prior = available / available.sum()
     stock = available.copy()
@@ -80,7 +91,10 @@ def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np
 
 
 def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Return class counts ``[n, C]``; ``Dir(alpha, ...)`` gives the clients' shares of a class."""
+    """Return the number of samples of each class at each client, ``[n, C]``.
+
+    The clients' shares of a class are drawn from ``Dir(alpha, ..., alpha)``.
+    """
     proportions = _softmax(_log_dirichlet(np.full((len(available), num_clients), alpha), rng))
     cuts = np.rint(proportions.cumsum(1) * available[:, None]).astype(np.int64)
     cuts[:, -1] = available
@@ -88,12 +102,13 @@ def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.
 
 
 def assign_classes(num_clients: int, num_classes: int, held: int, generator: Generator) -> Incidence:
-    """Return which client holds which class, ``[n, C]``.
+    """Return a bool matrix ``[n, C]`` that says which client holds which class.
 
-    Each client holds ``held`` classes; the numbers of clients per class differ by at most one. The
-    clients take classes in turn from a sequence of random permutations of the classes. If a
-    permutation ends before a client has all its classes, the classes that the client already has
-    move to the end of the next permutation.
+    Each client holds ``held`` classes. The numbers of clients of two classes differ by at most one.
+
+    Clients take their classes, one client after the other, from a sequence of random permutations
+    of all classes. A permutation may end before a client has all its classes. Then the classes that
+    this client already has move to the end of the next permutation.
     """
     slots: list[int] = []
     while len(slots) < num_clients * held:
@@ -106,11 +121,12 @@ def assign_classes(num_clients: int, num_classes: int, held: int, generator: Gen
 
 
 def split_among_holders(available: Counts, holds: Incidence) -> Counts:
-    """Return class counts ``[n, C]``; each class is split equally among its holders.
+    """Return the number of samples of each class at each client, ``[n, C]``.
 
-    The remainder of a class goes, one sample each, to its holders with the fewest samples. Then
-    these samples are moved along paths of clients from a larger to a smaller client, until no path
-    is left between two clients whose sizes differ by two or more.
+    Each class is split equally among the clients that hold it. A remainder is given, one sample
+    each, to those of these clients with the fewest samples in total. Then remainder samples are
+    moved between clients until the sizes cannot become more equal: a move follows a path of clients
+    from a larger client to one that is smaller by at least two samples.
     """
     counts = np.where(holds, available // holds.sum(0), 0)
     extra = np.zeros_like(holds)
@@ -126,7 +142,7 @@ def split_among_holders(available: Counts, holds: Incidence) -> Counts:
 
 
 def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[int]:
-    # search from the largest source on: a client too large for a source fits into no smaller one
+    # Start from the largest source. A client too large for it is too large for smaller sources.
     parent: dict[int, int] = {}
     for source in np.argsort(-sizes, kind="stable").tolist():
         queue = [] if source in parent else [source]
@@ -147,7 +163,7 @@ def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[
 def _log_dirichlet(
     concentration: npt.NDArray[np.float64], rng: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    # Gamma(a) = Gamma(a + 1) * U**(1/a), in logarithms: a small concentration does not underflow
+    # Gamma(a) = Gamma(a + 1) * U**(1/a); logarithms prevent underflow for a small concentration
     gamma = np.log(rng.standard_gamma(concentration + 1))
     result: npt.NDArray[np.float64] = gamma - rng.standard_exponential(concentration.shape) / concentration
     return result
@@ -160,7 +176,7 @@ def _softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def iid(labels: Tensor, num_clients: int, generator: Generator) -> list[Tensor]:
-    """Deal a random permutation of the samples to the clients; sizes differ by at most one."""
+    """Assign random samples to the clients, whose sizes differ by at most one."""
     _check_num_clients(num_clients, len(labels))
     owner = torch.empty(len(labels), dtype=torch.int64)
     owner[torch.randperm(len(labels), generator=generator)] = torch.arange(len(labels)) % num_clients
@@ -170,20 +186,23 @@ def iid(labels: Tensor, num_clients: int, generator: Generator) -> list[Tensor]:
 def dirichlet(
     labels: Tensor, num_clients: int, alpha: float, generator: Generator, balance: Balance = "client"
 ) -> list[Tensor]:
-    """Draw class proportions from a Dirichlet distribution with concentration ``alpha > 0``.
+    """Assign samples with class proportions from a Dirichlet distribution.
 
-    ``balance="client"`` is Hsu et al. 2019, "Measuring the Effects of Non-Identical Data
-    Distribution for Federated Visual Classification", section 3. Client m draws
-    ``q_m ~ Dir(alpha * prior)`` with the class frequencies as ``prior``, then samples without
-    replacement with classes from ``q_m``. An exhausted class is dropped and ``q_m`` renormalised.
-    Client sizes differ by at most one, the larger first.
+    The concentration ``alpha`` is above 0.
 
-    ``balance="class"`` divides each class among the clients in proportions from ``Dir(alpha, ...,
-    alpha)``, as in the FBN paper's experiments (appendix C.2). Client sizes are unequal.
+    - ``balance="client"``: Hsu et al. 2019, "Measuring the Effects of Non-Identical Data
+      Distribution for Federated Visual Classification", section 3. Client m draws class proportions
+      ``q_m ~ Dir(alpha * prior)``, with the class frequencies as ``prior``. Then it draws samples
+      without replacement, with classes from ``q_m``. Once no sample of a class is left, the class
+      is dropped and ``q_m`` is renormalised. Client sizes differ by at most one, the larger first.
+    - ``balance="class"``: The samples of each class are divided among the clients in proportions
+      from ``Dir(alpha, ..., alpha)``, as in the FBN paper's experiments (appendix C.2). Client
+      sizes are unequal.
 
-    With C equal classes ``"client"`` has the concentration ``alpha / C`` per class, and ``"class"``
-    has ``alpha`` per client. A large ``alpha`` makes the clients IID. With a small
-    ``alpha``, ``"client"`` gives each client one class, and ``"class"`` gives each class to one client.
+    With C equally large classes, the concentration is ``alpha / C`` per class for ``"client"``, and
+    ``alpha`` per client for ``"class"``. A large ``alpha`` makes the clients IID. With a small
+    ``alpha``, ``"client"`` gives each client one class, and ``"class"`` gives each class to one
+    client.
 
     Raises:
         ConfigurationError: ``balance="class"`` leaves a client without a sample.
@@ -214,33 +233,34 @@ def shards(
     assignment: Assignment = "random",
     tail: int = 0,
 ) -> list[Tensor]:
-    """Assign ``ceil(class_fraction * C)`` classes per client (FixBN, section 4; Hsieh et al. 2020).
+    """Assign ``ceil(class_fraction * C)`` classes to each client.
 
-    The holders of a class share its samples equally. The numbers of holders of two classes differ
-    by at most one. With five clients and ``class_fraction=0.2``, in (0, 1], each client alone holds
-    a fifth of the classes.
+    See FixBN, section 4, and Hsieh et al. 2020. ``class_fraction`` is in (0, 1]. The clients that
+    hold a class share its samples equally. The numbers of clients of two classes differ by at most
+    one. For example, with five clients and ``class_fraction=0.2`` each client holds a fifth of the
+    classes, and no two clients share a class.
 
-    ``assignment`` decides which classes a client holds, in ascending order of label:
+    ``assignment`` decides which classes a client holds:
 
-    - ``"random"``: a random draw, see :func:`assign_classes`.
-    - ``"consecutive"``: adjacent classes. Client 0 holds the first classes, client 1 the next, and
-      after the last class come the first classes again.
-    - ``"modulo"``: only client c % n holds class c, as in the code of Hsieh et al. ``num_clients``
-      times the classes per client must be C.
+    - ``"random"``: A random draw, see :func:`assign_classes`.
+    - ``"consecutive"``: Adjacent classes in ascending order of label. Client 0 holds the first
+      classes, client 1 the next classes, and so on. After the last class the order starts again.
+    - ``"modulo"``: Only client c % n holds class c, as in the code of Hsieh et al. The number of
+      clients times the number of classes per client must be C.
 
-    With a ``tail`` every client also gets that many random samples of every class that it does not
-    hold. The holders keep these samples, so clients overlap. The tail is 10 in the code of FedBE
-    (Chen, Chao, ICLR 2021).
+    With a ``tail``, every client also gets ``tail`` random samples of every class that it does not
+    hold. The clients that hold the class keep these samples, so clients overlap. The tail is 10 in
+    the code of FedBE (Chen, Chao, ICLR 2021).
 
     Raises:
-        ConfigurationError: The clients cannot hold every class, ``"modulo"`` does not fit, or a class
-            has fewer samples than holders or than the tail.
+        ConfigurationError: The clients cannot hold every class, the numbers of clients and classes
+            do not fit ``"modulo"``, or a class has too few samples for its clients or for the tail.
     """
     check_shards(class_fraction, assignment, tail)
     _check_num_clients(num_clients, len(labels))
     available = class_sizes(labels)
     num_classes = len(available)
-    # margin for rounding: 0.07 * 100 = 7.000000000000001 must give 7 classes
+    # tolerance for rounding: 0.07 * 100 is 7.000000000000001 and must give 7 classes
     held = max(1, math.ceil(class_fraction * num_classes - 1e-9))
     if num_clients * held < num_classes:
         enough = math.ceil(num_classes / num_clients) / num_classes
@@ -277,7 +297,7 @@ def shards(
 def _with_tail(
     parts: list[Tensor], labels: Tensor, holds: Incidence, tail: int, generator: Generator
 ) -> list[Tensor]:
-    """Return each client's samples plus ``tail`` random samples of every class it does not hold."""
+    """Add to each client ``tail`` random samples of every class that the client does not hold."""
     samples = [(labels == label).nonzero().flatten() for label in torch.unique(labels)]
     rarest = min(samples, key=len)
     if len(rarest) < tail:
@@ -296,12 +316,12 @@ def _with_tail(
 
 
 def gamma_similarity(labels: Tensor, num_clients: int, gamma: float, generator: Generator) -> list[Tensor]:
-    """Deal a random share ``gamma`` of the samples equally, and the rest in chunks sorted by class.
+    """Assign a share ``gamma`` of the samples at random, and the rest in chunks sorted by class.
 
-    The FBN paper (section 5) uses this partition; SCAFFOLD calls it "s % similarity". ``gamma * N``
-    random samples are dealt to the clients. The rest is sorted by label and cut into one chunk per
-    client. Client sizes differ by at most one. ``gamma`` is in [0, 1]: 1 is IID, 0 sorts all
-    samples by class.
+    The FBN paper (section 5) uses this partition; SCAFFOLD calls it "s % similarity". First,
+    ``gamma * N`` random samples are distributed equally over the clients. The other samples are
+    sorted by label and cut into one chunk per client. Client sizes differ by at most one. ``gamma``
+    is in [0, 1]: with 1 the clients are IID, with 0 all samples are sorted by class.
     """
     check_gamma(gamma)
     total = len(labels)
@@ -321,7 +341,8 @@ def gamma_similarity(labels: Tensor, num_clients: int, gamma: float, generator: 
 def natural(groups: Tensor | Sequence[str] | Sequence[int]) -> list[Tensor]:
     """Make each group (a city, a writer, a hospital) a client, in sorted order.
 
-    ``groups`` are the integer or name of each sample's group, shape ``[N]``, at least one.
+    Args:
+        groups: Group of each sample, as an integer or a name, shape ``[N]`` with N at least 1.
     """
     if len(groups) == 0:
         raise ConfigurationError("partition Natural() found 0 samples; it needs one group per sample")
@@ -330,7 +351,7 @@ def natural(groups: Tensor | Sequence[str] | Sequence[int]) -> list[Tensor]:
 
 
 def check_dirichlet(alpha: float, balance: str) -> None:
-    """Raise a ConfigurationError unless ``alpha`` is positive and finite and ``balance`` is known."""
+    """Raise a ConfigurationError if ``alpha`` is not positive or ``balance`` is unknown."""
     if not 0 < alpha < math.inf:
         raise ConfigurationError(
             f"alpha must be a positive number, found {alpha}; IID() is the limit alpha = inf"
@@ -339,7 +360,7 @@ def check_dirichlet(alpha: float, balance: str) -> None:
         raise ConfigurationError(f"balance must be 'client' or 'class', found {balance!r}")
 
 
-def check_shards(class_fraction: float, assignment: str, tail: int) -> None:
+def check_class_fraction(class_fraction: float) -> None:
     """Raise a ConfigurationError if a setting of :func:`shards` is out of its range."""
     if not 0 < class_fraction <= 1:
         raise ConfigurationError(f"class_fraction must be in (0, 1], such as 0.2, found {class_fraction}")
@@ -351,7 +372,7 @@ def check_shards(class_fraction: float, assignment: str, tail: int) -> None:
 
 
 def check_gamma(gamma: float) -> None:
-    """Raise a ConfigurationError unless the share of IID data is in [0, 1]."""
+    """Raise a ConfigurationError if the share of IID data is outside [0, 1]."""
     if not 0 <= gamma <= 1:
         raise ConfigurationError(f"gamma must be in [0, 1] (0 sorted by class, 1 IID), found {gamma}")
 

@@ -1,4 +1,4 @@
-"""Partitions of the training data: by rules, or from a file."""
+"""Partitions of the training data over the clients, by a rule or from a file."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ Groups = Tensor | Sequence[str] | Sequence[int] | None
 class Partition(Recorded):
     """A rule that assigns the training samples to the clients.
 
-    The subclasses wrap the functions of ``~fl_lightning.datamodules.partition``.
+    The subclasses call the functions of ``fl_lightning.datamodules.partition``.
     """
 
     def __call__(
@@ -37,7 +37,7 @@ class Partition(Recorded):
             labels: Class of each sample, shape ``[N]``.
             num_clients: Number of clients.
             generator: Random number generator of all draws.
-            groups: Group of each sample, shape ``[N]``; None without groups.
+            groups: Group of each sample, shape ``[N]``. None: no groups.
 
         Returns:
             Indices of each client's samples, int64, ascending.
@@ -52,7 +52,7 @@ class Partition(Recorded):
 
 
 class IID(Partition):
-    """Equal random shares (:func:`~fl_lightning.datamodules.partition.iid`)."""
+    """Random partition with equal sizes (:func:`~fl_lightning.datamodules.partition.iid`)."""
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
@@ -62,11 +62,14 @@ class IID(Partition):
 
 
 class Dirichlet(Partition):
-    """Dirichlet class proportions (:func:`~fl_lightning.datamodules.partition.dirichlet`).
+    """Partition with class proportions from a Dirichlet distribution.
+
+    See :func:`~fl_lightning.datamodules.partition.dirichlet`.
 
     Args:
-        alpha: Concentration, above 0; the smaller, the more the clients differ.
-        balance: ``"client"`` (Hsu et al. 2019, equal sizes) or ``"class"`` (unequal sizes).
+        alpha: Concentration, above 0. With a smaller value the clients differ more.
+        balance: ``"client"`` (Hsu et al. 2019, equal client sizes) or ``"class"`` (unequal client
+            sizes).
     """
 
     def __init__(self, alpha: float, balance: Balance = "client") -> None:
@@ -82,14 +85,17 @@ class Dirichlet(Partition):
 
 
 class Shards(Partition):
-    """Equally many classes per client (:func:`~fl_lightning.datamodules.partition.shards`).
+    """Partition with the same number of classes at each client.
+
+    See :func:`~fl_lightning.datamodules.partition.shards`.
 
     Args:
-        class_fraction: Share of the classes that a client holds, in (0, 1]; 0.2 in the FixBN paper.
-        assignment: Classes of a client: ``"random"``, ``"consecutive"`` (adjacent classes) or
-            ``"modulo"`` (label % clients, as in the code of Hsieh et al.).
-        tail: Number of samples, at least 0, that a client also gets of every class that it does not
-            hold; other clients have these samples too. 10 in the code of FedBE.
+        class_fraction: Share of the classes that a client holds, in (0, 1]. 0.2 in the FixBN paper.
+        assignment: Rule for the classes of a client: ``"random"``, ``"consecutive"`` (adjacent
+            classes) or ``"modulo"`` (label modulo number of clients, as in the code of Hsieh et
+            al.).
+        tail: Number of additional samples, at least 0, of every class that a client does not hold.
+            These samples also belong to other clients. 10 in the code of FedBE.
     """
 
     def __init__(self, class_fraction: float, assignment: Assigned = "random", tail: int = 0) -> None:
@@ -113,10 +119,12 @@ class Shards(Partition):
 
 
 class GammaSimilarity(Partition):
-    """IID data and sorted data (:func:`~fl_lightning.datamodules.partition.gamma_similarity`).
+    """Partition of a share of the data at random, and of the rest sorted by class.
+
+    See :func:`~fl_lightning.datamodules.partition.gamma_similarity`.
 
     Args:
-        gamma: Share of IID data, in [0, 1].
+        gamma: Share of the data that is assigned at random (IID), in [0, 1].
     """
 
     def __init__(self, gamma: float) -> None:
@@ -131,12 +139,15 @@ class GammaSimilarity(Partition):
 
 
 class Natural(Partition):
-    """One client per group of the data set (:func:`~fl_lightning.datamodules.partition.natural`)."""
+    """Partition with one client per group of the data set.
+
+    See :func:`~fl_lightning.datamodules.partition.natural`.
+    """
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """See :meth:`Partition.__call__`; raises a ConfigurationError if the data set has no groups."""
+        """See :meth:`Partition.__call__`. Raise a ConfigurationError if the data have no groups."""
         if groups is None:
             raise ConfigurationError(
                 "partition Natural() needs groups, but this data set has none; use IID, Dirichlet, Shards or GammaSimilarity"
@@ -145,10 +156,10 @@ class Natural(Partition):
 
 
 class HonestOnly(Partition):
-    """Partition of all data over the honest clients, as in ByzFL; the last clients are attackers.
+    """Partition of all data over the honest clients, as in ByzFL.
 
-    Attackers get copies of honest clients' data, for attacks that use data.
-    ``Byzantine(clients=attackers)`` selects the same clients.
+    The last clients are the attackers, as with ``Byzantine(clients=attackers)``. They get copies of
+    honest clients' data, for attacks that use data.
 
     Args:
         partition: Partition of the data over the honest clients.
@@ -163,7 +174,7 @@ class HonestOnly(Partition):
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """See :meth:`Partition.__call__`; raises a ConfigurationError if no client is honest."""
+        """See :meth:`Partition.__call__`. Raise a ConfigurationError if no client is honest."""
         if self.attackers >= num_clients:
             raise ConfigurationError(
                 f"HonestOnly.attackers: {self.attackers} of {num_clients} clients leave none honest; use fewer"
@@ -179,14 +190,18 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Assignment:
-    """Indices of each client's samples, int64, ascending; test samples follow training samples.
+    """Indices of each client's samples, from a partition file.
+
+    Indices are int64 and ascending. The indices of the data set's test samples follow those of its
+    training samples.
 
     Attributes:
         ids: Names of the clients in the file.
-        train: Training samples of each client, at least one.
-        val: Own validation samples of each client.
-        test: Own test samples of each client.
-        space: ``"train"``, or ``"train+test"`` if the data set's test samples are assigned, too.
+        train: Indices of each client's training samples, at least one.
+        val: Indices of each client's own validation samples.
+        test: Indices of each client's own test samples.
+        space: ``"train"`` if only training samples of the data set are assigned; ``"train+test"``
+            if its test samples are assigned, too.
     """
 
     ids: list[str]
@@ -197,27 +212,31 @@ class Assignment:
 
 
 class FromFile(Partition):
-    """The clients of a JSON file, which ``partition --save`` or another program writes.
+    """Partition from a JSON file, which ``partition --save`` or another program writes.
 
     ::
 
-        {"format": "fl_lightning.partition/1", "dataset": "cifar10", "space": "train", "examples": 50000,
-         "labels_sha256": "...", "clients": [{"id": "0", "train": [3, 17], "val": [], "test": [9]}]}
+        {"format": "fl_lightning.partition/1", "dataset": "cifar10", "space": "train", "examples":
+         50000, "labels_sha256": "...", "clients": [{"id": "0", "train": [3, 17], "val": [], "test":
+         [9]}]}
 
-    - ``val`` and ``test`` are a client's own evaluation data.
-    - In the space ``train+test`` the data set's test samples follow its training samples. The server's
-      test data are then the clients' test samples and the test samples without a client.
-    - ``labels_sha256`` is the digest of the labels in the order of the samples (int64,
+    - ``train``, ``val`` and ``test`` are indices of a client's training data and of its own
+      evaluation data.
+    - ``space`` says which samples have an index: ``train`` or ``train+test``. With ``train+test``
+      the indices of the test samples follow those of the training samples. The server's test data
+      are then the clients' test samples, and all test samples that belong to no client.
+    - ``labels_sha256`` is the digest of all labels in the order of the samples (int64,
       little-endian).
-    - A client has no sample twice. Two clients share samples only if the file has ``"overlap": true``.
-      No client evaluates on a sample that any client trains on.
-    - ``num_clients`` is ignored. ``val_fraction`` draws from the training samples without a client.
+    - A client has no sample twice. Two clients may share samples only if the file has
+      ``"overlap": true``. No sample is both training data and evaluation data of clients.
+    - The data module ignores its setting ``num_clients``. Its setting ``val_fraction`` draws from
+      the training samples that belong to no client.
 
     Args:
         path: The file.
 
     Raises:
-        ConfigurationError: There is no such file, or it is a pickle.
+        ConfigurationError: The file does not exist, or it is a pickle.
     """
 
     deciding_files = ("path",)
@@ -238,18 +257,19 @@ class FromFile(Partition):
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """See :meth:`Partition.__call__`; the file must have the space ``train``."""
+        """See :meth:`Partition.__call__`. The file must have the space ``train``."""
         return self.assignment(labels, labels[:0]).train
 
     def assignment(self, train_labels: Tensor, test_labels: Tensor) -> Assignment:
-        """Return the clients of the file.
+        """Return the indices of each client's samples.
 
         Args:
             train_labels: Class of each training sample, int64, shape ``[N]``.
             test_labels: Class of each test sample, int64, shape ``[M]``.
 
         Raises:
-            ConfigurationError: The file has another format, belongs to other data or has invalid clients.
+            ConfigurationError: The file has another format, belongs to other data or has invalid
+                clients.
         """
         content = _read(user_path("partition.path", self.path))
         space = str(content.get("space"))
@@ -321,7 +341,7 @@ class FromFile(Partition):
 
 
 def labels_sha256(labels: Tensor) -> str:
-    """Return the SHA-256 of labels ``[N]`` as int64, little-endian, in hexadecimal digits."""
+    """Return the SHA-256 of labels ``[N]`` (as int64, little-endian) in hexadecimal digits."""
     return hashlib.sha256(labels.numpy().astype("<i8").tobytes()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Images that are read from disk per batch, with labels or masks."""
+"""Images with labels or masks, read from disk batch by batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,7 +21,9 @@ from fl_lightning.errors import ConfigurationError
 
 
 class StreamedSamples(Dataset[Batch], ABC):
-    """Samples read from disk on access; a subclass defines :meth:`read` and :meth:`finish`.
+    """Samples that are read from disk on access.
+
+    A subclass defines :meth:`read` and :meth:`finish`.
 
     Args:
         mean: Mean of each channel, in [0, 1].
@@ -35,11 +37,14 @@ class StreamedSamples(Dataset[Batch], ABC):
 
     @abstractmethod
     def read(self, index: int) -> Any:
-        """Read a sample; called in threads, so it must not draw random numbers."""
+        """Read a sample. Threads call this method, so it must not draw random numbers."""
 
     @abstractmethod
     def finish(self, sample: Any) -> Batch:
-        """Augment a sample with torch's global generator; return image and label."""
+        """Augment a sample, and return image and label.
+
+        Random numbers come from torch's global generator.
+        """
 
     def __getitem__(self, index: int) -> Batch:
         return self.finish(self.read(index))
@@ -62,11 +67,11 @@ class StreamedSamples(Dataset[Batch], ABC):
 
 
 class StreamedClient(L.LightningDataModule):
-    """A client whose samples are read from disk per batch.
+    """A client whose samples are read from disk batch by batch.
 
     Args:
         samples: The client's samples.
-        batch_size: Samples in a batch; every batch is complete.
+        batch_size: Number of samples in a batch. Every batch is complete.
     """
 
     def __init__(self, samples: Dataset[Batch], batch_size: int) -> None:
@@ -74,7 +79,7 @@ class StreamedClient(L.LightningDataModule):
         self.samples, self.batch_size = samples, batch_size
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Return shuffled batches."""
+        """Return a loader of shuffled batches."""
         return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
 
@@ -86,13 +91,14 @@ Pair = tuple[Path, Path]
 
 
 class LabelledImages(StreamedSamples):
-    """Normalised images, float32 ``[3, H, W]``, with label images, uint8 ``[H, W]``.
+    """Normalised images, float32 ``[3, H, W]``, each with a label per pixel, uint8 ``[H, W]``.
 
     Args:
         samples: Files of the images and of their masks.
-        labels: Label of each value of a mask, uint8 ``[256]``; 254 for invalid values.
-        size: Height and width to which image and mask are resized; None for no resizing.
-        augment: Augmentation of an image and its mask; draws from torch's global generator.
+        labels: Lookup table from a mask's value to its label, uint8 ``[256]``. The label 254 marks
+            invalid values.
+        size: Height and width to which image and mask are resized. None: no resizing.
+        augment: Augmentation of an image and its mask. It draws from torch's global generator.
         **settings: Arguments of :class:`StreamedSamples`.
     """
 
@@ -111,7 +117,7 @@ class LabelledImages(StreamedSamples):
         return len(self.samples)
 
     def read(self, index: int) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
-        """Return an image and its label image."""
+        """Return an image and the label of each of its pixels."""
         path, mask_path = self.samples[index]
         image = tv_tensors.Image(torch.from_numpy(_read(path, "RGB", self.size)).permute(2, 0, 1))
         ids = torch.from_numpy(_read(mask_path, "L", self.size))
@@ -152,8 +158,9 @@ def augmentation(
     """Return an augmentation of image and mask: random scale, crop, flip and colour jitter.
 
     Args:
-        crop: Height and width, None for no crop; padding is black and labelled 255.
-        scale: Smallest and largest factor on the size.
+        crop: Height and width of the crop. None: no crop. If the image is smaller than the crop, it
+            is padded with black pixels of the label 255.
+        scale: Smallest and largest factor by which the size changes.
         flip: Whether each pair is mirrored with probability 1/2.
         jitter: Jitter of brightness, contrast and saturation (torchvision's ``ColorJitter``).
         size: Height and width of the images before augmentation.

@@ -25,16 +25,17 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 class ImageStream(StreamedSamples):
-    """The normalised images of class folders, float32 ``[3, H, W]``, with their labels.
+    """Normalised images of class folders, float32 ``[3, H, W]``, with their labels.
 
     Args:
         folder: The folder that holds the class folders.
-        classes: Names of the class folders in the order of the labels; a folder may be missing.
-        transform: Function from an image to uint8 ``[3, H, W]``; draws from torch's global generator.
+        classes: Names of the class folders in the order of the labels. A folder may be missing.
+        transform: Function that turns an image into uint8 ``[3, H, W]``. Its random numbers come
+            from torch's global generator.
         **settings: Arguments of :class:`~fl_lightning.datamodules.streamed.StreamedSamples`.
 
     Attributes:
-        names: Names of all files, sorted by class, as bytes (1.28 million names are 35 MB).
+        names: Names of all files, sorted by class, as bytes. 1.28 million names take 35 MB.
         labels: Class of each file, int64, shape ``[N]``.
     """
 
@@ -49,7 +50,7 @@ class ImageStream(StreamedSamples):
         return len(self.names)
 
     def path(self, index: int) -> Path:
-        """Return the file of a sample."""
+        """Return the path of a sample's file."""
         return self.folder / self.classes[int(self.labels[index])] / os.fsdecode(self.names[int(index)])
 
     def read(self, index: int) -> tuple[Image.Image, Tensor]:
@@ -74,13 +75,15 @@ class ImageStream(StreamedSamples):
 
 
 class StreamedImages(PartitionedDataModule):
-    """Images in ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, read from disk per batch.
+    """Images in ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, read from disk batch by batch.
 
-    Use this class for data larger than memory; for smaller data
-    :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster. Training images are augmented
-    by ``RandomResizedCrop`` and a random flip, which depend on (seed, client, step). For evaluation
-    the shorter side is resized to ``image_size * 8 / 7`` (256 for 224) and the centre is cropped.
-    Without class folders in ``test/``, ``val/`` is the test set.
+    Use this class for data larger than memory. For smaller data
+    :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster. If ``test/`` has no class
+    folders, ``val/`` is the test set.
+
+    Training images are augmented by torchvision's ``RandomResizedCrop`` and a random flip, which
+    depend only on (seed, client, step). For evaluation the shorter side is resized to
+    ``image_size * 8 / 7`` (256 for 224), and the centre is cropped.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
@@ -88,15 +91,15 @@ class StreamedImages(PartitionedDataModule):
         crop_scale: Smallest and largest share of an image's area in a random crop.
         horizontal_flip: Whether each training image is mirrored with probability 1/2.
         threads: Number of threads that decode images.
-        eval_batch_size: Images in a batch of the server's evaluation.
-        mean: Mean of each channel, in [0, 1]; default ImageNet's.
-        std: Standard deviation of each channel; default ImageNet's.
+        eval_batch_size: Number of images in a batch of the server's evaluation.
+        mean: Mean of each channel, in [0, 1]. Default: ImageNet's.
+        std: Standard deviation of each channel. Default: ImageNet's.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
 
     Raises:
-        ConfigurationError: The folder is missing or has another layout, a setting is out of its
-            range, or (while training) an image cannot be read.
+        ConfigurationError: The folder is missing or has another layout, or a setting is out of its
+            range. In training: an image cannot be read.
     """
 
     in_channels = 3
@@ -136,7 +139,7 @@ class StreamedImages(PartitionedDataModule):
         )
 
     def evaluation_digests(self) -> list[str]:
-        """Return the digest of the test images and of the indices of the validation images."""
+        """Return one digest of the test images and the indices of the validation images."""
         return [digest(self.test_images.contents(), self.val_images.indices)]
 
     def fingerprint(self) -> dict[str, str]:
@@ -174,10 +177,11 @@ class StreamedImages(PartitionedDataModule):
 
 
 class ImageNet(StreamedImages):
-    """ImageNet-1K (Russakovsky et al. 2015), or a subset of its classes; no download.
+    """ImageNet-1K (Russakovsky et al. 2015), or a subset of its classes.
 
-    It has 1.28 million training and 50,000 test images in 1,000 classes. The files are
-    ``train/<wnid>/*.JPEG`` and ``val/<wnid>/*.JPEG``, as for torchvision.
+    ImageNet has 1.28 million training and 50,000 test images in 1,000 classes. This class does not
+    download it. The files are ``train/<wnid>/*.JPEG`` and ``val/<wnid>/*.JPEG``, as for
+    torchvision.
 
     Args:
         data_dir: The folder that holds ``train`` and ``val``.

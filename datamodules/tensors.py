@@ -1,4 +1,4 @@
-"""Data sets from tensors, arrays or tables."""
+"""Data sets from tensors, arrays or CSV files."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class Samples(Dataset[Batch]):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Features and targets."""
+        """The stored features and targets."""
         return self.features, self.targets
 
     def to(self, device: torch.device) -> None:
@@ -54,33 +54,42 @@ class Samples(Dataset[Batch]):
         return self.features[index], self.targets[index]
 
     def batch(self, draws: Tensor) -> Batch:
-        """Return the samples with indices ``draws[..., 0]``; the other draws augment images."""
+        """Return the samples with indices ``draws[..., 0]``.
+
+        The other columns of ``draws`` are random numbers for the augmentation of images, and are
+        ignored.
+        """
         return self[draws[..., 0].to(self.features.device)]
 
 
 class TensorData(InMemorySamples):
     """Features and targets of any type and shape.
 
-    Label-skewed partitions use integer targets ``[N]`` as classes. They divide other targets ``[N]``
-    into ten quantiles, which count as classes. Targets of more dimensions count as one class.
+    Partitions need a class for each sample:
+
+    - Integer targets ``[N]`` are the classes.
+    - Other targets ``[N]`` are divided into ten quantiles, which count as classes.
+    - If targets have more dimensions, all samples are of one class.
 
     Args:
-        features: Tensor or array ``[N, ...]``, or a file: ``.npz`` or ``.pt`` with ``features``,
-            ``targets`` and perhaps ``groups``, ``test_features``, ``test_targets`` and
-            ``test_groups``, or a ``.csv`` with a header. Float64 becomes float32.
-        targets: Tensor or array ``[N, ...]``; for a CSV the name or names of its columns.
-        groups: Group of each sample ``[N]``, integers or names; for a CSV the name of its column.
-            With groups the default partition is ``Natural``, which makes each group a client.
-        columns: Columns of a CSV that are features. Default: all others.
+        features: Tensor or array ``[N, ...]``, or the path of a file. A ``.npz`` or ``.pt`` file
+            holds ``features`` and ``targets``; ``groups``, ``test_features``, ``test_targets`` and
+            ``test_groups`` are optional. A ``.csv`` file has a header. Float64 is converted to
+            float32.
+        targets: Tensor or array ``[N, ...]``. For a CSV: name or names of its target columns.
+        groups: Group of each sample ``[N]``, as integers or names. For a CSV: name of its column.
+            With groups, the default partition is ``Natural``, which makes each group a client.
+        columns: Names of the feature columns of a CSV. Default: all columns that are neither
+            targets nor groups.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
         test_targets: Test targets.
-        test_groups: Group of each test sample, for test data of each client.
-        test_fraction: Share of the samples, in (0, 1), that becomes the test data if none are
-            given; a stratified draw, the same for every seed.
-        standardize: Whether features are scaled to mean 0 and standard deviation 1 over the training
-            samples. Constant features become 0.
-        num_clients: Number of clients; ignored if the partition decides it.
-        batch_size: Samples in a client's batch; every batch is complete.
+        test_groups: Group of each test sample. With it each client has its own test data.
+        test_fraction: Share of the samples, in (0, 1), that becomes the test data if no test data
+            are given. The draw is stratified and the same for every seed.
+        standardize: Whether features are scaled to mean 0 and standard deviation 1 over the
+            training samples. Constant features become 0.
+        num_clients: Number of clients. Ignored if the partition decides this number.
+        batch_size: Number of samples in a client's batch. Every batch is complete.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
 
@@ -134,7 +143,7 @@ class TensorData(InMemorySamples):
         self.in_features = self._data["features"][0].numel()
 
     def class_histograms(self) -> list[list[int]]:
-        """Return ``[i][c]``, client i's number of samples of class c; empty without classes."""
+        """Return ``[i][c]``, the number of samples of class c at client i; empty if no classes."""
         return super().class_histograms() if self.num_classes is not None else []
 
     def _given_test(self) -> list[Tensor]:
@@ -162,7 +171,7 @@ class TensorData(InMemorySamples):
         self._give(dealt, samples, samples)
 
     def _split(self) -> dict[str, Tensor]:
-        """Return training and test data; draw test data from the samples if none are given."""
+        """Return training and test data. If no test data are given, draw them from the samples."""
         data = {**self._data, **{f"{split}groups": x for split, x in self._groups.items()}}
         if "test_targets" in data:
             return data
@@ -179,16 +188,20 @@ class TensorData(InMemorySamples):
 
 
 class ScikitLearn(TensorData):
-    """A table that scikit-learn ships, without a download.
+    """A table that scikit-learn contains. The data need no download.
 
     Args:
-        table: ``"breast_cancer"`` (569 samples, 30 features, 2 classes), ``"wine"`` (178, 13, 3),
-            ``"iris"`` (150, 4, 3), ``"diabetes"`` (442 samples, 10 features, a numeric target).
+        table: Name of the table:
+
+            - ``"breast_cancer"``: 569 samples, 30 features, 2 classes.
+            - ``"wine"``: 178 samples, 13 features, 3 classes.
+            - ``"iris"``: 150 samples, 4 features, 3 classes.
+            - ``"diabetes"``: 442 samples, 10 features, a numeric target.
         standardize: See :class:`TensorData`.
         **settings: Settings of :class:`TensorData`.
 
     Raises:
-        ConfigurationError: There is no such table.
+        ConfigurationError: The table is unknown.
     """
 
     def __init__(self, table: str = "breast_cancer", *, standardize: bool = True, **settings: Any) -> None:
@@ -205,7 +218,7 @@ class ScikitLearn(TensorData):
 
 
 _Given = Mapping[str, Any]
-"""Settings of a data set by name."""
+"""Arguments of :class:`TensorData` by name."""
 
 
 def _read(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str, Any]:
@@ -265,7 +278,7 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
 
 
 def _classes(values: Sequence[str]) -> NDArray[Any]:
-    """Return integers or floats if possible, otherwise positions in the sorted names."""
+    """Convert values to integers or floats; number all other values in alphabetical order."""
     for kind in (np.int64, np.float64):
         try:
             return np.asarray(values, dtype=kind)
@@ -301,7 +314,11 @@ def _check_shapes(data: Mapping[str, Tensor]) -> None:
 
 
 def _numbered(*groups: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the groups of training and test samples as numbers, and the name of each number."""
+    """Replace the groups of training and test samples by numbers.
+
+    Returns:
+        The numbers by data set, and the name of each number.
+    """
     known = {split: np.asarray(x) for split, x in zip(("", "test_"), groups, strict=True) if x is not None}
     if not known:
         return {}, []
@@ -317,7 +334,7 @@ def _has_classes(targets: Tensor) -> bool:
 
 
 def _strata(targets: Tensor) -> Tensor:
-    """Return the class of each sample for partitions, int64 ``[N]``."""
+    """Return the class of each sample, as partitions need it, int64 ``[N]``."""
     if _has_classes(targets):
         return targets
     if targets.dim() > 1:

@@ -14,10 +14,13 @@ from fl_lightning.errors import ConfigurationError
 
 
 def fetch_archive(url: str, md5: str, target: Path) -> None:
-    """Download an archive with one top-level folder, check its MD5 and unpack it as ``target``.
+    """Download an archive, check its MD5 checksum and unpack it as ``target``.
 
-    ``target`` appears only when complete; its parent must exist. An interrupted download leaves no
-    files. A failure raises a ConfigurationError.
+    The archive must have one top-level folder, and the parent of ``target`` must exist. ``target``
+    is created only once it is complete. An interrupted download leaves no files.
+
+    Raises:
+        ConfigurationError: The download or the check fails.
     """
     from torchvision.datasets.utils import check_md5, extract_archive  # takes seconds to import
 
@@ -41,15 +44,16 @@ LAYOUT = "train/<wnid>/images/*.JPEG, val/images/*.JPEG and val/val_annotations.
 
 
 class TinyImageNet(ImageFiles):
-    """100,000 training and 10,000 test images, RGB 64x64, 200 classes of ImageNet (Le, Yang 2015).
+    """Tiny ImageNet (Le, Yang 2015): 200 classes of ImageNet, RGB 64x64.
 
-    The layout is that of ``tiny-imagenet-200.zip``. Its ``val`` is the test set, because the labels
-    of ``test`` are not public. The classes are the folders of ``train`` in alphabetical order. Their
-    names are the first words in ``words.txt`` if the file exists.
+    There are 100,000 training and 10,000 test images. The files have the layout of
+    ``tiny-imagenet-200.zip``. The folder ``val`` is the test set, because the labels of ``test``
+    are not public. The classes are the folders of ``train`` in alphabetical order. If the file
+    ``words.txt`` exists, the name of a class is its first word there.
 
     Args:
         data_dir: The folder ``tiny-imagenet-200``.
-        image_size: Height and width of the images in pixels; smaller for reduced runs.
+        image_size: Height and width of the images in pixels. Use less than 64 for reduced runs.
         download: Whether missing files (248 MB) are downloaded into ``data_dir``.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
@@ -58,8 +62,8 @@ class TinyImageNet(ImageFiles):
         md5: MD5 of the archive.
 
     Raises:
-        ConfigurationError: The folder is missing or has another layout, a setting is out of its
-            range, or (in ``setup``) an image cannot be read or is of an unknown class.
+        ConfigurationError: The folder is missing or has another layout, or a setting is out of its
+            range. In ``setup``: an image cannot be read, or its class is unknown.
     """
 
     num_classes: int

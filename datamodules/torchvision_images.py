@@ -56,13 +56,14 @@ def torchvision_part(
 
 
 class TorchvisionImages(InMemoryDataModule):
-    """A labelled data set of ``torchvision.datasets`` with training and test part, such as SVHN.
+    """A labelled data set of ``torchvision.datasets`` with a training and a test part.
 
-    The shorter side of an image is resized to ``image_size`` and the centre is cropped. Images are
+    The shorter side of an image is resized to ``image_size``, and the centre is cropped. Images are
     normalised by the mean and standard deviation of the training images.
 
     Args:
-        dataset: Name of the class, such as ``"SVHN"``; its constructor takes ``train`` or ``split``.
+        dataset: Name of the class, such as ``"SVHN"``. Its constructor must have an argument
+            ``train`` or ``split``.
         num_classes: Number of classes.
         data_dir: The folder that torchvision calls ``root``.
         download: Whether missing files are downloaded into ``data_dir``.
@@ -71,8 +72,8 @@ class TorchvisionImages(InMemoryDataModule):
         **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
-        ConfigurationError: There is no such data set, its files are missing or damaged, or a
-            setting is out of its range.
+        ConfigurationError: The data set is unknown, its files are missing or damaged, or a setting
+            is out of its range.
     """
 
     num_classes: int
@@ -97,7 +98,7 @@ class TorchvisionImages(InMemoryDataModule):
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.in_channels = in_channels
         if not download:
-            self._files(0)  # report missing files at once, before setup
+            self._files(0)  # report missing files here, not only in setup
 
     def prepare_data(self) -> None:
         """Download missing files if ``download`` is set."""
@@ -129,12 +130,12 @@ class TorchvisionImages(InMemoryDataModule):
 
 
 class CIFAR100(TorchvisionImages):
-    """50,000 training and 10,000 test images, RGB 32x32, in 100 classes (Krizhevsky 2009).
+    """CIFAR-100 (Krizhevsky 2009): 50,000 training and 10,000 test images, RGB 32x32, 100 classes.
 
     Args:
         data_dir: The folder that holds ``cifar-100-python``.
         download: Whether missing files (169 MB) are downloaded into ``data_dir``.
-        image_size: Height and width of the images in pixels; smaller for reduced runs.
+        image_size: Height and width of the images in pixels. Use less than 32 for reduced runs.
         **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
     """
 
@@ -145,10 +146,12 @@ class CIFAR100(TorchvisionImages):
 
 
 class FashionMNIST(TorchvisionImages):
-    """60,000 training and 10,000 test images of clothes, greyscale 28x28 (Xiao et al. 2017).
+    """Fashion-MNIST (Xiao et al. 2017): images of clothes, greyscale 28x28, in 10 classes.
+
+    There are 60,000 training and 10,000 test images.
 
     Args:
-        data_dir: The folder that holds ``FashionMNIST/raw`` with the four IDX files, unpacked.
+        data_dir: The folder that holds ``FashionMNIST/raw`` with the four unpacked IDX files.
         download: Whether missing files (31 MB) are downloaded into ``data_dir``.
         image_size: Height and width of the images in pixels.
         **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
@@ -169,16 +172,16 @@ class FashionMNIST(TorchvisionImages):
 
 
 class CIFAR10(ImageFiles):
-    """50,000 training and 10,000 test images, RGB 32x32, in 10 classes (Krizhevsky 2009).
+    """CIFAR-10 (Krizhevsky 2009): 50,000 training and 10,000 test images, RGB 32x32, 10 classes.
 
     Args:
-        data_dir: The folder that holds ``cifar-10-batches-py`` (torchvision's layout), or
-            ``train/<class>/*`` and ``test/<class>/*``.
+        data_dir: The folder that holds ``cifar-10-batches-py`` (torchvision's layout), or the class
+            folders ``train/<class>`` and ``test/<class>``.
         download: Whether missing files (170 MB) are downloaded into ``data_dir``.
-        image_size: Height and width of the images in pixels; smaller for reduced runs.
+        image_size: Height and width of the images in pixels. Use less than 32 for reduced runs.
         num_clients: Number of clients, 5 in the FixBN paper.
-        crop_padding: Black border in pixels for random crops, 0 for no crops; FixBN pads by 2,
-            FedTAN by 4.
+        crop_padding: Width in pixels of the black border for random crops, 2 in FixBN and 4 in
+            FedTAN. 0: no crops.
         horizontal_flip: Whether training images are flipped with probability 1/2.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
@@ -215,7 +218,7 @@ class CIFAR10(ImageFiles):
             )
 
     def prepare_data(self) -> None:
-        """Download missing files if ``download`` is set, or cache the class folders' images."""
+        """Download missing files if ``download`` is set; for class folders build the cache."""
         if self.clients:
             return
         if self.folders is not None:
