@@ -1,6 +1,7 @@
-"""Draw and tabulate the cells of the audit: ``python docs/scripts/audit.py``.
+"""Draw the figure of docs/audit.md and print its table: ``python docs/scripts/audit.py``.
 
-Each file of ``docs/numbers/audit`` holds one cell: its command, its evaluations and, once it has ended, its result.
+A cell is a run of the audit. Each file of ``docs/numbers/audit`` has one cell: its command, its
+evaluations and, if the run is finished, its result.
 """
 
 import json
@@ -12,21 +13,21 @@ from matplotlib.figure import Figure
 from fl_lightning.pictures.style import BLUE, GREEN, VERMILLION, paper_style, write_figure
 
 PUBLISHED = {"BN": 0.5397, "GN": 0.5969, "FixBN": 0.7656}
-"""FixBN, Table 4, mean of three runs."""
+"""Test accuracy by method in Table 4 of the FixBN paper, the mean of three runs."""
 
 COLOURS = {"BN": VERMILLION, "GN": GREEN, "FixBN": BLUE}
 LAST = 5
-"""Evaluations in the mean of the last ones; one evaluation every ten rounds."""
+"""Number of evaluations in the mean of the last five; a run evaluates every ten rounds."""
 
 
 def cells() -> dict[str, dict[str, Any]]:
-    """Return the cells by the name of their file."""
+    """Return the cells by file name without the ending."""
     folder = NUMBERS_FOLDER / "audit"
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def table() -> str:
-    """Return the cells as a table in Markdown, the finished ones first."""
+    """Return a Markdown table of the cells, finished cells first."""
     lines = [
         "| method | images of other classes | state | last | best (round) | mean of the last five | published | partition |",
         "|---|---|---|---|---|---|---|---|",
@@ -52,7 +53,7 @@ def table() -> str:
 
 
 def measures() -> str:
-    """Return the measures of ``ClassifierBias`` on kept weights as a table in Markdown."""
+    """Return a Markdown table of the measures of ``ClassifierBias`` on saved checkpoints."""
     names = ("accuracy", "accuracy_calibrated", "accuracy_within_clients", "accuracy_between_clients")
     lines = [
         "| round | method | images of other classes | test accuracy | calibrated | within clients | between clients |",
@@ -66,7 +67,7 @@ def measures() -> str:
 
 
 def draw() -> None:
-    """Draw test accuracy over the rounds, with the published values as lines."""
+    """Draw the test accuracy of each cell over the rounds, and the published values as lines."""
     with paper_style():
         figure = Figure(figsize=(7, 3.4), layout="constrained")
         axes = figure.add_subplot()
@@ -86,7 +87,7 @@ def draw() -> None:
 
 
 def _method(cell: dict[str, Any]) -> str:
-    """Return the method of a cell, the first word of its description."""
+    """Return the method of a cell: its description up to the first comma."""
     method: str = cell["cell"].split(",")[0]
     return method
 

@@ -1,6 +1,7 @@
-"""FBN and averaged BN under attack: ``python docs/scripts/byzantine.py`` draws from ``numbers/byzantine.json``, see docs/byzantine.md.
+"""Draw the figures of docs/byzantine.md on FBN and averaged BN under attack: ``python docs/scripts/byzantine.py``.
 
-``... numbers`` collects them first from the study ``fbn_byzantine`` at its reduced scale.
+The numbers come from ``docs/numbers/byzantine.json``. ``python docs/scripts/byzantine.py numbers``
+first collects these numbers from the runs of the study ``fbn_byzantine`` at the scale ``reduced``.
 """
 
 import json
@@ -39,7 +40,11 @@ CURVES = {
 
 
 def collect() -> None:
-    """Write test accuracy by seed, whether runs diverged, and validation curves, by method, gamma and cell."""
+    """Write the file of numbers from the runs of the study.
+
+    For each method, gamma and cell the file has test accuracy by seed, the diverged seeds, and the
+    validation accuracy by seed and round.
+    """
     numbers = {}
     methods, attacks, defences = (
         {words: name for name, words in named.items()} for named in (METHODS, ATTACKS, DEFENCES)
@@ -64,12 +69,12 @@ def collect() -> None:
 
 
 def mean(found: dict) -> float:
-    """Mean test accuracy over the seeds."""
+    """Return the mean test accuracy over the seeds."""
     return statistics.mean(found["test"].values())
 
 
 def heat_map(numbers: dict) -> None:
-    """Test accuracy of every cell."""
+    """Draw the test accuracy of every cell as a heat map."""
     columns = [(method, gamma) for method in METHODS for gamma in GAMMAS]
     values = np.array([[mean(numbers[f"{m} {g} {cell}"]) for m, g in columns] for cell in CELLS])
     with paper_style():
@@ -92,7 +97,7 @@ def heat_map(numbers: dict) -> None:
 
 
 def curves(numbers: dict) -> None:
-    """Draw validation accuracy over the rounds, gamma = 0: the mean over the seeds, and their range."""
+    """Draw validation accuracy over the rounds at gamma = 0: mean and range over the seeds."""
     with paper_style():
         figure = Figure(figsize=(8, 3.4), layout="constrained")
         for axes, method in zip(figure.subplots(1, 2, sharey=True), METHODS, strict=True):
@@ -118,9 +123,10 @@ def curves(numbers: dict) -> None:
 
 
 def amplification() -> None:
-    """Draw the server's variance under a sign flip of the means, and its final value by beta.
+    """Draw the server's variance under an attack that flips the sign of the means.
 
-    Three of ten clients attack; the data have mean 1 and variance 1.
+    The left panel shows the variance over the rounds, the right panel its final value against beta.
+    Three of ten clients attack. The data have mean 1 and variance 1.
     """
     with paper_style():
         figure = Figure(figsize=(7, 3), layout="constrained")
@@ -152,7 +158,14 @@ def amplification() -> None:
 
 
 def variances(wire: str, beta: float, defended: bool, rounds: int) -> list[float]:
-    """Return the server's variance over the rounds of FBN."""
+    """Simulate FBN under this attack and return the server's variance at the start and after each round.
+
+    Args:
+        wire: Form of the sent statistics: ``"run"`` (running) or ``"batch"``.
+        beta: Momentum of the BN layer.
+        defended: Whether the server uses NNM and the median instead of the mean.
+        rounds: Number of rounds.
+    """
     aggregator = StatisticsAggregator(Median(pre=NNM(3)) if defended else WeightedMean())
     weight, m, v = (beta if wire == "run" else 1.0), 1.0, 1.0
     found = [v]
@@ -168,7 +181,7 @@ def variances(wire: str, beta: float, defended: bool, rounds: int) -> list[float
 
 
 def main(arguments: list[str]) -> None:
-    """Collect where that is asked for, and draw."""
+    """Draw all figures; with the argument ``numbers``, collect the numbers first."""
     if arguments == ["numbers"]:
         collect()
     numbers = json.loads(FILE.read_text())

@@ -1,8 +1,10 @@
-"""What methods pay for their accuracy: ``python docs/scripts/communication.py`` trains, ``... draw`` only draws.
+"""Train methods and draw their accuracy against their communication: ``python docs/scripts/communication.py``.
 
-Ten clients with one class of Digits each, one local step in each of 400 rounds, LeNet, seed 0: shipped configurations with
-the ledger. FBN's learning rate is the best of 0.02, 0.05, 0.1, 0.2 and 0.4 (which diverges) on validation data; all others
-are the shipped ones.
+``python docs/scripts/communication.py draw`` draws earlier results without training. The runs are
+shipped configurations with ``CommunicationLedger``: ten clients with one class of Digits each, 400
+rounds of one local step, LeNet, seed 0. Learning rates are those of the configurations. Only the
+learning rate of FBN was chosen on validation data, among 0.02, 0.05, 0.1, 0.2 and 0.4. With 0.4 FBN
+diverges.
 """
 
 import json
@@ -42,7 +44,7 @@ KEPT = (
 
 
 def train() -> None:
-    """Fill the file with the evaluated rows of every method."""
+    """Train every method, and write the metrics of its evaluated rounds to the file of numbers."""
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for method, (config, *options) in METHODS.items():
@@ -64,7 +66,7 @@ def train() -> None:
 
 
 def draw() -> None:
-    """Draw the file to ``docs/figures/communication.png``."""
+    """Draw the numbers of the file to ``docs/figures/communication.png``."""
     title = ["Digits, 10 clients with one class each, E = 1, 400 rounds, LeNet"]
     figure = communication_figure(json.loads(FILE.read_text()), str(NetworkLink()), title)
     write_figure(FIGURES_FOLDER / "communication.png", figure)

@@ -1,6 +1,7 @@
-"""Pin the defaults of shipped classes: adds classes and settings that are new, and changes none that is there.
+"""Record the defaults of shipped classes in ``defaults.json``: ``.venv/bin/python docs/scripts/defaults.py``.
 
-Run it after a new setting: ``.venv/bin/python docs/scripts/defaults.py``.
+Run this script after you have added a class or a setting. It adds new classes and settings to the
+file and does not change existing entries.
 """
 
 import inspect
@@ -24,14 +25,14 @@ _FUNCTIONS = (fl_lightning.models.library_model, fl_lightning.models.deeplab_v3_
 
 
 def shipped() -> dict[str, Any]:
-    """Return the classes and functions that a configuration can name, by full name."""
+    """Return the classes and functions that a configuration can name, by their full names."""
     found = {full_name(x): x for x in [*_FUNCTIONS, *_below(Recorded)]}
-    # deeper names are bases that no package exports
+    # a name with three dots or more belongs to a base class that no package exports
     return {name: x for name, x in found.items() if name.startswith("fl_lightning.") and name.count(".") < 3}
 
 
 def today() -> dict[str, dict[str, Any]]:
-    """Return the defaults of shipped classes as they are in the code."""
+    """Return the current defaults of the shipped classes, read from the code."""
     found = {name: defaults(kind) for name, kind in shipped().items()}
     return found | {TRAINER: as_plain(TRAINER_DEFAULTS)}
 
@@ -44,7 +45,7 @@ def _below(kind: type) -> Iterator[type]:
 
 
 def main() -> None:
-    """Write the file."""
+    """Add new classes and settings to the file."""
     pinned = json.loads(FILE.read_text())
     for name, found in today().items():
         pinned[name] = found | pinned.get(name, {})

@@ -1,4 +1,4 @@
-"""Where the figures and the numbers of the documentation lie."""
+"""Folders of the documentation's figures and numbers."""
 
 from pathlib import Path
 

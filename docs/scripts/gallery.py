@@ -1,8 +1,8 @@
-"""Show the results of studies in docs/gallery.md: ``python docs/scripts/gallery.py runs/studies/NAME-SCALE ...``.
+"""Write results of studies to docs/gallery.md: ``python docs/scripts/gallery.py runs/studies/NAME-SCALE ...``.
 
-The study's tables and verdicts replace the text between the comments ``<!-- NAME -->`` and
-``<!-- end of NAME -->``. If the scale is not ``reduced``, the comments have the name ``NAME-SCALE``.
-The study's figure is copied to ``figures/gallery``.
+The script replaces the text between the comments ``<!-- NAME -->`` and ``<!-- end of NAME -->`` by
+the study's table, verdicts and figure. If the scale is not ``reduced``, the comments contain
+``NAME-SCALE``. The figure is copied to ``figures/gallery``.
 """
 
 import json
@@ -16,11 +16,16 @@ from generated import replaced
 PAGE = Path(__file__).parents[1] / "gallery.md"
 FIGURES = FIGURES_FOLDER / "gallery"
 SHOWN = ("by_E", "by_T_", "by_gamma", "by_alpha", "difference", "curves")
-"""Names of figures by preference: the page shows the first figure that the study has."""
+"""Names of figures; the page shows the first of these figures that a study has."""
 
 
 def part(study: Path, page: str) -> str:
-    """Return the page with the study's section replaced, and copy the study's figure."""
+    """Copy a study's figure and return the page with the study's new section.
+
+    Args:
+        study: Folder of the study.
+        page: Text of the page.
+    """
     found = json.loads((study / "study.json").read_text())
     name = found["name"] if found["scale"] == "reduced" else f"{found['name']}-{found['scale']}"
     runs = [run for group in found["groups"] for run in group["runs"]]
@@ -33,7 +38,7 @@ def part(study: Path, page: str) -> str:
     shutil.copy(picture, FIGURES / f"{name}.png")
     command = f"python -m fl_lightning study configs/studies/{found['name']}.yaml --scale {found['scale']}"
     table = (study / "table.md").read_text().strip()
-    origin = f"Digest of the source: {', '.join(sources)}. PyTorch version: {', '.join(versions)}."
+    origin = f"Source {', '.join(sources)}, torch {', '.join(versions)}."
     shown = (
         "accuracy over communication rounds" if picture.stem == "curves" else "the values of the table above"
     )
@@ -42,7 +47,7 @@ def part(study: Path, page: str) -> str:
 
 
 def main(studies: list[str]) -> None:
-    """Replace the sections of the studies on the page."""
+    """Rewrite the page's sections about the given folders of studies."""
     for study in map(Path, studies):
         PAGE.write_text(part(study, PAGE.read_text()))
 

@@ -1,12 +1,14 @@
-"""The toy of the FBN paper (arXiv 2405.14670, Figs. 1 and 2): ``python docs/scripts/gaussian_toy.py`` runs, prints and draws it.
+"""Run and draw the toy of the FBN paper (arXiv 2405.14670, Figs. 1 and 2): ``python docs/scripts/gaussian_toy.py``.
 
-Ten clients, one Gaussian in the plane each; every round draws 30 new points per client. Runs of a hundred rounds give the
-running statistics of FBN and of FedAvg with BN; each round's points are then normalised in four ways:
+There are ten clients. Each client has the points of one Gaussian in the plane, and draws 30 new
+points in every round. Runs of 100 rounds give the running statistics of FBN and of FedAvg with BN.
+The points of each round are then normalised in four ways:
 
-- ``central``: BN on the union of the clients' batches, what all others are compared with;
-- ``FBN``: with FBN's statistics of the round before;
-- ``FixBN``: with FedAvg's averaged running statistics of the round before, as FixBN does once they are frozen;
-- ``naive``: each client with its own batch, as FedAvg does in training.
+- ``central``: BN on the union of the clients' batches. All other ways are compared with this one.
+- ``FBN``: FBN's statistics of the previous round.
+- ``FixBN``: the averaged running statistics of FedAvg from the previous round. FixBN normalises in
+  this way after it has frozen the statistics.
+- ``naive``: the statistics of each client's own batch, as in FedAvg's training.
 """
 
 import logging
@@ -64,17 +66,17 @@ Moments = tuple[Tensor, Tensor]
 """Running mean and variance, each ``[2]``."""
 
 Statistics = list[Moments]
-"""Those at the start of round 1, 2, ... and after the last."""
+"""Running statistics at the start of each round, and after the last round."""
 
 
 class RunningStatistics(L.Callback):
-    """Keeps the server's running statistics of every round."""
+    """A callback that stores the server's running statistics of every round."""
 
     def __init__(self) -> None:
         self.found: Statistics = []
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep what a round starts with."""
+        """Store the statistics at the start of a round."""
         norm = pl_module.model.norm
         self.found.append((norm.running_mean.clone(), norm.running_var.clone()))
 
@@ -84,7 +86,13 @@ class RunningStatistics(L.Callback):
 def statistics(
     data: Gaussians, callbacks: Sequence[L.Callback] = (), centralised: bool = False
 ) -> Statistics:
-    """Train the probe and return the server's running statistics."""
+    """Train the model and return the server's running statistics.
+
+    Args:
+        data: The clients' Gaussians.
+        callbacks: Methods of the run.
+        centralised: Whether one model is trained on the union of the batches.
+    """
     L.seed_everything(0, verbose=False)
     module = FederatedModule(
         BNProbe(),
@@ -109,14 +117,20 @@ def statistics(
 
 
 def points_of(data: Gaussians, round_number: int) -> tuple[Tensor, Tensor]:
-    """Return the clients' points ``[n, m, 2]`` and labels ``[n, m]`` of a round."""
+    """Return a round's points ``[n, m, 2]`` and labels ``[n, m]`` of n clients with m points each."""
     everyone = range(data.num_clients)
     points, labels = data.cohort_batch(everyone, [round_number - 1] * data.num_clients).stack()
     return points.double(), labels
 
 
 def normalised(points: Tensor, fbn: Moments, fedavg: Moments) -> dict[str, Tensor]:
-    """Return a round's points ``[n, m, 2]`` as each method normalises them, ``[n m, 2]``, with what the round started with."""
+    """Return the normalised points of a round, ``[n m, 2]``, by the name of the normalisation.
+
+    Args:
+        points: The clients' points, ``[n, m, 2]``.
+        fbn: FBN's running statistics at the start of the round.
+        fedavg: FedAvg's running statistics at the start of the round.
+    """
     union = points.flatten(0, 1)
     return {
         "central": F.batch_norm(union, None, None, training=True),
@@ -127,7 +141,7 @@ def normalised(points: Tensor, fbn: Moments, fedavg: Moments) -> dict[str, Tenso
 
 
 def errors(data: Gaussians, fbn: Statistics, fedavg: Statistics) -> dict[str, Tensor]:
-    """Mean Euclidean distance of each method's points from the centrally normalised ones, ``[rounds]``."""
+    """Return the mean Euclidean distance of each method's points from ``central``, ``[rounds]``."""
     rounds = []
     for number in range(1, ROUNDS + 1):
         views = normalised(points_of(data, number)[0], fbn[number - 1], fedavg[number - 1])
@@ -136,7 +150,11 @@ def errors(data: Gaussians, fbn: Statistics, fedavg: Statistics) -> dict[str, Te
 
 
 def separability(data: Gaussians, fbn: Statistics, fedavg: Statistics) -> dict[str, float]:
-    """Accuracy of a linear classifier on the last round's points that was fitted to those of the round before."""
+    """Return the accuracy of a linear classifier by the name of the normalisation.
+
+    The classifier is fitted to the points of the last round but one, and evaluated on the points of
+    the last round. ``"raw"`` are the points before normalisation.
+    """
     views, labels = [], []
     for number in (ROUNDS - 1, ROUNDS):
         points, own = points_of(data, number)
@@ -151,7 +169,10 @@ def separability(data: Gaussians, fbn: Statistics, fedavg: Statistics) -> dict[s
 
 
 def scatter(axes: Axes, points: Tensor, labels: Tensor) -> None:
-    """Draw the points, each class in its own colour and marker, with its number where the classes lie apart."""
+    """Draw points with a colour and a marker for each class.
+
+    If all points are away from the centre, the number of each class is drawn too.
+    """
     apart = bool(points.norm(dim=1).min() > 0.4)
     limit = (1.3 if apart else 1.1) * float(points.abs().max())
     for label in range(NUM_CLASSES):
@@ -174,7 +195,7 @@ def scatter(axes: Axes, points: Tensor, labels: Tensor) -> None:
 
 
 def draw_points(path: Path, data: Gaussians, fbn: Statistics, fedavg: Statistics) -> None:
-    """Draw the last round's points before and after each normalisation, and how the running variances got there."""
+    """Draw the last round's points before and after each normalisation, and the running variances."""
     points, labels = points_of(data, ROUNDS)
     views = {"raw": points.flatten(0, 1)} | normalised(points, fbn[ROUNDS - 1], fedavg[ROUNDS - 1])
     accuracy = separability(data, fbn, fedavg)
@@ -203,7 +224,7 @@ def draw_points(path: Path, data: Gaussians, fbn: Statistics, fedavg: Statistics
 
 
 def draw_errors(path: Path, found: dict[float, dict[str, float]]) -> None:
-    """Draw the normalisation error against the similarity of the clients."""
+    """Draw the normalisation error of each method against the similarity gamma of the clients."""
     with paper_style():
         figure = Figure(figsize=(7, 3.2), layout="constrained")
         axes = figure.subplots()
@@ -226,7 +247,7 @@ def draw_errors(path: Path, found: dict[float, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Run the toy at each similarity, print its numbers and draw both figures."""
+    """Run the toy at each similarity gamma, print the numbers and draw both figures."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

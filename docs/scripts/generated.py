@@ -1,6 +1,7 @@
-"""Write the parts of the pages that are made from the code: ``python docs/scripts/generated.py``.
+"""Write the generated parts of the pages: ``python docs/scripts/generated.py``.
 
-Each stands between two comments, ``<!-- name -->`` and ``<!-- end of name -->``; a test compares them.
+A generated part is the text between two comments, ``<!-- name -->`` and ``<!-- end of name -->``. A
+test compares the parts with the code.
 """
 
 import inspect
@@ -19,18 +20,18 @@ from fl_lightning.verification.claims import CLAIMS
 
 DOCS = Path(__file__).parents[1]
 sys.path.append(str(DOCS.parent / "tests" / "support"))
-from broken_callbacks import FAILS  # from the folder above
+from broken_callbacks import FAILS  # a module of tests/support
 
 
 def round_hooks() -> str:
-    """Return the round with its hooks, from the docstring of :class:`~fl_lightning.FederatedCallback`."""
+    """Return the round in pseudo-code, from the docstring of :class:`~fl_lightning.FederatedCallback`."""
     block = re.search(r"One round is ::\n\n(.*?)\n\n\S", inspect.getdoc(FederatedCallback) or "", re.DOTALL)
     assert block is not None
     return "```text\n" + inspect.cleandoc(block[1]) + "\n```"
 
 
 def rules() -> str:
-    """Return the rules with their docstrings and remedies, and the claims with their first lines."""
+    """Return the rules, with docstrings and remedies, and the claims, with first lines of docstrings."""
     counts = Counter(line for lines in FAILS.values() for line in lines)
     sections = [
         f"### {name}\n\n{_text(check)}\n\nIf it fails: {REMEDIES[name]}. The tests have {counts[name]} broken "
@@ -41,7 +42,7 @@ def rules() -> str:
 
 
 def _text(check: Callable[..., object]) -> str:
-    """Return a docstring in Markdown."""
+    """Return the docstring of a rule as Markdown."""
     text = (inspect.getdoc(check) or "").replace("``", "`")
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
 
@@ -58,25 +59,31 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "round": ("own-method.md", round_hooks),
     "rules": ("verify.md", rules),
 }
-"""The page of each part, and what makes it."""
+"""The page of each part, and the function that returns its text."""
 
 
 def between(name: str, page: str) -> str:
-    """Return the text of a page between the comments of a part."""
+    """Return the text of a page between the two comments of a part."""
     found = re.search(rf"<!-- {name} -->\n(.*?)\n?<!-- end of {name} -->", page, re.DOTALL)
     assert found is not None, f"no part {name}"
     return found[1]
 
 
 def replaced(name: str, page: str, part: str) -> str:
-    """Return a page with the text between the comments of a part replaced."""
+    """Return a page with a new text between the two comments of a part.
+
+    Args:
+        name: Name of the part.
+        page: Text of the page.
+        part: The new text.
+    """
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     head, rest = page.split(start)
     return f"{head}{start}{part}\n{end}{rest.split(end)[1]}"
 
 
 def main() -> None:
-    """Write every part anew."""
+    """Rewrite all generated parts."""
     for name, (file, make) in GENERATED.items():
         (DOCS / file).write_text(replaced(name, (DOCS / file).read_text(), make()))
 

@@ -1,9 +1,13 @@
-"""How far the clients' gradient is from that of the union batch, over training: ``python docs/scripts/gradient_deviation.py``.
+"""Measure and draw gradient deviation during training: ``python docs/scripts/gradient_deviation.py``.
 
-Ten clients with one digit each, one local step a round, the shipped configurations in float64 with
-``BatchNormDiagnostics`` in every tenth round: five minutes on one core. It prints a table and draws
-``docs/figures/gradient_deviation.png``. What the FedTAN and FixBN papers say of Batch Normalization under label skew is the
-distance between the upper curves and the lower ones.
+Gradient deviation is the distance of the clients' mean gradient from the gradient of one model on
+the union of the clients' batches. ``BatchNormDiagnostics`` measures it in every tenth round. The
+runs are shipped configurations in float64: ten clients with one digit each and one local step a
+round. They take five minutes on one core.
+
+The script prints a table and draws ``docs/figures/gradient_deviation.png``. The FedTAN and FixBN
+papers claim that BN under label skew has a large gradient deviation. In the figure this is the
+distance between the upper and the lower curves.
 """
 
 import logging
@@ -44,12 +48,12 @@ CURVES = {
     "GN": (["digits_fedavg_gn"], BLUE, "--", "s"),
     "FBN": (["digits_fbn"], GREEN, "-", "D"),
 }
-FLOOR = 1e-17  # an exact 0 is drawn here
+FLOOR = 1e-17  # place of an exact 0 on the logarithmic axis
 ROUNDS = 400
 
 
 def deviations(config: str, *options: str) -> tuple[Series, Series]:
-    """Return the measured rounds of a configuration and the gradient deviations in them."""
+    """Run a configuration and return the measured rounds and their gradient deviations."""
     cli = command_line(
         [
             "fit",
@@ -69,7 +73,7 @@ def deviations(config: str, *options: str) -> tuple[Series, Series]:
 
 
 def draw(found: dict[str, tuple[Series, Series]]) -> Figure:
-    """Draw the deviations over rounds, on a logarithmic axis."""
+    """Draw the gradient deviations over the rounds, on a logarithmic axis."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for label, (_, colour, line, marker) in CURVES.items():

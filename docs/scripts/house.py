@@ -1,7 +1,8 @@
-"""Count the house: ``python docs/scripts/house.py`` prints the figures of ``docs/architecture.md``.
+"""Print the figures of ``docs/architecture.md`` on size and imports: ``python docs/scripts/house.py``.
 
-Imports are read from the files: those inside of functions and those for type checkers alone count like any other. A name
-that is imported from ``fl_lightning`` itself counts as one from the module where it is defined.
+The script reads all imports from the files, also imports in functions and imports only for type
+checkers. If a name is imported from ``fl_lightning``, the import counts as one from the module that
+defines the name.
 """
 
 import ast
@@ -13,10 +14,10 @@ import fl_lightning
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fl_lightning", "callbacks", "datamodules")
-"""Folders of code; the last two are imported as parts of ``fl_lightning``."""
+"""Folders of code; ``callbacks`` and ``datamodules`` are imported as parts of ``fl_lightning``."""
 
 USERS = ("cli", "experiments", "callbacks", "datamodules")
-"""Parts of ``fl_lightning`` that the core never imports: of these only ``cli`` knows the others."""
+"""Parts of ``fl_lightning`` that the core never imports."""
 
 
 _HOMES = {
@@ -31,19 +32,19 @@ _USERS = tuple(f"fl_lightning.{part}." for part in USERS)
 
 
 def files(package: str) -> list[Path]:
-    """Return the Python files of a package."""
+    """Return the Python files of a package, sorted by path."""
     return sorted((ROOT / package).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
-    """Return the dotted name of a file."""
+    """Return the dotted name of a file's module."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "fl_lightning" else ("fl_lightning", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports() -> dict[str, set[str]]:
-    """Which modules of this project each one imports."""
+    """Return, for each module of this project, the modules of this project that it imports."""
     modules = {module_name(path): path for package in PACKAGES for path in files(package)}
     return {
         name: {found for target in _imported(path) if (found := _nearest(target, modules)) and found != name}
@@ -52,7 +53,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def written_imports(package: str) -> dict[str, set[str]]:
-    """Return the modules that the files of a package name in their imports, without the names that they take from these."""
+    """Return, for each module of a package, the X of all its imports ``from X import Y``."""
     return {
         module_name(path): {
             node.module
@@ -64,7 +65,7 @@ def written_imports(package: str) -> dict[str, set[str]]:
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """Dotted names of what a file imports, a name that is imported from a module included."""
+    """Yield the dotted name of each import of a file: ``X`` for ``import X``, else ``X.Y``."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -75,14 +76,14 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def _nearest(target: str, modules: dict[str, Path]) -> str | None:
-    """Return the module that a dotted name lies in."""
+    """Return the module that contains a dotted name; None if no module of ``modules`` does."""
     while target and target not in modules:
         target = target.rpartition(".")[0]
     return target or None
 
 
 def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Return groups of nodes that can be reached from each other."""
+    """Return the import circles: groups of nodes that can all be reached from each other."""
     reached = {node: _reached(node, arrows) for node in arrows}
     groups = {tuple(sorted(other for other in reached[node] if node in reached[other])) for node in arrows}
     return [list(group) for group in sorted(groups) if group]
@@ -99,13 +100,16 @@ def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
 
 
 def room(module: str) -> str:
-    """Return the package or module at the top of ``fl_lightning``, or of its ``experiments``, that a module belongs to."""
+    """Return the top-level package of a module: a child of ``fl_lightning`` or of ``experiments``."""
     parts = module.split(".")
     return ".".join(parts[: 3 if parts[1:2] == ["experiments"] else 2])
 
 
 def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the imports between rooms, without the public names of ``fl_lightning``, which are imported on first use."""
+    """Return the imports between top-level packages.
+
+    Imports from ``fl_lightning`` itself are left out: its public names are imported on first use.
+    """
     found: dict[str, set[str]] = {room(module): set() for module in arrows}
     for module, targets in arrows.items():
         found[room(module)] |= {room(target) for target in targets} - {room(module), "fl_lightning"}
@@ -113,7 +117,7 @@ def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def backward(arrows: dict[str, set[str]]) -> list[str]:
-    """Return the imports of experiments, methods, data sets or the command line by rooms below them."""
+    """Return the arrows back: imports of a package of ``USERS`` by any other package except ``cli``."""
     found = []
     for module, targets in arrows.items():
         part = module.split(".")[1:2]
@@ -127,7 +131,7 @@ def backward(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def figures() -> dict[str, str]:
-    """Return the figures by what they count."""
+    """Return the figures by their names."""
     arrows = imports()
     lengths = {path: len(path.read_text().splitlines()) for path in files("fl_lightning")}
     longest = max(lengths, key=lengths.__getitem__)
@@ -145,7 +149,7 @@ def figures() -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the figures as a table, then what is counted in the last three, one to a line."""
+    """Print the figures as a table, then each import circle and each arrow back on a line."""
     arrows = imports()
     print("| | |\n|---|---|")
     print(*(f"| {what} | {number} |" for what, number in figures().items()), sep="\n")

@@ -1,7 +1,9 @@
-"""How FBN depends on the order of ReLU and BN: ``python docs/scripts/layer_order.py`` trains, ``... draw`` only draws.
+"""Train and draw FBN with two orders of ReLU and BN: ``python docs/scripts/layer_order.py``.
 
-Ten clients with one class of Digits each, one local step a round, FBNCNN of width 16 without dropout, plain SGD. Ordinary BN
-is centralised, on the union of the clients' batches; FBN is too, because its federation is exactly its centralised twin.
+``python docs/scripts/layer_order.py draw`` draws earlier results without training. Ten clients have
+one class of Digits each, and a round has one local step. The model is FBNCNN of width 16 without
+dropout, trained by SGD without momentum. All runs are centralised: one model is trained on the
+union of the clients' batches. For FBN this equals federated training exactly.
 """
 
 import json
@@ -35,7 +37,14 @@ CURVES = {
 
 
 def accuracy(method: str, order: str, rate: float, seed: int) -> float:
-    """Return validation accuracy after the last round; 0 where a run diverges."""
+    """Train a model and return its validation accuracy after the last round, 0 if the run diverged.
+
+    Args:
+        method: ``"FBN"`` or ``"BN"``.
+        order: Order of the layers, ``"relu_bn"`` or ``"bn_relu"``.
+        rate: Learning rate.
+        seed: Seed of the run.
+    """
     L.seed_everything(seed, verbose=False)
     data = Digits(num_clients=10, batch_size=20, partition=Shards(0.1), val_fraction=0.2, seed=seed)
     module = FederatedModule(
@@ -62,7 +71,7 @@ def accuracy(method: str, order: str, rate: float, seed: int) -> float:
 
 
 def train() -> None:
-    """Fill the file with the accuracy of every curve, learning rate and seed."""
+    """Train all runs, and write the accuracy by curve, learning rate and seed to the file of numbers."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -77,7 +86,10 @@ def train() -> None:
 
 
 def draw() -> None:
-    """Draw the file to ``docs/figures/layer_order.png``: median of the seeds, band from the lowest to the highest."""
+    """Draw the numbers of the file to ``docs/figures/layer_order.png``.
+
+    A curve is the median of the seeds. Its band reaches from the lowest to the highest seed.
+    """
     found = json.loads(FILE.read_text())
     with paper_style():
         figure = Figure(figsize=(7, 3.2), layout="constrained")

@@ -1,7 +1,8 @@
 """Print the table of methods in docs/methods.md: ``python docs/scripts/methods_table.py``.
 
-The treatments come from each callback's policy over a run of 100 rounds. The bytes and exchanges come from the log of a run
-of ResNet-20. A method has a row for each of its ``examples`` whose values differ.
+The treatments come from each callback's policy over a run of 100 rounds. The bytes and exchanges
+come from the log of a run of ResNet-20. A method has a row for each of its ``examples`` whose
+values differ.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""Simulate the verdicts of studies for docs/studies.md: ``python docs/scripts/power.py``.
+"""Simulate the verdicts of studies and write the table of docs/studies.md: ``python docs/scripts/power.py``.
 
-The table between the comments ``<!-- power -->`` and ``<!-- end of power -->`` is written anew. The
-simulation has three methods whose means differ by a multiple of a cell's standard deviation.
+The table is between the comments ``<!-- power -->`` and ``<!-- end of power -->``. The simulation
+has three methods. The differences of their means are multiples of the standard deviation of a cell.
 """
 
 from pathlib import Path
@@ -20,11 +20,10 @@ STUDIES = 20_000
 
 
 def decided(seeds: int, difference: float) -> tuple[float, float]:
-    """Return the share of claims that are decided rightly, and of studies with any wrong verdict.
+    """Return the share of claims decided correctly, and the share of studies with a wrong verdict.
 
-    Args:
-        seeds: Number of pairs of each claim.
-        difference: Difference between the means of A and B, and of B and C, in deviations of a cell.
+    Args: seeds: Number of pairs of runs for each claim. difference: Difference of the means of
+            methods A and B, and of B and C, in standard deviations of a cell.
     """
     cells = np.random.default_rng(0).normal(size=(STUDIES, 3, seeds)) + difference * np.arange(3)[:, None]
     pairs = np.stack([cells[:, 1] - cells[:, 0], cells[:, 2] - cells[:, 1], cells[:, 2] - cells[:, 0]], 1)
@@ -39,7 +38,7 @@ def decided(seeds: int, difference: float) -> tuple[float, float]:
 
 
 def table() -> str:
-    """Return the table as Markdown."""
+    """Return the table in Markdown, one row per number of seeds."""
     head = " | ".join(f"{difference:g}" for difference in DIFFERENCES)
     lines = [f"| seeds | {head} | wrong |", "|---" * (len(DIFFERENCES) + 2) + "|"]
     for seeds in SEEDS:
