@@ -1,1 +1,1 @@
-"""Speed of communication rounds, against a naive FedAvg loop: ``python -m benchmarks``."""
+"""Benchmarks of communication rounds against a naive FedAvg loop: ``python -m benchmarks``."""

@@ -1,4 +1,8 @@
-"""``python -m benchmarks``: time communication rounds against a naive loop and other frameworks, and aggregation rules."""
+"""Command ``python -m benchmarks``.
+
+It times communication rounds against a naive FedAvg loop and other frameworks, and aggregation
+rules against the library ByzFL.
+"""
 
 import dataclasses
 import json
@@ -27,7 +31,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Args:
-        args: Arguments without the program's name. Default: the process's arguments.
+        args: Arguments without the program's name. Default: the arguments of this process.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     if arguments and arguments[0] in (own := {"clients": clients, "faults": faults, "starts": starts}):

@@ -1,4 +1,4 @@
-"""Aggregation rules: speed against ByzFL's rules if installed, and memory of ours."""
+"""Speed of aggregation rules, compared with ByzFL's rules if ByzFL is installed, and their memory."""
 
 import importlib
 import importlib.metadata
@@ -32,8 +32,8 @@ RULES: dict[str, Rule] = {
 }
 CLIENTS = (10, 100)
 
-# Results differ, so no comparison: ByzFL's geometric median takes three iterations, its clipping
-# starts at 0.
+# ByzFL's geometric median (three iterations) and its clipping (starts at 0) are missing: their
+# results differ from ours.
 _BYZFL = {
     "median": "Median",
     "trimmed_mean": "TrMean",
@@ -47,7 +47,7 @@ _BYZFL = {
 def compare(
     rules: Sequence[str], columns: int, memory_columns: int, repeats: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Time our and ByzFL's rules in turn for 10 and 100 clients; measure the memory of ours.
+    """Time our and ByzFL's rules in turn for 10 and 100 clients, and measure our rules' memory.
 
     Args:
         rules: Names of ``RULES``.
@@ -57,9 +57,12 @@ def compare(
         say: Function that prints a line of progress.
 
     Returns:
-        ``byzfl`` (ByzFL's version or None), ``times`` (an entry for each rule and number of
-        clients: milliseconds and threads of both libraries, and our speed-up) and ``memory`` (peak
-        of a process with one rule, MB).
+        A dict with these keys:
+
+        - ``byzfl``: ByzFL's version, or None if ByzFL is missing.
+        - ``times``: an entry for each rule and number of clients, with the milliseconds and threads
+          of both libraries and our speed-up.
+        - ``memory``: peak memory in MB of a process that runs one rule, by rule.
     """
     say(f"memory, 100 x {memory_columns:,}, a process each")
     memory = {rule: _peak_of_process(rule, memory_columns) for rule in ["nothing", *rules]}
@@ -98,7 +101,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _time(name: str, rows: Tensor, repeats: int) -> dict[str, Any]:
-    """Time our rule and ByzFL's in turn, each with its faster number of threads, 1 or 2."""
+    """Time our rule and ByzFL's in turn, with 1 and 2 threads; report the faster number of each."""
     f = 3 * len(rows) // 10
     sides = {"ours": RULES[name]}
     if name in _BYZFL and _byzfl_version():
@@ -131,10 +134,10 @@ def _time(name: str, rows: Tensor, repeats: int) -> dict[str, Any]:
 
 
 def part_of_byzfl(name: str) -> ModuleType | None:
-    """Return a submodule of ByzFL; None if ByzFL is missing.
+    """Return a submodule of ByzFL, or None if ByzFL is missing.
 
-    The package's own imports are bypassed: they bring models with the names of our models, which
-    would become ambiguous.
+    The submodule is imported without ``byzfl/__init__.py``. That file would import models with the
+    same names as our models, and these names would then be ambiguous.
     """
     if _byzfl_version() is None:
         return None
@@ -160,7 +163,7 @@ def _byzfl_version() -> str | None:
 
 
 def _peak_of_process(rule: str, columns: int) -> float:
-    """Return the peak memory in MB of a process that applies a rule for 100 clients."""
+    """Start a process that applies a rule to 100 clients, and return its peak memory in MB."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.aggregation", rule, str(columns)],
         cwd=Path(__file__).resolve().parents[1],

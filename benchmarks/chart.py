@@ -1,4 +1,4 @@
-"""Figures of the speed-up over the naive loop, and of cost against scale."""
+"""Figures of the benchmarks: speed-up over the naive loop, and cost against scale."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from fl_lightning.pictures.style import (
 
 _SHADES = {"sequential": SKY, "vectorized": VERMILLION, "ranks": BLUE, "compiled": GREEN}
 _MARKS = "osD^vP"
-# background of a number: hides the line behind it
+# white background of a number, so that no line crosses the number
 _PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
@@ -77,7 +77,7 @@ def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -
 
 
 def _remarks(names: Sequence[str]) -> list[str]:
-    """Return the title's lines about bounds and bars in bfloat16."""
+    """Return lines of the title that explain outlined bars (bounds) and hatched bars (bfloat16)."""
     remarks = []
     if set(BOUNDS) & set(names):
         remarks.append("In outline forward and backward passes, or their convolutions, alone on all cores")
@@ -87,7 +87,7 @@ def _remarks(names: Sequence[str]) -> list[str]:
 
 
 def draw_scale(path: Path, results: Sequence[dict[str, Any]], machine: str) -> None:
-    """Draw milliseconds of wall time per client step against each factor of scale.
+    """Draw the wall time per client step, in milliseconds, against each factor of scale.
 
     Args:
         path: The PNG file.

@@ -1,8 +1,8 @@
 """``python -m benchmarks clients``: start-up, time of a round and memory by number of clients.
 
-Clients are writers in LEAF's layout with 20 random images each. A round has 10 clients with 5 local
-steps on batches of 20; the model is LeNet with BN. Each run is a complete ``python -m fl_lightning
-fit``: metrics, checkpoints, test.
+Each client has 20 random images, stored as one writer in the file layout of LEAF. A round has 10
+clients with 5 local steps on batches of 20. The model is LeNet with BN. Each run is a complete
+``python -m fl_lightning fit`` with metrics, checkpoints and test.
 """
 
 import argparse
@@ -28,9 +28,10 @@ METHODS: dict[str, list[Any]] = {
     "MaintainedMomentum": ["MaintainedMomentum"],
     "SCAFFOLD": ["SCAFFOLD"],
 }
-"""Methods that keep, for each client, nothing, BN layers, momentum or control variates."""
+"""Callbacks by method. FedAvg keeps no state of clients. The others keep BN layers, momentum or
+control variates."""
 
-_IMAGES = 20  # a writer's training images
+_IMAGES = 20  # training images of a client
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -81,7 +82,12 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def write_writers(folder: Path, count: int) -> None:
-    """Write files in LEAF's layout, 100 writers in each."""
+    """Write random images in the file layout of LEAF, 100 writers to a file.
+
+    Args:
+        folder: Folder of the files.
+        count: Number of writers.
+    """
     draw = np.random.default_rng(0)
     for split, images in (("train", _IMAGES), ("test", 2)):
         (folder / split).mkdir(parents=True)
@@ -100,10 +106,21 @@ def write_writers(folder: Path, count: int) -> None:
 def measure(folder: Path, data: Path, method: str, rounds: int) -> dict[str, Any]:
     """Measure start-up, rounds and peak memory of a run.
 
+    Args:
+        folder: Folder for the run's files.
+        data: Folder with the clients' images.
+        method: A name of ``METHODS``.
+        rounds: Number of communication rounds.
+
     Returns:
-        ``start_s``, seconds until the first round begins; ``round_s``, median seconds of a round in
-        the first and in the second half of the run, without round 1; ``peak_mb``, resident memory;
-        ``files_mb``, size of the clients' state.
+        A dict with these keys:
+
+        - ``rounds``: the number of rounds.
+        - ``start_s``: seconds from the start of the command to round 1.
+        - ``round_s``: two medians of the seconds of a round, for the first and for the second half
+          of the run, without round 1.
+        - ``peak_mb``: peak resident memory in MB.
+        - ``files_mb``: size in MB of the clients' state in files.
     """
     settings = {
         "trainer": {

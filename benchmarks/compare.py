@@ -1,4 +1,4 @@
-"""Comparison of whole rounds of the naive loop, the framework's executors and other frameworks."""
+"""Timing of whole rounds: the naive loop, this framework's executors and other frameworks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,14 +34,15 @@ def compare(
     say: Callable[[str], None],
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Time contenders on a workload with a model, alternating.
+    """Time contenders on a workload with a model.
 
-    Each repetition runs all contenders in turn. Ratios are taken within a repetition, so both times
-    suffer if the machine is slow for a while. Before the repetitions each contender runs one round
-    that is not timed, unless rounds are long (as on a CPU) and do not compile. Contenders with one
-    process run with each number of threads; the number with the smallest median wall time is
-    reported. A number that takes more than four times as long as another in the first repetition
-    does not run again.
+    - Each repetition runs all contenders in turn. Ratios are computed within a repetition, so that
+      both of their times are long if the machine is slow for a while.
+    - Before the first repetition, a contender runs a warm-up round that is not timed, if its rounds
+      are short or compile.
+    - A contender with one process runs with each number of threads. The number with the smallest
+      median wall time is reported. A number that takes more than four times as long as another
+      number in the first repetition is not run again.
 
     Args:
         workload_name: A name of ``WORKLOADS``.
@@ -56,13 +57,17 @@ def compare(
             left out.
 
     Returns:
-        Spreads of ``ms_per_client_step[contender][clock]``; of ``speedup[contender][clock]``, the
-        naive loop's time divided by the contender's; and of ``ahead[executor][other]``, the other's
-        wall time divided by the executor's. If forward and backward passes alone on all cores
-        (``roster.bound_of``) are among the contenders, ``compute_share[executor]`` is their wall
-        time divided by the executor's. ``ms`` has all measurements, ``threads`` the reported number
-        of threads, ``versions`` the other frameworks' versions, and ``missing`` the frameworks that
-        are not installed.
+        A dict with the settings and these keys. The values of the first four keys are spreads.
+
+        - ``ms_per_client_step[contender][clock]``: milliseconds per client step.
+        - ``speedup[contender][clock]``: the naive loop's time divided by the contender's.
+        - ``ahead[executor][other]``: the other contender's wall time divided by the executor's.
+        - ``compute_share[executor]``: the wall time of the executor's bound (``roster.bound_of``)
+          divided by the executor's; only for bounds among the contenders.
+        - ``ms``: all measurements, by contender and clock.
+        - ``threads``: the reported number of threads of each contender.
+        - ``versions``: the versions of the other frameworks.
+        - ``missing``: the frameworks that are not installed.
     """
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
@@ -126,7 +131,7 @@ def compare(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table, and of a second one if other frameworks were timed."""
+    """Yield the lines of a Markdown table, and of a second table if other frameworks were timed."""
     columns = [
         "wall ms per client step",
         "naive / this",
@@ -162,7 +167,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def label(name: str, result: dict[str, Any]) -> str:
-    """Return a contender's name, with its version if it is another framework."""
+    """Return a contender's name; for another framework, add the version."""
     return f"{name} {result['versions'][name]}" if name in result["versions"] else name
 
 
@@ -187,13 +192,13 @@ def _alternate(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """Return all repetitions' ms per client step, by contender with threads, and by clock."""
+    """Return ms per client step of all repetitions, by (contender, threads) and by clock."""
     taken: dict[tuple[str, int], dict[str, list[float]]]
     taken = {variant: {clock: [] for clock in CLOCKS} for variant in variants}
     for repetition in range(1, repeats + 1):
         for (name, count), clocks in taken.items():
             if repetition > 1 and clocks["wall"][0] > 4 * min(_first(taken, name)):
-                continue  # on a busy machine, waiting threads would take most of the time
+                continue  # on a busy machine, threads spend most of their time waiting for each other
             watch = _run(contenders[name], rounds, count)
             for clock in CLOCKS:
                 clocks[clock].append(1000 * getattr(watch, clock) / steps)
@@ -213,7 +218,7 @@ def _run(contender: Contender, rounds: int, threads: int) -> Any:
 
 
 def _rate(milliseconds: Sequence[float]) -> Spread:
-    """Return samples per second."""
+    """Return the spread of samples per second, from milliseconds per client step."""
     return Spread.of([1000 * BATCH_SIZE / each for each in milliseconds])
 
 

@@ -1,4 +1,4 @@
-"""Lower bound of a round's time: passes, or their convolutions, alone on all cores."""
+"""Lower bounds of a round's time: forward and backward passes, or their convolutions, on all cores."""
 
 import os
 import subprocess
@@ -14,20 +14,23 @@ Process = subprocess.Popen[str]
 
 
 class Compute:
-    """The forward and backward passes of a workload's client steps, or only their convolutions, and nothing else.
+    """Contender that computes only the forward and backward passes of a workload's client steps.
 
-    There is no data loading, augmentation, optimizer or aggregation: all passes use the same model
-    and the same batch of 20 normalised images in channels_last. One process per core, on one
-    thread, runs its share of the passes; processes do not wait for each other between rounds. If
-    the client steps are no multiple of the cores, every process rounds its passes up, and the time
-    is scaled down to client steps / cores. The start of the processes is not timed; they end with
-    this object.
+    It loads no data and has no augmentation, optimizer or aggregation. All passes use the same
+    model and the same batch of 20 normalised images in channels_last.
+
+    There is one process per core, with one thread. Each process runs its share of the passes.
+    Processes do not wait for each other between rounds. If the number of client steps is not a
+    multiple of the number of cores, each process rounds its number of passes up, and the time is
+    scaled down to client steps / cores. The start of the processes is not timed. The processes end
+    with this object.
 
     Args:
         workload: The federation and its local work; only the number of client steps is used.
         model_name: A name of ``recipe.MODELS``.
         num_processes: Number of processes. Default: the number of cores that this process may use.
-        kind: ``"compute"``, ``"convolutions"`` for these alone, or ``"compute_compiled"`` for compiled passes.
+        kind: ``"compute"`` for whole passes, ``"convolutions"`` for only their convolutions, or
+            ``"compute_compiled"`` for compiled passes.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Compute:
             _await(process, "ready")
 
     def run(self, rounds: int) -> Timing:
-        """Run the passes of some rounds."""
+        """Run the passes of ``rounds`` rounds and return their time."""
         timing, steps = Timing(), rounds * self.client_steps
         passes = -(-steps // len(self.processes))
         with timing.total:
@@ -57,7 +60,7 @@ class Compute:
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -69,7 +72,7 @@ def _start(kind: str, model_name: str) -> Process:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C must reach only this process, which ends the others
+        start_new_session=True,  # Ctrl-C must reach only the parent process, which ends the others
     )
 
 

@@ -1,4 +1,4 @@
-"""The naive loop and the framework on one workload: each runs rounds and returns their time."""
+"""Contenders of this repository: the naive loop and the framework. Each runs rounds and times them."""
 
 import logging
 import warnings
@@ -32,7 +32,7 @@ COMPILED: dict[str, Callable[[], Executor]] = {"compiled": partial(SequentialExe
 """Executors with ``torch.compile``; the first round compiles and is not timed."""
 
 RANKED = ("ranks", "compiled", "ranks_bf16")
-"""Contenders with a rank on each core."""
+"""Contenders that run one rank on each core."""
 
 OURS = {**EXECUTORS, **COMPILED}
 """All contenders of this framework in float32."""
@@ -40,13 +40,13 @@ OURS = {**EXECUTORS, **COMPILED}
 
 @dataclass
 class Timing:
-    """Time of some rounds.
+    """Time of several rounds.
 
     Attributes:
-        total: Time from the start of the first round to the end of the last, including other
-            processes.
-        in_rounds: Time inside ``training_step``, of this process alone; the rest is the Trainer's.
-            Zero for all contenders but the framework.
+        total: Time from the start of the first round to the end of the last round. Its processor
+            time includes all child processes.
+        in_rounds: Time inside ``training_step``, in this process alone. The rest of ``total`` is
+            the Trainer's time. Zero for contenders other than the framework.
     """
 
     total: Stopwatch = field(default_factory=lambda: Stopwatch(cpu_clock=cpu_seconds))
@@ -54,25 +54,25 @@ class Timing:
 
     @classmethod
     def on(cls, device: str) -> "Timing":
-        """Return clocks for ``"cpu"`` or ``"cuda"``; ``total`` waits for the device."""
+        """Return new clocks for ``"cpu"`` or ``"cuda"``; ``total`` waits for the device's work."""
         settle = torch.cuda.synchronize if device == "cuda" else nothing
         return cls(Stopwatch(cpu_clock=cpu_seconds, settle=settle))
 
 
 class Contender(Protocol):
-    """Loop or framework that runs communication rounds of a workload."""
+    """A loop or framework that runs communication rounds of a workload."""
 
     def run(self, rounds: int) -> Timing:
-        """Run further rounds."""
+        """Run ``rounds`` further rounds and return their time."""
         ...
 
 
 class NaiveLoop:
-    """The loop of :mod:`benchmarks.naive` over the same images and clients.
+    """Contender that runs the loop of :mod:`benchmarks.naive`.
 
     Args:
         workload: The federation and its local work.
-        model: The server's model; it is trained.
+        model: The server's model; the rounds train it in place.
         data: Data module with the images and the partition, set up for ``fit``.
         device: Device of the model and of each batch, ``"cpu"`` or ``"cuda"``.
     """
@@ -87,7 +87,7 @@ class NaiveLoop:
         self.rounds_done = 0
 
     def run(self, rounds: int) -> Timing:
-        """Run further rounds."""
+        """Run ``rounds`` further rounds and return their time."""
         timing = Timing.on(self.device)
         with timing.total:
             for _ in range(rounds):
@@ -104,16 +104,16 @@ class NaiveLoop:
 
 
 class Framework:
-    """``Trainer.fit`` on a ``FederatedModule``, as a user runs it, without evaluation or logger.
+    """Contender that runs ``Trainer.fit`` on a ``FederatedModule`` without evaluation or logger.
 
     Args:
         workload: The federation and its local work.
-        model: The server's model; it is trained.
+        model: The server's model; the rounds train it in place.
         data: The federated data.
         executor: Executor of the clients' gradients.
         device: Device of the whole run, ``"cpu"`` or ``"cuda"``.
         precision: Lightning's ``precision``, such as ``"bf16-mixed"``.
-        ranks: Processes that share the clients.
+        ranks: Number of ranks (processes) that share the clients.
     """
 
     def __init__(
@@ -136,17 +136,17 @@ class Framework:
             local_steps=workload.local_steps,
             participation=workload.cohort_size,
             executor=executor,
-            check_first_steps=False,  # the clock starts only with the first round
+            check_first_steps=False,  # the check is before round 1 and would not be timed
         )
 
     def run(self, rounds: int) -> Timing:
-        """Run rounds in a new ``fit``, whose preparation is not timed."""
+        """Run rounds in a new ``fit`` and return their time, without the preparation of ``fit``."""
         clock = _RoundClock(Timing.on(self.device))
         fit(self.module, self.data, rounds, [clock], self.device, **self.settings)
         return clock.timing
 
     def first_steps(self) -> Stopwatch:
-        """Run a round that checks the run's first steps, and return the time of the check."""
+        """Run a round with the check of the first steps, and return the time of the check."""
         watch = Timing.on(self.device).total
 
         def timed(module: FederatedModule) -> None:
@@ -163,7 +163,7 @@ class Framework:
 def client_images(
     data: SyntheticImages, client: int, transform: Callable[[Any], Tensor] = AUGMENTATION
 ) -> ClientImages:
-    """Return a client's images for contenders that read one image at a time.
+    """Return a client's images as a data set, for contenders that read one image at a time.
 
     Args:
         data: Data module with the images, set up for ``fit``.
@@ -175,7 +175,7 @@ def client_images(
 
 
 def round_loader(images: ClientImages, local_steps: int) -> DataLoader[Batch]:
-    """Return a loader whose epoch has ``local_steps`` batches, for peers that count epochs."""
+    """Return a loader with ``local_steps`` batches per epoch, for frameworks that count epochs."""
     sampler = RandomSampler(images, num_samples=local_steps * BATCH_SIZE)
     return DataLoader(images, BATCH_SIZE, sampler=sampler)
 
@@ -188,11 +188,11 @@ def fit(
     device: str = "cpu",
     **settings: Any,
 ) -> None:
-    """Train some rounds without logger, checkpoints, evaluation and progress bar."""
+    """Train ``rounds`` rounds without logger, checkpoints, evaluation and progress bar."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not have many workers")
-        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of torch
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # caused by Lightning's code
         trainer = L.Trainer(
             max_epochs=rounds,
             accelerator="gpu" if device == "cuda" else "cpu",

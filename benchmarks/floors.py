@@ -1,7 +1,7 @@
-"""Unavoidable parts of a round in plain PyTorch: passes, augmentation, optimizer arithmetic.
+"""Unavoidable parts of a round in plain PyTorch: passes, augmentation and optimizer arithmetic.
 
-The parts have the shapes of a workload: as many clients as the cohort, each with weights of its
-own.
+The tensors have the shapes of a workload: there are as many clients as in its cohort, and each
+client has separate weights.
 """
 
 import copy
@@ -17,11 +17,11 @@ from benchmarks.workloads import SyntheticImages, Workload
 
 
 class Floors:
-    """The unavoidable parts of a workload's rounds, each on its own.
+    """Timings of the unavoidable parts of a workload's rounds, each part alone.
 
     Args:
         workload: The federation and its local work.
-        model: The model; clients get copies.
+        model: The model; each client gets a copy.
         data: The federated data, set up for ``fit``.
     """
 
@@ -40,18 +40,23 @@ class Floors:
             parameter.grad = torch.randn_like(parameter)
 
     def forward_backward(self, executor: str, rounds: int) -> Stopwatch:
-        """Time all clients' losses and gradients, in turn or under ``vmap`` as ``executor``."""
+        """Time all clients' losses and gradients.
+
+        Args:
+            executor: ``"sequential"`` for one client after the other, ``"vectorized"`` for ``vmap``.
+            rounds: Number of rounds.
+        """
         step = {"sequential": self._each_model, "vectorized": self._stacked_models}[executor]
         return self._timed(step, rounds * self.workload.local_steps)
 
     def augmentation(self, rounds: int) -> Stopwatch:
-        """Time the augmentation of all clients' batches at once."""
+        """Time the augmentation, which takes the batches of all clients at once."""
         return self._timed(
             lambda: self.data.train_images.batch(self.draws), rounds * self.workload.local_steps
         )
 
     def optimizer(self, rounds: int) -> Stopwatch:
-        """Time a round's client steps on one block of all clients, and the server's step."""
+        """Time the client optimizer's steps on one block of all clients, and the server's step."""
         optimizer, server = CLIENT_OPTIMIZER([self.block]), torch.optim.SGD(self.server.parameters(), lr=1.0)
         optimizer.step()
 

@@ -1,4 +1,4 @@
-"""Timings on a CUDA device: W1 against the naive loop, a full run, and single local steps."""
+"""Timings on a CUDA device: workload W1 against the naive loop, a full run, and single local steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from benchmarks.workloads import SyntheticImages, Workload
 EPOCHS, TRAINING_IMAGES = 128, 50_000
 
 FULL = Workload(num_clients=5, cohort_size=5, local_steps=100, rounds=10)
-"""Five clients, as in the BN papers' runs on CIFAR-10."""
+"""The federation of a full run: five clients, as in the BN papers' runs on CIFAR-10."""
 
 ROUNDS_OF_A_RUN = EPOCHS * TRAINING_IMAGES // (FULL.client_steps * BATCH_SIZE)
 
@@ -29,23 +29,28 @@ def gpu(
 ) -> dict[str, Any]:
     """Time the framework's executors and the naive loop on a device.
 
-    The time of a full run is extrapolated from some of its rounds. Work that each ``fit`` does once
-    after its clock has started is thus multiplied, too. Runs have no evaluation, logger or
-    checkpoints.
+    The time of a full run is extrapolated from some of its rounds. The extrapolation also multiplies
+    work that a ``fit`` does only once after its clock has started. Runs have no evaluation, logger
+    or checkpoints.
 
     Args:
         model_name: A name of ``recipe.MODELS``.
         executors: Names of ``roster.ON_CUDA`` without the naive loop.
         num_images: Training images of all clients together.
         repeats: Number of repetitions.
-        rounds: Rounds of each measurement, 100 times as many with one local step; None for 10.
+        rounds: Rounds of each measurement. With one local step a round, 100 times as many rounds
+            are run. Default: 10.
         say: Function that prints a line of progress.
-        device: ``"cuda"``; ``"cpu"`` for a trial.
+        device: ``"cuda"``, or ``"cpu"`` for a trial.
 
     Returns:
-        ``w1``, the result of ``compare.compare``, and spreads by executor: ``full_run``, seconds of 128 epochs over 50,000
-        images, from the measured rounds, and ``single_steps``, the time per sample with one local step a round divided by
-        that with 100.
+        A dict with the settings and these keys:
+
+        - ``w1``: the result of ``compare.compare`` on workload W1.
+        - ``full_run[executor]``: spread of the seconds for 128 epochs over 50,000 images,
+          extrapolated from the measured rounds.
+        - ``single_steps[executor]``: spread of a ratio, the time per sample with one local step a
+          round divided by the time per sample with 100 local steps.
     """
     rounds = rounds or FULL.rounds
     w1 = compare("W1", model_name, executors, [1], num_images, repeats, rounds, say, device)
@@ -62,7 +67,7 @@ def gpu(
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in contenders}
     for repetition in range(1, repeats + 1):
         for (name, side), contender in contenders.items():
-            # the same number of client steps for both numbers of local steps
+            # both sides take the same number of client steps
             taken = contender.run(rounds * FULL.local_steps // sides[side].local_steps).total.wall
             seconds[name, side].append(taken)
             say(

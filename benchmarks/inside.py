@@ -1,4 +1,4 @@
-"""Clocks around the compute inside rounds; the rest of the time is the framework's own."""
+"""Clocks around the computation inside rounds; the rest of the time is the framework's own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +18,12 @@ from fl_lightning.optimizers.client import ClientOptimizer
 
 @dataclass
 class Inside:
-    """Time of the compute inside rounds.
+    """Time of the computation inside rounds.
 
     Attributes:
-        steps: Time of forward and backward passes, augmentation and the steps of the client
-            optimizers.
-        once_a_round: Time of the reset of the client optimizers' state and of the server
-            optimizer's step; in a strict reading both belong to the framework's own time.
+        steps: Time of forward and backward passes, augmentation and the client optimizers' steps.
+        once_a_round: Time of two acts: the reset of the client optimizers' state, and the server
+            optimizer's step. The measure "strict" counts both as the framework's own time.
     """
 
     steps: Stopwatch = field(default_factory=Stopwatch)
@@ -33,12 +32,14 @@ class Inside:
 
 @contextmanager
 def compute_watched() -> Iterator[Inside]:
-    """Time forward and backward passes, augmentation and optimizer arithmetic of all rounds until the block ends.
+    """Time passes, augmentation and optimizer arithmetic of all rounds within a ``with`` block.
 
-    The calls are timed inside the rounds, so caches are in their real state; the time of the clocks
-    themselves belongs to the framework. Of nested calls only the outermost is timed: a client's
-    loss is part of ``vmap``, and a client optimizer's call of ``torch.optim.SGD.step`` is part of
-    its own step, so only the server's ``SGD.step`` remains.
+    The calls are timed inside real rounds, so caches are in their real state. The time that the
+    clocks themselves take counts as the framework's own.
+
+    If timed calls are nested, only the outermost call is timed. Therefore a client's loss counts as
+    part of ``vmap``. A client optimizer's call of ``torch.optim.SGD.step`` counts as part of the
+    client optimizer's step, so the clock of ``SGD.step`` measures only the server's steps.
     """
     inside = Inside()
     running = False

@@ -1,4 +1,4 @@
-"""Peak memory of each contender in a new process, without the memory of its imports."""
+"""Peak memory of contenders. Each runs in a new process, and the memory of its imports is subtracted."""
 
 import subprocess
 import sys
@@ -24,22 +24,27 @@ def memory(
     rounds: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure the memory of contenders on a workload with a model, one after the other, on one thread.
+    """Measure the memory of contenders, one after the other, on one thread.
 
-    Memory is the proportional set size, which divides a shared page among its processes.
+    Memory is the proportional set size (PSS). If several processes share a page, each process
+    counts only its part of the page.
 
     Args:
         workload_name: A name of ``WORKLOADS``.
         model_name: A name of ``recipe.MODELS``.
-        names: Names of ``roster.NAMES``; the naive loop is always measured, and first.
+        names: Names of ``roster.NAMES``. The naive loop is always measured first.
         num_images: Training images of all clients together.
         rounds: Rounds of each contender.
         say: Function that prints a line of progress.
 
     Returns:
-        ``mb[contender]`` with ``imports``, memory after all imports, ``peak``, memory of all
-        processes together while rounds run, and ``more``, the difference; ``data``, memory of the
-        images as bytes, which all contenders hold.
+        A dict with the settings and these keys. All memory is in MB.
+
+        - ``mb[contender]["imports"]``: memory after all imports.
+        - ``mb[contender]["peak"]``: largest memory of all processes together while rounds run.
+        - ``mb[contender]["more"]``: the difference of the two.
+        - ``data``: memory of the images as uint8, which every contender needs.
+        - ``missing``: the frameworks that are not installed.
     """
     found: dict[str, dict[str, float]] = {}
     for name in ["naive", *(name for name in names if name != "naive" and present(name))]:
@@ -69,7 +74,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _measure(arguments: Sequence[str]) -> dict[str, float]:
-    """Measure a process's memory after its imports, and its peak from then to its end."""
+    """Start a process; measure its memory after the imports, and its peak from then to its end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.memory", *arguments],
         cwd=Path(__file__).resolve().parents[1],
@@ -106,7 +111,7 @@ def _serve(name: str, workload_name: str, model_name: str, num_images: str, roun
     data = SyntheticImages(int(num_images), workload.num_clients)
     data.setup("fit")
     contender = enter(name, workload, model_name, data)
-    # the images belong to the benchmark: keep only the contender's memory
+    # the benchmark's copy of the images would otherwise count as memory of the contender
     del data.pixels, data
     _wait("entered")
     contender.run(int(rounds))

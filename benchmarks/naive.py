@@ -1,7 +1,7 @@
-"""Reference of all timings: FedAvg as a careful author writes it for one paper, in PyTorch.
+"""The naive loop, the reference of all timings: FedAvg in PyTorch as papers' repositories write it.
 
-In each round every client trains a deep copy of the model with a new optimizer, and reads its
-images one at a time from a ``DataLoader`` with torchvision transforms. The server averages the
+In each round every client trains a deep copy of the model with a new optimizer. A ``DataLoader``
+reads the client's images one at a time and applies torchvision transforms. The server averages the
 state dicts key by key.
 """
 
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ClientImages(Dataset[Any]):
-    """One client's images, transformed one at a time.
+    """Data set of one client's images, which are transformed one at a time.
 
     Args:
         images: All clients' images, uint8, shape ``[N, H, W, 3]``; not copied.
@@ -54,7 +54,14 @@ def train(
     local_steps: int,
     make_optimizer: Callable[[Iterable[Tensor]], Optimizer],
 ) -> int:
-    """Take local steps with a new optimizer on the model's device; return the number of samples."""
+    """Train a model in place and return the number of samples that it saw.
+
+    Args:
+        model: The model; the batches are moved to its device.
+        loader: Batches of images and labels; restarted at its end.
+        local_steps: Number of steps.
+        make_optimizer: Function that returns a new optimizer of given parameters.
+    """
     model.train()
     device = next(model.parameters()).device
     optimizer, seen = make_optimizer(model.parameters()), 0
@@ -73,14 +80,14 @@ def train_client(
     local_steps: int,
     make_optimizer: Callable[[Iterable[Tensor]], Optimizer],
 ) -> dict[str, Tensor]:
-    """Train a copy of the server's model on one client; return the client's state dict."""
+    """Train a copy of the server's model on one client and return its state dict."""
     model = copy.deepcopy(server)
     train(model, loader, local_steps, make_optimizer)
     return model.state_dict()
 
 
 def average(states: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
-    """Return the weighted average of state dicts, key by key; BN's batch counters become floats."""
+    """Return the weighted average of state dicts by key. BN's batch counters become floats."""
     return {
         key: torch.stack([weight * state[key] for weight, state in zip(weights, states, strict=True)]).sum(0)
         for key in states[0]
@@ -99,9 +106,9 @@ def fedavg_round(
     Args:
         server: The server's model.
         loaders: The loader of each client in the cohort.
-        sizes: Number of training samples of each client, its weight in the average.
+        sizes: Number of training samples of each client; the weights of the average.
         local_steps: Local steps E of each client.
-        make_optimizer: Makes a client's optimizer from its parameters.
+        make_optimizer: Function that returns a new optimizer of given parameters.
     """
     states = [train_client(server, loader, local_steps, make_optimizer) for loader in loaders]
     server.load_state_dict(average(states, [size / sum(sizes) for size in sizes]))
