@@ -107,21 +107,15 @@ def making(made: object) -> Making | None:
         maker, args, kwargs = object.__getattribute__(made, _RECORD)
     except AttributeError:
         return None
-    known = parameters(maker)
-    given: dict[str, Any] = {}
+    known, empty = parameters(maker), inspect.Parameter.empty
     positional = [
         name for name, parameter in known.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
-    given |= dict(zip(positional, args, strict=False)) | kwargs
+    values = {name: parameter.default for name, parameter in known.items() if parameter.default is not empty}
+    values |= dict(zip(positional, args, strict=False)) | kwargs
     if rest := args[len(positional) :]:
-        given["*"] = rest
-    missing = {
-        name: parameter.default
-        for name, parameter in known.items()
-        if name not in given and parameter.default is not inspect.Parameter.empty
-    }
-    order = [*known, *(name for name in given if name not in known)]
-    arguments = {name: x for name in order for x in _lookup(name, given, missing)}
+        values["*"] = rest
+    arguments = {name: values[name] for name in {**known, **values} if name in values}
     return Making(maker, arguments, functools.partial(maker, *args, **kwargs))
 
 
@@ -149,10 +143,6 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if type(value) is list else value
 
 
-def _lookup(name: str, *sources: Mapping[str, Any]) -> list[Any]:
-    return next(([source[name]] for source in sources if name in source), [])
-
-
 def in_words(value: object) -> str:
     """Format the value of a setting: by :func:`describe` if it has no ``repr`` of its own."""
     return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
@@ -176,9 +166,5 @@ def _equal(value: Any, default: Any) -> bool:
     return (
         value is default
         or (type(value) is type(default) and bool(value == default))
-        or _numbers(value, default)
+        or (isinstance(value, int | float) and isinstance(default, int | float) and value == default)
     )
-
-
-def _numbers(value: Any, default: Any) -> bool:
-    return isinstance(value, int | float) and isinstance(default, int | float) and value == default
