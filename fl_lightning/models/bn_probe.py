@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from fl_lightning.models.checks import require_at_least
+from fl_lightning.errors import check_at_least
 from fl_lightning.recorded import Recorded
 
 
@@ -22,7 +22,7 @@ class BNProbe(Recorded, nn.Module):
 
     def __init__(self, num_classes: int = 10, in_features: int = 2) -> None:
         super().__init__()
-        require_at_least(1, num_classes=num_classes, in_features=in_features)
+        check_at_least(1, num_classes=num_classes, in_features=in_features)
         self.norm = nn.BatchNorm1d(in_features, affine=False)
         self.classifier = nn.Linear(in_features, num_classes)
 

@@ -5,13 +5,6 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 
-def require_at_least(minimum: int, **settings: int) -> None:
-    """Raise a ``ConfigurationError`` that names the first setting below ``minimum``."""
-    for name, value in settings.items():
-        if value < minimum:
-            raise ConfigurationError(f"{name}={value} is too small for this model; use {minimum} or more")
-
-
 def require_images(images: Tensor, in_channels: int, image_size: int | None = None) -> None:
     """Raise a ``ConfigurationError`` if the images do not fit the model.
 

@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from fl_lightning.models.checks import require_at_least, require_images
+from fl_lightning.errors import check_at_least
+from fl_lightning.models.checks import require_images
 from fl_lightning.models.norm import make_conv, make_norm
 from fl_lightning.recorded import Recorded
 
@@ -35,8 +36,8 @@ class LeNet(Recorded, nn.Module):
         groups: int = 2,
     ) -> None:
         super().__init__()
-        require_at_least(1, num_classes=num_classes, in_channels=in_channels)
-        require_at_least(8, image_size=image_size)
+        check_at_least(1, num_classes=num_classes, in_channels=in_channels)
+        check_at_least(8, image_size=image_size)
         self.in_channels = in_channels
         self.image_size = image_size
         # ceil_mode: Caffe rounds pooled sizes up, so 32 gives 16, with a window beyond the border

@@ -7,9 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError, check_at_least, check_choice
 from fl_lightning.models.blocks import BasicBlock, ResidualBlock, make_stages
-from fl_lightning.models.checks import require_at_least, require_images
+from fl_lightning.models.checks import require_images
 from fl_lightning.models.convolutions import WeightNormConv2d
 from fl_lightning.models.fixup import FixupBlock, ScalarBias, initialise_fixup
 from fl_lightning.models.norm import make_conv, make_norm
@@ -59,10 +59,10 @@ class CIFARResNet(Recorded, nn.Module):
         super().__init__()
         if depth < 8 or depth % 6 != 2:
             raise ConfigurationError(f"depth={depth} is not 6n+2; use 8, 14, 20, 26, 32, ...")
-        require_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
+        check_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
         self.in_channels = in_channels
         fixup = norm == "fixup"
-        check_choice("init", init, ("he",) if fixup else tuple(_INITS))
+        check_choice("init", init, ("he",) if fixup else ("he", "xavier"))
         self.conv = make_conv(norm, in_channels, width, 3, padding=1)
         self.norm = ScalarBias() if fixup else make_norm(norm, width, groups)
         make_block: Callable[[int, int, int], ResidualBlock] = (
@@ -74,7 +74,7 @@ class CIFARResNet(Recorded, nn.Module):
         if fixup:
             initialise_fixup(self, self.classifier)
         else:
-            _INITS[init](self)
+            initialise(self, init)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images ``[b, in_channels, height, width]`` to logits ``[b, num_classes]``."""
@@ -84,29 +84,24 @@ class CIFARResNet(Recorded, nn.Module):
         return logits
 
 
-def initialise_he(model: nn.Module) -> None:
-    """Initialise convolutions by He et al., ICCV 2015, eq. 10: normal, variance 2 / fan-in, bias 0."""
+def initialise(model: nn.Module, init: str) -> None:
+    """Initialise a model's weights; biases become 0.
+
+    Args:
+        model: The model, changed in place.
+        init: ``"he"``: He et al., ICCV 2015, eq. 10 (normal, variance 2 / fan-in) for convolutions;
+            ``"xavier"``: Glorot, Bengio, AISTATS 2010, eq. 16 for convolutions and linear layers.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+        if isinstance(module, nn.Conv2d if init == "he" else nn.Conv2d | nn.Linear):
+            if init == "he":
+                nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+            else:
+                nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         if isinstance(module, WeightNormConv2d):
             module.match_gain()
-
-
-def initialise_xavier(model: nn.Module) -> None:
-    """Initialise convolutions and linear layers by Glorot, Bengio, AISTATS 2010, eq. 16, with bias 0."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        if isinstance(module, WeightNormConv2d):
-            module.match_gain()
-
-
-_INITS: dict[str, Callable[[nn.Module], None]] = {"he": initialise_he, "xavier": initialise_xavier}
 
 
 class ResNet8(CIFARResNet):

@@ -5,11 +5,11 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning.errors import check_choice
+from fl_lightning.errors import check_at_least, check_choice
 from fl_lightning.models.blocks import ProjectionBlock, make_stages
-from fl_lightning.models.checks import require_at_least, require_images
+from fl_lightning.models.checks import require_images
 from fl_lightning.models.norm import make_conv, make_norm
-from fl_lightning.models.resnet import initialise_he
+from fl_lightning.models.resnet import initialise
 from fl_lightning.recorded import Recorded
 
 
@@ -44,7 +44,7 @@ class ResNet18(Recorded, nn.Module):
         width: int = 64,
     ) -> None:
         super().__init__()
-        require_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
+        check_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
         check_choice("ResNet18.stem", stem, ("cifar", "imagenet"))
         self.in_channels = in_channels
         kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
@@ -53,7 +53,7 @@ class ResNet18(Recorded, nn.Module):
         self.pool = nn.Identity() if stem == "cifar" else nn.MaxPool2d(3, stride=2, padding=1)
         self.blocks = make_stages(partial(ProjectionBlock, norm=norm, groups=groups), width, [2, 2, 2, 2])
         self.classifier = nn.Linear(8 * width, num_classes)
-        initialise_he(self)
+        initialise(self, "he")
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images ``[b, in_channels, height, width]`` to logits ``[b, num_classes]``."""

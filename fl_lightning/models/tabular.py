@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigurationError
-from fl_lightning.models.checks import require_at_least
+from fl_lightning.errors import check_at_least, check_choice
+from fl_lightning.models.norm import make_norm
 from fl_lightning.recorded import Recorded
 
 
@@ -32,12 +32,14 @@ class TabularMLP(Recorded, nn.Module):
         groups: int = 2,
     ) -> None:
         super().__init__()
-        require_at_least(1, num_classes=num_classes or 1, in_features=in_features, groups=groups)
+        check_choice("norm", norm, ("bn", "gn", "ln", "none"))
+        check_at_least(1, num_classes=num_classes or 1, in_features=in_features, groups=groups)
         layers: list[nn.Module] = [nn.Flatten()]
         width = in_features
         for size in hidden:
-            require_at_least(1, hidden=size)
-            layers += [nn.Linear(width, size, bias=norm == "none"), _norm(norm, size, groups), nn.ReLU()]
+            check_at_least(1, hidden=size)
+            normed = nn.BatchNorm1d(size) if norm == "bn" else make_norm(norm, size, groups)
+            layers += [nn.Linear(width, size, bias=norm == "none"), normed, nn.ReLU()]
             width = size
         self.layers = nn.Sequential(*layers, nn.Linear(width, num_classes or 1))
 
@@ -45,18 +47,3 @@ class TabularMLP(Recorded, nn.Module):
         """Map features ``[b, ...]`` to outputs ``[b, num_classes]``."""
         outputs: Tensor = self.layers(features)
         return outputs
-
-
-def _norm(norm: str, size: int, groups: int) -> nn.Module:
-    if norm == "bn":
-        return nn.BatchNorm1d(size)
-    if norm in ("gn", "ln"):
-        groups = groups if norm == "gn" else 1
-        if size % groups:
-            raise ConfigurationError(
-                f"groups={groups} does not divide a layer of {size} features; use a divisor of {size}"
-            )
-        return nn.GroupNorm(groups, size)
-    if norm == "none":
-        return nn.Identity()
-    raise ConfigurationError(f"norm={norm!r} is unknown; TabularMLP has bn, gn, ln and none")

@@ -120,5 +120,5 @@ def test_the_probe_normalises_its_inputs_and_is_linear():
     points = 5 + 2 * torch.randn(50, 3)
     normalised = (points - points.mean(0)) / (points.var(0, correction=0) + 1e-5).sqrt()
     torch.testing.assert_close(model(points), model.classifier(normalised))
-    with pytest.raises(ConfigurationError, match="in_features=0 is too small"):
+    with pytest.raises(ConfigurationError, match="in_features must be at least 1, found 0"):
         BNProbe(in_features=0)

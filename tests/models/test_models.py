@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, stack_module_state
 from torchvision.models import resnet18
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.models import FBNCNN, CIFARResNet, LeNet, ResNet8, ResNet18, ResNet20, ResNet32
+from fl_lightning.models import FBNCNN, CIFARResNet, LeNet, ResNet8, ResNet18, ResNet20, ResNet32, TabularMLP
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.models.norm import make_norm
 
@@ -222,12 +222,14 @@ def test_lenet_average_pool_divides_by_the_pixels_inside_the_image():
         (lambda: LeNet(norm="gn", groups=0), "groups=0 does not divide"),
         (lambda: CIFARResNet(depth=18), "depth=18 is not 6n"),
         (lambda: CIFARResNet(depth=2), "depth=2 is not 6n"),
-        (lambda: ResNet8(width=0), "width=0 is too small .* use 1 or more"),
-        (lambda: LeNet(num_classes=0), "num_classes=0"),
-        (lambda: LeNet(image_size=7), "image_size=7 is too small .* use 8 or more"),
-        (lambda: FBNCNN(image_size=3), "image_size=3"),
+        (lambda: ResNet8(width=0), "width must be at least 1, found 0"),
+        (lambda: LeNet(num_classes=0), "num_classes must be at least 1, found 0"),
+        (lambda: LeNet(image_size=7), "image_size must be at least 8, found 7"),
+        (lambda: FBNCNN(image_size=3), "image_size must be at least 4, found 3"),
         (lambda: FBNCNN(dropout=1.5), "p=1.5"),
-        (lambda: FBNCNN(width=0), "width=0 is too small"),
+        (lambda: FBNCNN(width=0), "width must be at least 1, found 0"),
+        (lambda: TabularMLP(norm="in"), "norm: 'in' must be one of bn, gn, ln, none"),
+        (lambda: TabularMLP(norm="gn", groups=3), "groups=3 does not divide a layer of 64"),
         (lambda: ResNet18(stem="stl"), "ResNet18.stem: 'stl' must be one of cifar, imagenet"),
         (lambda: FBNCNN(order="bn"), "FBNCNN.order: 'bn' must be one of relu_bn, bn_relu"),
     ],
