@@ -1,6 +1,6 @@
 """Failures of honest clients: dropouts and stragglers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
@@ -107,31 +107,6 @@ def _by_client(setting: str, given: Any) -> Any:
                 f"ClientFailures.{setting}: {client!r} must be a client's number, such as 7"
             )
     return {int(client): value for client, value in given.items()}
-
-
-def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: int) -> int:
-    """Return the smallest number of clients with which a round is aggregated.
-
-    Args:
-        check: Function that raises a ``ConfigurationError`` if the aggregators do not accept a
-            number of clients.
-        min_clients: The user's minimum.
-        cohort_size: Number of clients in a round without failures. ``check`` must accept it.
-
-    Raises:
-        ConfigurationError: ``min_clients`` is not in [1, ``cohort_size``].
-    """
-    if not 1 <= min_clients <= cohort_size:
-        raise ConfigurationError(
-            f"model.min_clients: {min_clients} must be at least 1 and at most the {cohort_size} clients of a round"
-        )
-    for number in range(min_clients, cohort_size):
-        try:
-            check(number)
-        except ConfigurationError:
-            continue
-        return number
-    return cohort_size
 
 
 def _happens(

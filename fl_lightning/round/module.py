@@ -47,7 +47,7 @@ from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.metrics import MetricSetting, check_names, make_metrics
 from fl_lightning.round.monitors import check_monitors, check_quality
 from fl_lightning.round.outputs import OutputCheck
-from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, plan_rounds
+from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
 from fl_lightning.round.policy import check_together, declared_parts, resolve_policy
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.round import communication_round, skip_round
@@ -397,18 +397,19 @@ class FederatedModule(Recorded, L.LightningModule):
         if stage != "fit":
             return
         check_trainer(self.trainer)
-        self.plan = plan_rounds(
+        require_clients(self.data)
+        self.plan = RoundPlan(
             self.data,
-            (self.aggregator, self.statistics.rule),
-            local_steps=self.local_steps,
-            local_epochs=self.local_epochs,
-            participation=self.participation,
-            seed=self.seed,
-            weighting=self.weighting,
-            centralised=self.centralised,
-            failures=self.failures,
-            min_clients=self.min_clients,
+            self.local_steps,
+            self.local_epochs,
+            cohort_size(self.data.num_clients, self.participation),
+            self.seed,
+            self.weighting,
+            self.centralised,
+            self.failures,
+            self.min_clients,
         )
+        self.plan.check((self.aggregator, self.statistics.rule))
         restore_batch_norm(self.model)  # a failed fit may have left swapped layers
         check_together(self.federated_callbacks)
         for method in self.federated_callbacks:

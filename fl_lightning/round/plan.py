@@ -13,7 +13,7 @@ from fl_lightning.aggregation import Aggregator
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import permutation
-from fl_lightning.round.failures import ClientFailures, fewest_reports
+from fl_lightning.round.failures import ClientFailures
 
 Weighting = Literal["examples", "uniform", "samples"]
 """Quantity to which weights are proportional: examples, a constant, or samples in the round."""
@@ -50,6 +50,28 @@ class RoundPlan:
     min_clients: int = 1
     last_round: int | None = None
     last_round_steps: int | None = None
+
+    def check(self, rules: Collection[Aggregator]) -> None:
+        """Check the number of clients, and increase ``min_clients`` to what the aggregators need.
+
+        Args:
+            rules: The aggregators of the run.
+
+        Raises:
+            ConfigurationError: The number of clients contradicts a setting or an aggregator.
+        """
+        size = self.cohort_size
+        if not self.centralised:
+            for rule in rules:
+                rule.check(size)
+        if self.failures is not None:
+            self.failures.check(self.data.num_clients)
+        if not 1 <= self.min_clients <= size:
+            raise ConfigurationError(
+                f"model.min_clients: {self.min_clients} must be at least 1 and at most the {size} clients of a round"
+            )
+        numbers = range(self.min_clients, size)
+        self.min_clients = next((number for number in numbers if _accepted(number, rules)), size)
 
     def reporting(self, round_number: int) -> list[int]:
         """Return the clients that are sampled for a round and report."""
@@ -184,50 +206,14 @@ class RoundPlan:
         return round_number
 
 
-def plan_rounds(
-    data: FederatedDataModule,
-    rules: Collection[Aggregator],
-    *,
-    local_steps: int | None,
-    local_epochs: int | None,
-    participation: int | float,
-    seed: int,
-    weighting: Weighting,
-    centralised: bool,
-    failures: ClientFailures | None,
-    min_clients: int,
-) -> RoundPlan:
-    """Return the plan of a run.
-
-    Args:
-        data: The federated data.
-        rules: The aggregators of the run.
-        local_steps: Local steps E of each client in a round.
-        local_epochs: Passes over a client's data in a round.
-        participation: Clients in a round, as a fraction or a number.
-        seed: The run's seed.
-        weighting: Quantity to which aggregation weights are proportional.
-        centralised: Whether one client trains on the union of the cohort's batches.
-        failures: Clients that drop out or take fewer steps; None for no failures.
-        min_clients: The user's smallest number of reporting clients.
-
-    Raises:
-        ConfigurationError: The number of clients does not suit a setting or an aggregator.
-    """
-    require_clients(data)
-    size = cohort_size(data.num_clients, participation)
-
-    def check(clients: int) -> None:
+def _accepted(num_clients: int, rules: Collection[Aggregator]) -> bool:
+    """Return whether all rules accept a number of clients in a round."""
+    try:
         for rule in rules:
-            rule.check(clients)
-
-    if not centralised:
-        check(size)
-    if failures is not None:
-        failures.check(data.num_clients)
-    fewest = fewest_reports(check, min_clients, size)
-    work = (data, local_steps, local_epochs, size, seed)
-    return RoundPlan(*work, weighting, centralised, failures, fewest)
+            rule.check(num_clients)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def check_local_work(
