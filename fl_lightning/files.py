@@ -1,5 +1,6 @@
 """Atomic writing of files, file locks, paths from users, and JSON."""
 
+import csv
 import errno
 import fcntl
 import json
@@ -7,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -178,6 +180,13 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically (see :func:`~fl_lightning.files.atomic_write`)."""
     with atomic_write(path) as file:
         file.write(content)
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Return rows as the text of a CSV file."""
+    text = StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def write_json(path: Path, obj: Any) -> None:

@@ -1,11 +1,9 @@
 """Pictures and tables in a run's folder."""
 
-import csv
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from fl_lightning.experiments.run_directory.describe import clients_table, run_t
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.predictions import overlays
-from fl_lightning.files import write_json, write_text
+from fl_lightning.files import csv_text, write_json, write_text
 from fl_lightning.methods.report import Report
 from fl_lightning.pictures.federation import class_quality_figure, clients_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
@@ -63,7 +61,8 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
             if (shown := overlays(module, title)) is not None:
                 write_figure(path, shown)
     with harmless(attempt.participation):
-        _write_table(attempt.participation, *clients_table(module))
+        columns, rows = clients_table(module)
+        write_text(attempt.participation, csv_text([columns, *rows]))
     histograms: dict[str, Any] = {}
     for report in (cb for cb in module.federated_callbacks if isinstance(cb, Report)):
         with harmless(f"a picture of {type(report).__name__}"):
@@ -71,17 +70,11 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
                 write_figure(attempt.path / f"{name}.png", draw(title))
         with harmless(f"a table of {type(report).__name__}"):
             for name, table in report.tables().items():
-                _write_table(attempt.path / f"{name}.csv", table.columns, table.rows)
+                write_text(attempt.path / f"{name}.csv", csv_text([table.columns, *table.rows]))
             histograms |= {name: [*values] for name, values in report.histograms().items() if len(values)}
     if histograms:
         with harmless(attempt.histograms):
             write_json(attempt.histograms, histograms)
-
-
-def _write_table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    text = StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-    write_text(path, text.getvalue())
 
 
 @contextmanager

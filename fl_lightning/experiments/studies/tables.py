@@ -1,11 +1,9 @@
 """Tables of a study as text, Markdown, LaTeX and CSV."""
 
-import csv
 import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from io import StringIO
 from math import isfinite
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group
 from fl_lightning.experiments.studies.latex import RULES, latex_table
 from fl_lightning.experiments.studies.panels import compared, label_of
 from fl_lightning.experiments.studies.reported import LAST, rule_in_words
-from fl_lightning.files import write_text
+from fl_lightning.files import csv_text, write_text
 from fl_lightning.round.directions import best_is
 
 Rows = tuple[list[str], list[list[str]]]
@@ -271,13 +269,6 @@ def as_text(rows: Rows, form: str = "simple") -> str:
     return tabulate(body, header, tablefmt=form, disable_numparse=True)
 
 
-def as_csv(rows: Rows) -> str:
-    """Format a table as CSV."""
-    text = StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([rows[0], *rows[1]])
-    return text.getvalue()
-
-
 def caption(found: Found) -> str:
     """Return the caption of a study's tables, in a few sentences."""
     subset = {
@@ -391,11 +382,12 @@ def write_tables(folder: Path, found: Found, columns: Sequence[str] = ()) -> lis
         *(["\n".join(f"- {words}" for words in choices)] if choices else []),
         *(["\n".join(claims)] if claims else []),
     ]
+    cells = cells_table(found)
     files = {
         "table.md": "\n\n".join(markdown) + "\n",
         "table.tex": latex_tables(found, columns),
-        "table.csv": as_csv(tables[-1]),
-        "cells.csv": as_csv(cells_table(found)),
+        "table.csv": csv_text([tables[-1][0], *tables[-1][1]]),
+        "cells.csv": csv_text([cells[0], *cells[1]]),
     }
     for name, content in files.items():
         write_text(folder / name, content)
