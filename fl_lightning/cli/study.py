@@ -17,15 +17,14 @@ from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH
-from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
 from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
 from fl_lightning.experiments.studies.columns import check_columns
-from fl_lightning.experiments.studies.definition import Labels, Study, as_argument
+from fl_lightning.experiments.studies.definition import Study, as_argument
 from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.figures import write_figures
 from fl_lightning.experiments.studies.findings import findings
-from fl_lightning.experiments.studies.found import ChoiceFound, Found
+from fl_lightning.experiments.studies.found import ChoiceFound, Found, Labels
 from fl_lightning.experiments.studies.progress import StudyProgress, time_left
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.experiments.studies.reads import Reads
@@ -47,6 +46,8 @@ _COMPUTED = {
     "model.executor": "SequentialExecutor", "model.executor.compile": False,
 }  # fmt: skip
 """Default settings of cells. With them, results do not depend on how many cells run at a time."""
+
+_resolved = cache(resolve)
 
 
 @contextmanager
@@ -229,11 +230,6 @@ class StudyCells:
         """Return the cells of the table: all seeds of the combinations with the chosen labels."""
         combinations = [x for x in self.study.combinations() if is_chosen(x, choices)]
         return [self.cell(labels, seed) for labels in combinations for seed in self.study.seeds(labels)]
-
-
-@cache
-def _resolved(arguments: tuple[str, ...]) -> Config:
-    return resolve(arguments)
 
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:

@@ -84,6 +84,11 @@ class Attempt:
             )
         return config
 
+    def last_error(self) -> str:
+        """Return the last line of the traceback in ``error.txt``."""
+        lines = self.error.read_text(errors="replace").strip().splitlines()
+        return (lines or ["no message"])[-1]
+
     def below(self, folder: Path) -> Path:
         """Return this attempt's subfolder of a folder that several runs share."""
         return folder / self.path.parent.name / self.path.name

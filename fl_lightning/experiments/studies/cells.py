@@ -127,7 +127,7 @@ class Cell:
         if stale is not None and stale.attempt is newest:
             return stale
         if newest.error.exists():
-            return State("failed", newest, why=_last_line(newest.error), round=last)
+            return State("failed", newest, why=newest.last_error(), round=last)
         if self._resumable(newest, accept_stale):
             return State("stopped", newest, round=last)
         return State("missing", newest, why=_damaged(newest), round=last)
@@ -249,8 +249,3 @@ def _last_round(attempt: Attempt) -> int:
         return int(json.loads(rows[-1])["round"])
     except (OSError, ValueError, IndexError, KeyError, TypeError):
         return 0
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no message"

@@ -8,8 +8,8 @@ from typing import Literal
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.finished import Result, metric_values
 from fl_lightning.experiments.studies.cells import Cell
-from fl_lightning.experiments.studies.definition import Choice, Labels, Study, matches
-from fl_lightning.experiments.studies.found import ChoiceFound
+from fl_lightning.experiments.studies.definition import Choice, Study, matches
+from fl_lightning.experiments.studies.found import ChoiceFound, Labels
 from fl_lightning.experiments.studies.panels import is_number
 from fl_lightning.round.directions import best_is
 
@@ -40,9 +40,10 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
         tried = trials(study, choice)
         for labels in study.combinations():
             if choice.seed in study.seeds(labels):
+                free = 1 + max(seed for row in study.combinations() for seed in study.seeds(row))
                 raise ConfigurationError(
                     f"choose: seed {choice.seed} of the trials is a seed of the table too, so that "
-                    f"{choice.axis} would be chosen on tested runs; name another one, such as {_free(study)}"
+                    f"{choice.axis} would be chosen on tested runs; name another one, such as {free}"
                 )
             if tuple(labels[axis] for axis in choice.by) not in tried:
                 raise ConfigurationError(
@@ -67,11 +68,6 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
                 )
         cells_of_choices.append(cells)
     return cells_of_choices
-
-
-def _free(study: Study) -> int:
-    """Return a seed that the table does not use: one more than its largest."""
-    return 1 + max(seed for labels in study.combinations() for seed in study.seeds(labels))
 
 
 def chosen(

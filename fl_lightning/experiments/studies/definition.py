@@ -27,14 +27,12 @@ from pydantic.dataclasses import dataclass as schema
 from typing_extensions import TypedDict
 
 from fl_lightning.experiments.run_directory.directory import Config
+from fl_lightning.experiments.studies.found import Labels
 from fl_lightning.experiments.studies.reported import BEST, LAST, MEAN
 from fl_lightning.files import shipped
 
 Dotted = Mapping[str, Any]
 """A label's settings by dotted name."""
-
-Labels = dict[str, str]
-"""Label of each axis, such as ``{"method": "GN", "E": "100"}``."""
 
 HEADLINE_CLAIMS = 3
 """Largest number of headline claims of a study."""

@@ -194,7 +194,8 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
     numeric = all(map(is_number, labels))
     labels = sorted(labels, key=float) if numeric else labels
     places = dict(zip(labels, map(float, labels) if numeric else range(len(labels)), strict=True))
-    looks = {label: look_of(number) for number, label in enumerate(_in_order(found, axis))}
+    in_order = dict.fromkeys(group["labels"][axis] for group in found["groups"])
+    looks = {label: look_of(number) for number, label in enumerate(in_order)}
     seeds: list[int] = []
     for axes, shared_look, label, groups in grid.curves():
         points = sorted((places[group["labels"][axis]], group["labels"][axis], group) for group in groups)
@@ -300,11 +301,6 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
             sent.append([sums[round] for round in rounds])
         places = np.mean(sent, axis=0)
     return places, np.array([[curve[round] for round in rounds] for curve in curves])
-
-
-def _in_order(found: Found, axis: str) -> list[str]:
-    """Return the labels of an axis in the order of their learning curves."""
-    return [*dict.fromkeys(group["labels"][axis] for group in found["groups"])]
 
 
 def _range_in_words(what: str, seeds: Sequence[int]) -> str:

@@ -98,13 +98,13 @@ def _group(
     own_metric = study.metric(labels)
     values: dict[str, dict[str, float]] = {name: {} for name in (*names, *local)}
     for cell in cells:
-        result = states[cell].result if states[cell].phase == "done" else None
+        state = states[cell]
+        result = state.result if state.phase == "done" else None
         metrics = metric_values(result) if result is not None else {}
+        rows = read_metrics(state.attempt.metrics) if result is not None and state.attempt else []
         for name, read in zip(names, [own_metric or names[0], *names[1:]], strict=True):
             if result is not None and read in metrics:
-                values[name][str(cell.seed)] = reported(
-                    study.definition.report, read, result, _rows(states[cell])
-                )
+                values[name][str(cell.seed)] = reported(study.definition.report, read, result, rows)
             elif metrics and own_metric is not None and name == names[0]:
                 raise ConfigurationError(
                     f"metric: the runs of {cell.name} have no {own_metric}; there are {', '.join(metrics)}"
@@ -124,11 +124,6 @@ def _group(
             for cell in cells
         ],
     }
-
-
-def _rows(state: State) -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl`` of a run; empty without an attempt."""
-    return read_metrics(state.attempt.metrics) if state.attempt else []
 
 
 def _reads(group: Group) -> list[str | None]:

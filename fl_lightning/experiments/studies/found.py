@@ -3,7 +3,7 @@
 from typing import NotRequired, TypedDict
 
 Labels = dict[str, str]
-"""Label of each axis."""
+"""Label of each axis, such as ``{"method": "GN", "E": "100"}``."""
 
 
 class RunFound(TypedDict):

@@ -11,7 +11,8 @@ from fl_lightning.experiments.run_directory.description import class_path
 from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.choosing import metric_of, trials
-from fl_lightning.experiments.studies.definition import Labels, Study
+from fl_lightning.experiments.studies.definition import Study
+from fl_lightning.experiments.studies.found import Labels
 
 _SHIPPED = ("fl_lightning.", "lightning.")
 """Packages whose callbacks log the same metrics during training as at the end."""

@@ -118,8 +118,7 @@ def state_of(attempt: Attempt) -> State:
         rounds = read_metrics(attempt.metrics)[-1:] if attempt.metrics.is_file() else []
     why = f"no result.json; the last logged round is {rounds[0]['round']}" if rounds else "no round is logged"
     if attempt.error.is_file():
-        lines = attempt.error.read_text(errors="replace").strip().splitlines()
-        return State("failed", attempt, why=(lines or ["no message"])[-1])
+        return State("failed", attempt, why=attempt.last_error())
     return State("running" if attempt.is_locked() else "stopped", attempt, why=why)
 
 
