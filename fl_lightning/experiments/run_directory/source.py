@@ -4,7 +4,7 @@ import ast
 import hashlib
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -76,15 +76,6 @@ def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
     return digest.hexdigest()[:8]
 
 
-def used_files(config: Any) -> set[Path]:
-    """Return the source files outside the core that affect the results of a run.
-
-    The resolved configuration names methods, data sets and users' code. The result has their files
-    and all files that they import. Installed packages of others are ignored.
-    """
-    return set(_files(_dotted_names(config)).values())
-
-
 def _files(names: Iterable[str]) -> dict[str, Path]:
     """Return the files outside the core that define dotted names, and the files they import."""
     files: dict[str, Path] = {}
@@ -138,17 +129,15 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 @cache
 def _imports_of(content: bytes, package: str) -> tuple[str, ...]:
-    return tuple(_imported(ast.parse(content), package))
-
-
-def _imported(tree: ast.Module, package: str) -> Iterator[str]:
-    for node in ast.walk(tree):
+    names: list[str] = []
+    for node in ast.walk(ast.parse(content)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             around = package.rsplit(".", node.level - 1)[0] if node.level else ""
             source = ".".join(filter(None, (around, node.module)))
-            yield from (source, *(f"{source}.{alias.name}" for alias in node.names))
+            names += (source, *(f"{source}.{alias.name}" for alias in node.names))
+    return tuple(names)
 
 
 def _origin(module: str) -> str:
