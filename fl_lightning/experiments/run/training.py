@@ -179,7 +179,8 @@ class Training:
                 trains in the checkpoint's folder, or the trainer refuses a setting.
         """
         rank, rounds = launched_rank() if is_launched(settings) else 0, settings.get("max_epochs")
-        with ExitStack() as held, self._ending():  # held is the outer block: it releases the lock last
+        with ExitStack() as held, ExitStack() as ending:  # the folder's lock is released last
+            ending.push(lambda kind, error, trace: self._end(error))
             path = None
             if rank:
                 silence()
@@ -295,16 +296,6 @@ class Training:
                 # by default, Lightning would write to the folder of a logger, such as W&B's
                 callback.dirpath = str(attempt.checkpoints.resolve())
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
-
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Call :meth:`_end` at the end of the block, with the exception if there was one."""
-        try:
-            yield
-        except BaseException as error:
-            self._end(error)
-            raise
-        self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         """End the run at W&B, remove a folder without trained rounds, and set a stop's message."""
