@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import lightning as L
 import yaml
-from torch.optim import Optimizer
 
 from fl_lightning.batch_norm.kinds import KINDS, state_label
 from fl_lightning.cohort.parts import match_parts
@@ -48,7 +47,10 @@ class RunStart(L.Callback):
         self.start = trainer.strategy.broadcast(replace(self.start, attempt=None))
         self._note_origin(pl_module)
         if self.start.differs:
-            _configure_again(trainer.optimizers[0], pl_module.configure_optimizers())
+            # the checkpoint has restored the earlier settings
+            groups = trainer.optimizers[0].param_groups, pl_module.configure_optimizers().param_groups
+            for group, new in zip(*groups, strict=True):
+                group.update({name: value for name, value in new.items() if name != "params"})
         policy = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
         if not trainer.global_step:
             _print_start(pl_module, policy)
@@ -109,12 +111,6 @@ class RunStart(L.Callback):
                 flush=True,
             )
         record.computed_by = now
-
-
-def _configure_again(optimizer: Optimizer, configured: Optimizer) -> None:
-    """Replace the optimizer settings from a checkpoint by the configured settings."""
-    for group, new in zip(optimizer.param_groups, configured.param_groups, strict=True):
-        group.update({name: value for name, value in new.items() if name != "params"})
 
 
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
