@@ -94,7 +94,7 @@ def explain(
     if words := matches["what a class says"]:
         return setting + words[1]
     if inner := matches["setting of no class"]:
-        classes = ", ".join(sorted(_class_names(kinds_of_settings().get(key.rpartition(".")[2], type(None)))))
+        classes = ", ".join(sorted(_classes(kinds_of_settings().get(key.rpartition(".")[2], type(None)))))
         return f"{name}.{inner[1]}: {name} is null; give its class first, --{name} CLASS ({classes})"
     if broken := matches["broken class"]:
         lacks = re.search(r"No module named '([\w.]+)'", broken[2])
@@ -107,7 +107,7 @@ def explain(
         types = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.Literal|\b[a-z_]\w*\.(?:\w+\.)*", r"\1", value[1])
         return f"{setting}{_one_line(value[2])} is not valid; it takes {types.replace('NoneType', 'null')}"
     kinds = kinds_of_settings()
-    known = _class_names(kinds[last]) if (last := key.rpartition(".")[2]) in kinds else set()
+    known = set(_classes(kinds[last])) if (last := key.rpartition(".")[2]) in kinds else set()
     known -= {base.__name__ for base in base_classes()}
     remedy = "give one that this setting takes, or the dotted path of your own"
     remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 17 else remedy
@@ -121,7 +121,7 @@ def explain(
             rf"{re.escape(missing[1])} does not correspond to a subclass of (\w+)", message
         ):
             return f"{setting}{missing[1]} is no {other[1]}, nor a function annotated to return one; {remedy}"
-        if any(missing[1] in _class_names(kind) for kind in kinds.values()):
+        if any(missing[1] in _classes(kind) for kind in kinds.values()):
             return f"{setting}the class {missing[1]!r} is of another kind; {remedy}"
         near = nearest(missing[1].rpartition(".")[2], known)
         if last == "model" and missing[1] in models.__all__:  # a function needs its dotted path
@@ -229,10 +229,6 @@ def base_classes() -> tuple[type, ...]:
         datamodules.Partition,
         attacks.Attack,
     )
-
-
-def _class_names(base: type) -> set[str]:
-    return set(_classes(base))
 
 
 def _classes(base: type) -> dict[str, type]:
