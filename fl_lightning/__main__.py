@@ -68,9 +68,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments without the program's name; None for ``sys.argv[1:]``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a character that the terminal cannot show must not end a run
+        # a name that the terminal cannot show must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(list(sys.argv[1:] if args is None else args))
     except KeyboardInterrupt:  # while torch is imported; afterwards, commands handle signals

@@ -103,9 +103,8 @@ class FederatedCLI(LightningCLI):
         if type(seed) is not int or not 0 <= seed < 2**32:  # true: Lightning would draw a seed
             raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
         for name, value in self.given.items():
-            if isinstance(value, float) and math.isnan(
-                value
-            ):  # nan would pass range checks, as comparisons with nan are false
+            # nan passes range checks: comparisons with it are false
+            if isinstance(value, float) and math.isnan(value):
                 raise ConfigurationError(f"{name}: nan is no number; give a number")
             inner = [setting for setting in known if setting.startswith(f"{name}.")]
             if inner and name not in known:

@@ -247,7 +247,7 @@ def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> No
     Raises:
         ConfigurationError: The rows need more memory than the device or machine has.
     """
-    if not tensors or not hasattr(os, "sysconf"):  # sysconf is missing on Windows
+    if not tensors:
         return
     device = next(iter(tensors)).device
     on_gpu = device.type == "cuda"

@@ -190,9 +190,8 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
     except Exception as error:
         if not is_shared(error):  # the first rank reports a shared error
             report = pickle.dumps(described(error))
-            if (
-                len(report) > _PIPE_BYTES
-            ):  # else the write blocks: the reader waits for the end of this process
+            # a longer write blocks: the reader waits for the end of this process
+            if len(report) > _PIPE_BYTES:
                 report = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
             os.write(pipe, report)
         raise

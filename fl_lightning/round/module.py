@@ -381,15 +381,11 @@ class FederatedModule(Recorded, L.LightningModule):
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
             for metric in (child for child in self.modules() if isinstance(child, Metric)):
-                metric.sync_on_compute = metric._to_sync = (
-                    False  # do not exchange: every rank has every batch
-                )
+                # do not exchange: every rank has every batch
+                metric.sync_on_compute = metric._to_sync = False
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        for (
-            layer,
-            training,
-        ) in self._modes.items():  # an exception may have ended an evaluation in eval mode
-            layer.training = training
+        for layer, training in self._modes.items():
+            layer.training = training  # an exception in an evaluation may have left eval mode on
         self._parts = None
         layers = batch_norm_layers(self.model).values()
         self.tracking_layers = [layer for layer in layers if layer.training] or list(layers)
@@ -580,9 +576,8 @@ class FederatedModule(Recorded, L.LightningModule):
         # log_dict passes None for arguments that are not given
         given = {key: setting for key, setting in kwargs.items() if setting is not None}
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
-        super().log(
-            name, value, **{**defaults, **given, "sync_dist": True}
-        )  # without sync_dist Lightning warns
+        # without sync_dist Lightning warns
+        super().log(name, value, **{**defaults, **given, "sync_dist": True})
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
         """Log metrics of this round that are plain numbers, at a lower cost than :meth:`log`.

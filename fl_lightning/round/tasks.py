@@ -161,9 +161,8 @@ class Classification(Task):
                 "the model with 2 outputs, or give targets of floating point, which have a loss and no accuracy, or a task of your own"
             )
         classes = scores.shape[1]
-        labels = targets.long().where(
-            self.counted(scores, targets), classes
-        )  # long: uint8 cannot represent 256
+        # long: uint8 cannot represent 256
+        labels = targets.long().where(self.counted(scores, targets), classes)
         right = (scores.argmax(1) == labels) & scores.isfinite().all(1)
         pairs = torch.stack([right, torch.ones_like(right)], -1).long().flatten(0, -2)
         # bincount of torchmetrics would wait for the GPU
@@ -251,9 +250,8 @@ class Segmentation(Task):
         scores, classes = enlarged(scores, targets), scores.shape[1]
         guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
         counted = targets != self.ignored
-        if targets.device.type == "cpu" and bool(
-            (targets[counted] >= classes).any()
-        ):  # on a GPU, the check would wait for the result
+        # on a GPU the check would have to wait for the result
+        if targets.device.type == "cpu" and bool((targets[counted] >= classes).any()):
             raise ConfigurationError(
                 f"Segmentation: label {int(targets[counted].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
                 f"{self.ignored} for pixels that do not count"

@@ -31,9 +31,8 @@ class WandbSettings:
         log_checkpoints: Whether to upload the checkpoints as an artifact at the end of the run.
     """
 
-    __pydantic_config__: ClassVar = ConfigDict(
-        extra="forbid"
-    )  # the command upload reads these settings from a file and must find misspelt names
+    # the upload command reads the settings from a file
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: str | None = None
     entity: str | None = None

@@ -82,9 +82,8 @@ class Grid:
         if bars:
             handles[bars] = Line2D([], [], color=GREY, marker="|", markersize=10, linestyle="none")
         if len(handles) > 1 or bars or PUBLISHED in handles:
-            handles = dict(
-                sorted(handles.items(), key=lambda handle: handle[0] == PUBLISHED)
-            )  # published values last
+            # published values last
+            handles = dict(sorted(handles.items(), key=lambda handle: handle[0] == PUBLISHED))
             columns = max(1, min(4, 105 // (max(map(len, handles)) + 8)))
             self._figure.legend(
                 handles.values(), handles, loc="outside lower left", ncols=columns, frameon=False
