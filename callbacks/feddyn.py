@@ -97,7 +97,7 @@ class FedDyn(FederatedCallback):
             cohort.pseudo_gradient.blocks[block] += server[block] / self.alpha
         self.memory[SERVER] = server
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, ClientMemory]:
         """Return the g_i by client id (``SERVER``: h), a vector ``[columns]`` for each block."""
         return {"memory": self.memory}
 

@@ -97,7 +97,7 @@ class MaintainedMomentum(FederatedCallback):
         )
         return floats, floats
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, ClientMemory]:
         """Return the remembered state by client id (``SERVER``: the combined state)."""
         return {"memory": self.memory}
 

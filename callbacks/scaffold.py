@@ -106,7 +106,7 @@ class SCAFFOLD(FederatedCallback):
         floats = sum(cohort.params.blocks[block].shape[1] for block in self._blocks(cohort))
         return floats, floats
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, ClientMemory]:
         """Return control variates by client id (``SERVER``: c), a vector for each block."""
         return {"memory": self.memory}
 

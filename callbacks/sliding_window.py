@@ -86,7 +86,7 @@ class SlidingWindowFixBN(FoundFreezing):
                 self.freeze_after(pl_module, cohort.round)
                 self.statistics = ClientMemory()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return T*, the window and, until T* is found, the statistics that each client sent last."""
         return super().state_dict() | {"changes": self.changes, "statistics": self.statistics}
 

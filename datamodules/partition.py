@@ -360,7 +360,7 @@ def check_dirichlet(alpha: float, balance: str) -> None:
         raise ConfigurationError(f"balance must be 'client' or 'class', found {balance!r}")
 
 
-def check_class_fraction(class_fraction: float) -> None:
+def check_shards(class_fraction: float, assignment: str, tail: int) -> None:
     """Raise a ConfigurationError if a setting of :func:`shards` is out of its range."""
     if not 0 < class_fraction <= 1:
         raise ConfigurationError(f"class_fraction must be in (0, 1], such as 0.2, found {class_fraction}")

@@ -24,7 +24,7 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     return metrics
 
 
-def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, object] | None:
     """Return the final server model's quality by class, on test data if any, else validation data.
 
     Args:

@@ -72,7 +72,7 @@ def end_round(run: RunContext) -> None:
     run.ranks.agree(lambda: _shared_state(run), f"round {run.round}")
 
 
-def _shared_state(run: RunContext) -> dict[str, Any]:
+def _shared_state(run: RunContext) -> dict[str, object]:
     """Return the state, by name, that must be equal on all ranks after a round."""
     shared: dict[str, object] = {
         "server model": run.state_dict(),
