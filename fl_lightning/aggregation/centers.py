@@ -19,10 +19,10 @@ class GeometricMedian(MixingRule):
     """Geometric median: the point with the smallest sum of distances to all clients.
 
     The rule runs the smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for
-    Federated Learning", arXiv 1912.13445) until it converges. The point is a mean of the rows, in
-    which the share of a row is inversely proportional to its distance. The distances are computed
-    from the inner products of the rows, so that an iteration updates n shares and not d
-    coordinates.
+    Federated Learning", arXiv 1912.13445) until it converges. The point is a weighted mean of the
+    rows: the share of a row is inversely proportional to its distance from the point. The distances
+    are computed from the inner products of the rows, so that an iteration updates n shares and not
+    d coordinates.
 
     Rows with a non-finite value are left out. With ``weighting="weighted"``, each distance is
     multiplied by the client's weight. The rule itself does not use ``f``, but ``pre`` may need it.
@@ -48,8 +48,8 @@ def _median_rows(gram: Tensor, squared: Tensor, weights: Tensor) -> Tensor | Non
     """Return shares ``[n]`` if a row is the geometric median; otherwise None.
 
     In this case, the iteration would converge slowly. A row is a geometric median if the weighted
-    sum of the unit vectors to the other rows is not longer than the weight at the row's point. An
-    even number of rows on a line has two such points; the result is then between the points.
+    sum of the unit vectors to the other rows is not longer than the weight of all rows at its
+    point. An even number of rows on a line has two such points; the result is then between them.
     """
     inverse = torch.where(squared > 0, squared.rsqrt(), 0) * weights
     units = inverse - inverse.sum(1).diag()

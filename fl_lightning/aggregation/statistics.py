@@ -20,9 +20,9 @@ class LayerStatistics(NamedTuple):
         means: Running means, shape ``[n, channels]``.
         variances: Running variances, shape ``[n, channels]``.
         weights: Aggregation weights, shape ``[n]``, with sum 1.
-        between: Factor b of the variance between the clients in the aggregated variance, a number
-            or ``[channels]``. It is 0 for FedAvg, 1 for the law of total variance, and
-            N / ((N - 1) beta) for FBN.
+        between: Factor b, a number or ``[channels]``. The aggregated variance includes b times the
+            variance between the clients' means. b is 0 for FedAvg, 1 for the law of total variance,
+            and N / ((N - 1) beta) for FBN, with N values in a channel and BN momentum beta.
     """
 
     means: Tensor
@@ -59,8 +59,8 @@ class StatisticsAggregator:
 
     - b = 0 gives FedAvg's statistics.
     - b = 1 gives the law of total variance.
-    - b = N / ((N - 1) beta) gives lines 9 and 10 of FBN (Guerraoui et al., arXiv 2405.14670). The
-      robust form of FBN replaces all means by F.
+    - b = N / ((N - 1) beta), with N values in a channel and BN momentum beta, gives lines 9 and 10
+      of FBN (Guerraoui et al., arXiv 2405.14670). The robust form of FBN replaces all means by F.
 
     The means of a layer are one vector, and its variances are another. With ``per="model"``, a
     vector spans all layers. If a robust F gives a negative variance, it is clamped to 0 and

@@ -259,12 +259,12 @@ def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
 
 
 def contents(tree: Any) -> Any:
-    """Return a copy of a tree with a dict of its entries in place of each memory."""
+    """Copy nested values, and replace each memory in them by a dict of the memory's entries."""
     return _each(tree, lambda memory: {client: dict(entry) for client, entry in memory.items()})
 
 
 def saved(tree: Any, round_number: int) -> Any:
-    """Return a copy of a tree with the result of :meth:`ClientMemory.saved` for each memory."""
+    """Copy nested values, and replace each memory in them by its state for a checkpoint."""
     return _each(tree, lambda memory: memory.saved(round_number))
 
 

@@ -24,8 +24,8 @@ class Cohort:
 
     Row i of each tensor belongs to the client ``client_ids[i]``. ``params``, ``grads`` and
     ``buffers`` map names to views ``[C, *shape]`` of contiguous blocks ``[C, columns]``. Their
-    attribute ``blocks`` has the blocks: for trainable parameters, one for each parameter group and
-    part of the model; for buffers, one for each kind and part.
+    attribute ``blocks`` has the blocks. There is one block of parameters for each parameter group
+    and part of the model, and one block of buffers for each kind and part.
 
     On several ranks, the hooks of a local step get only the rows of their rank, possibly no rows.
     The module uses the subclass :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
@@ -161,7 +161,7 @@ class Cohort:
     def index(self, rows: list[int]) -> slice | Tensor:
         """Return an index for ascending rows: a slice if the rows are consecutive, else a tensor.
 
-        Neither waits for the GPU.
+        The method does not wait for the GPU.
         """
         if not rows or rows[-1] - rows[0] + 1 == len(rows):
             return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)

@@ -59,14 +59,14 @@ class Declarations:
         return {}
 
     def undecided(self) -> Mapping[str, str]:
-        """Return treatments by kind of state whose first round is determined in training.
+        """Return the treatments that begin in a round which training determines, by kind of state.
 
         The policy table lists these treatments. Methods that conflict with them are refused.
         """
         return {}
 
     def same_until(self, total_rounds: int) -> int | None:
-        """Return the number of first rounds that equal a run without this method bit for bit.
+        """Return for how many rounds a run equals a run without this method, bit for bit.
 
         A study trains such shared rounds once. The number depends only on constructor arguments.
 
@@ -74,7 +74,8 @@ class Declarations:
             total_rounds: Number of planned rounds.
 
         Returns:
-            The number, >= 0. None if round 1 differs, or if the number is determined in training.
+            The number of rounds, >= 0. None if round 1 differs, or if training determines the
+            number.
         """
         return None
 

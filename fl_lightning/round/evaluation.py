@@ -68,7 +68,8 @@ class ServerEvaluation:
             batch_idx: The batch's number, from 0.
             evaluate: Function that adds a batch to an evaluation. Before the call, the global
                 generators are seeded by (seed, round, batch); the caller must restore them.
-            turn: Offset in the choice of the rank, ``(batch_idx + turn) % ranks``.
+            turn: Offset in the choice of the rank: rank ``(batch_idx + turn) % ranks`` evaluates
+                the batch.
         """
 
         def place() -> str:
@@ -107,8 +108,8 @@ class ServerEvaluation:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
             targets: The batch's targets, such as integer class labels ``[b, ...]``.
             loss: Mean loss of the batch.
-            task: Task that evaluates the outputs. Default: the task of the last batch, at first
-                classification.
+            task: Task that evaluates the outputs. Default: the task of the last batch, or
+                classification for the first batch.
             weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 0 for ignored
                 targets, 1 for all others.
         """

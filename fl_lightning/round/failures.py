@@ -20,9 +20,10 @@ class ClientFailures(Recorded):
             all clients; a mapping has probabilities by client id, with 0 for missing ids.
         schedule: Absences by client id, as pairs ``[first round, last round]``. Rounds count from
             1, and the last round is included.
-        stragglers: Probability in [0, 1] that a client takes fewer local steps in a round, in the
-            form of ``dropout``. A straggler's number of steps is drawn uniformly from 1 to its full
-            number (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", 5.2).
+        stragglers: Probability in [0, 1] that a client takes fewer local steps in a round, as a
+            number or a mapping like ``dropout``. The number of steps is drawn uniformly from 1 to
+            the client's full number (Li et al. 2020, "Federated Optimization in Heterogeneous
+            Networks", 5.2).
 
     Raises:
         ConfigurationError: A probability is out of range, an absence is not a pair of rounds, or a

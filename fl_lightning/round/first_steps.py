@@ -142,7 +142,7 @@ def _by_torch(
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Restore a module after the block: attributes, and values and storage of its tensors."""
+    """Restore a module's attributes, and the values and storage of its tensors, after the block."""
     parts = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
     values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors if not is_lazy(x)]
@@ -231,7 +231,7 @@ def _compare(
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # floor: if the exact change of a tensor is 0, as of a bias before BN, only rounding is left
+        # floor: if the exact change is 0, as for a bias before BN, the computed change is rounding
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)

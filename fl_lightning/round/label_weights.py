@@ -1,4 +1,4 @@
-"""Label weights of a mean loss, which the mean over several batches needs."""
+"""Label weights of a loss, by which a mean over several batches must weight each batch."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -159,7 +159,7 @@ class FederatedModule(Recorded, L.LightningModule):
         statistics_aggregator: Aggregator | None = None,
         statistics_domain: Domain | None = None,
         weighting: Weighting = "examples",
-        # nn.Module, although callable: the command line then accepts torch's losses by class name
+        # nn.Module in the type lets the command line accept torch's losses by class name
         loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
         task: Task | None = None,
         metrics: dict[str, MetricSetting] | None = None,
@@ -331,7 +331,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return cohort
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some rows at a local step, on the device and in the precision."""
+        """Return the batches of some rows at a local step, on the device of the run."""
         return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:

@@ -48,7 +48,7 @@ def check_monitors(
     names = ["train/loss", *evaluated]
     starts = {*_ROUND, *(start for method in methods for start in method.logs)}
     starts |= set() if evaluated else {f"{split}/"}
-    variants = [f"{name}_" for name in evaluated if methods]  # variants that begin with round 1
+    variants = [f"{name}_" for name in evaluated if methods]  # variants are first evaluated in round 1
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         asks = isinstance(callback, Checkpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
@@ -76,7 +76,7 @@ def check_quality(task: Task, row: Mapping[str, float], split: str) -> None:
 
 
 def _is_known(thing: object) -> bool:
-    """Return whether an object can log only known metrics: it is not of a user's class."""
+    """Return whether an object logs only known metrics, unlike an object of a user's class."""
     if isinstance(thing, LambdaCallback | LearningRateMonitor):
         return False
     return type(thing).__module__.partition(".")[0] in ("fl_lightning", "lightning")

@@ -20,7 +20,7 @@ If a method determines the round in training, the method's class name replaces t
 """
 
 _EXCLUSIVE = ("local", "pooled", "reset")
-"""Treatments that the declaring callback implements; one kind can have one such callback only."""
+"""Treatments that a callback implements; for each kind, only one callback can declare them."""
 
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 

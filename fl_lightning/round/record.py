@@ -136,7 +136,7 @@ class RunRecord:
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
         """Store the metrics of a round as the newest ones, and pass them to the loggers."""
         if self._logging_seconds is not None:
-            # the time that the previous line took, as this line is yet to be written
+            # time for the previous line: the time for this line is not known yet
             line["time/logging_s"] = self._logging_seconds
         started = time.perf_counter()
         self.metrics = line
@@ -178,9 +178,9 @@ class RunRecord:
         return bool(trained)
 
     def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
-        """Check that evaluation data are the checkpoint's, if they are drawn from client samples.
+        """Check that evaluation data from the clients' samples are the checkpoint's.
 
-        Otherwise, the evaluation data could contain samples of the checkpoint's training data.
+        Other evaluation data could contain samples on which the checkpoint was trained.
 
         Args:
             data: The data module.

@@ -25,9 +25,7 @@ class RoundSkipped(Exception):
 
 
 def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
-    """Return the cohort without clients to drop.
-
-    If ``on_divergence`` is ``drop``, clients with a non-finite update are dropped.
+    """Drop clients with a non-finite update if ``on_divergence`` is ``drop``; return the cohort.
 
     Raises:
         RoundSkipped: Too few clients remain.
@@ -119,7 +117,7 @@ def robust_rules(run: RunContext) -> str:
 
 
 def not_finite(cohort: RoundCohort) -> dict[int, str]:
-    """Return the rows with non-finite parameters or BN statistics, and each row's first such layer.
+    """Return the first non-finite layer of each row with non-finite parameters or statistics.
 
     Other buffers may hold infinities, as an attention mask does.
     """

@@ -48,7 +48,7 @@ class Task(Recorded, ABC):
 
     @property
     def best(self) -> dict[str, str]:
-        """``"max"`` or ``"min"`` for each metric with a known direction, by name."""
+        """Whether ``"max"`` or ``"min"`` is best, by metric; metrics without either are missing."""
         known = {**dict.fromkeys([self.quality, *self.shown], "max"), "loss": "min"}
         return known | directions(self.measured)
 

@@ -165,7 +165,7 @@ def _equals(name: str, trials: Trials) -> str:
 
 
 def _in_words(error: BaseException, method: type[FederatedCallback]) -> str:
-    """Return an exception as one line: its type, the line of the method's code, its message."""
+    """Return an exception as one line with its type, the line of code and its message."""
     file = getattr(sys.modules.get(method.__module__), "__file__", None)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = (

@@ -10,7 +10,7 @@ from fl_lightning.testing.federation import SIZES, reference_model
 from fl_lightning.verification.comparison import Leaves
 
 FEW = 8
-"""Number of floats from which on a method must declare a tensor that the server sends."""
+"""Smallest number of floats in a tensor that a method must declare if the server sends it."""
 
 
 _TENSORS = frozenset(reference_model().state_dict())

@@ -1,4 +1,4 @@
-"""Rules that check a run by itself: treatment of state, memory of clients, restored model."""
+"""Rules that check single runs: treatment of state, memory of clients, restored model."""
 
 from itertools import pairwise
 
@@ -151,9 +151,9 @@ def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
 
 
 def local_state(trials: Trials) -> str:
-    """Check that a client starts a round from its local state of its previous round.
+    """Check that a client starts a round with the local state from its previous round.
 
-    In its first round, a client starts from the server's initial state.
+    In its first round, a client starts with the server's initial state.
     """
     run = trials.run()
     initial: State = {}

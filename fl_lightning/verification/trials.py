@@ -243,7 +243,7 @@ class Trials:
             processes = {"devices": setup.ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with seeded(0), warnings.catch_warnings():
-            # Lightning warns about tiny data sets, which has no meaning here
+            # ignore warnings of Lightning about tiny data sets
             warnings.simplefilter("ignore")
             try:
                 trainer = L.Trainer(

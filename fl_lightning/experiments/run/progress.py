@@ -61,7 +61,7 @@ class RoundProgress(Recorded, ProgressBar):
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the previous round, whose metrics are complete only after ``on_train_epoch_end``."""
+        """Show the previous round; its metrics are complete only after ``on_train_epoch_end``."""
         self._metrics |= getattr(pl_module, "metrics", {})
         if self._live or trainer.current_epoch > self._first_round:
             self._show()

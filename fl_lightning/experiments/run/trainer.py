@@ -21,7 +21,7 @@ from fl_lightning.round.plan import RoundPlan, cohort_size
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""Number of local steps of all clients in a round from which several ranks are faster than one."""
+"""Number of local steps in a round, over all clients, from which several ranks are faster."""
 
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""
@@ -101,7 +101,7 @@ def use_threads(threads: int, devices: Any) -> Any:
     Args:
         threads: Number of CPU threads.
         devices: The setting ``trainer.devices``. With several threads, ``"auto"`` becomes 1, since
-            ranks of a run have one thread each.
+            each of several ranks has only one thread.
     """
     torch.set_num_threads(threads)
     return 1 if threads > 1 and devices == "auto" and not under_torchrun() else devices
@@ -118,7 +118,7 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
         data.prepare_data()
         data.setup("fit")
     if not data.num_clients:
-        return 1  # the module raises an error
+        return 1  # the module raises an error later
     size = cohort_size(data.num_clients, module.participation)
     plan = RoundPlan(
         data, module.local_steps, module.local_epochs, size, module.seed, centralised=module.centralised

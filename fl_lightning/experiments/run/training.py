@@ -106,7 +106,7 @@ class Prepared:
         return finish_run(self.module, start.attempt, stopped)
 
     def _limit_ranks(self) -> None:
-        """Set up the data before ranks are forked; with ``devices: auto``, limit the ranks."""
+        """Set up the data before ranks are forked; with ``devices: auto``, limit their number."""
         strategy = self.trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
             ranks = useful_ranks(self.module, self.data)
@@ -298,7 +298,12 @@ class Training:
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 
     def _end(self, error: BaseException | None) -> None:
-        """End the run at W&B, remove a folder without trained rounds, and set a stop's message."""
+        """End the run at W&B, and remove a new folder without a trained round.
+
+        Args:
+            error: Exception that ended the run, or None. The message of :class:`Stopped` is
+                completed.
+        """
         attempt = self.start.attempt
         if attempt is None:
             return
@@ -314,7 +319,7 @@ class Training:
 
 
 def stop_reason(trainer: L.Trainer) -> str:
-    """Return the callback that stopped the training before its last round, and its reason."""
+    """Return as text which callback stopped the training before its last round, and why."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
     for callback in callbacks:
         name = type(callback).__name__

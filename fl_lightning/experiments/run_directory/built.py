@@ -56,7 +56,7 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
     model, data_node = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
     if (data_seed := data_node["init_args"].pop("seed", seed)) != seed:
-        data_node["own_seed"] = data_seed  # set by the user: the default is the run's seed
+        data_node["own_seed"] = data_seed  # the user has set another seed for the data
     if type(module) is FederatedModule:
         model = model["init_args"]
     return {
@@ -88,7 +88,7 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
 
 
 def _describe_groups(module: FederatedModule, settings: Config) -> None:
-    """Add a digest of an optimizer's parameter groups if their settings differ."""
+    """Add a digest of an optimizer's parameter groups if parameters have different settings."""
     leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad and not is_lazy(x)]
     given = {"client_optimizer": [{"params": [x]} for x in leaves], "server_optimizer": leaves}
     for name, parameters in given.items():
@@ -137,7 +137,7 @@ def _reassigned(thing: Any) -> Config:
 def _is_same(now: Any, given: Any) -> bool:
     try:
         return now is given or (type(now) is type(given) and bool(now == given))
-    except (ValueError, RuntimeError):  # == of arrays and tensors returns no single bool
+    except (ValueError, RuntimeError):  # arrays and tensors do not compare to a single bool
         return False
 
 

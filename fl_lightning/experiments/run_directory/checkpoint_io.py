@@ -54,8 +54,8 @@ class AtomicCheckpointIO(CheckpointIO):
         Args:
             path: The checkpoint file.
             map_location: As in ``torch.load``; None means the CPU.
-            weights_only: As in ``torch.load``; None means True, which allows tensors and plain
-                values, but no code.
+            weights_only: As in ``torch.load``; None means True. Then the file may hold tensors,
+                numbers, strings, lists and dicts, but no code.
 
         Raises:
             ConfigurationError: The file is missing, damaged or remote, or has content that
@@ -111,8 +111,8 @@ def check_run(
         optimizer: The configured server optimizer; None skips this check.
 
     Raises:
-        ConfigurationError: The names or shapes of the model's tensors differ, and the message gives
-            the first; or the optimizer's settings or number of parameters differ.
+        ConfigurationError: The checkpoint has other names or shapes of tensors, or another server
+            optimizer. The message gives the first difference.
     """
     if differing := misfits(checkpoint["state_dict"], model):
         raise misfit_error(f"checkpoint {path}", "checkpoint", model, differing)

@@ -105,7 +105,10 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state; it names the metric, as scores are comparable within one."""
+        """Key of the callback's state, which contains the name of the monitored metric.
+
+        Scores of different metrics cannot be compared.
+        """
         # if no metric is monitored, the key has "max", as in older checkpoints
         return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
@@ -118,7 +121,10 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Copy the best checkpoint of earlier rounds to a new folder; print if it is missing."""
+        """Copy the best checkpoint of earlier rounds to a new folder.
+
+        If the checkpoint is missing, print that only later rounds count.
+        """
         if trainer.state.fn != "fit" or self.monitor is None or trainer.ckpt_path is None:
             return
         assert self.dirpath is not None
@@ -157,8 +163,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """Determine and create the folder, so that errors are raised before the first round.
 
         Raises:
-            ConfigurationError: The folder cannot be created, ``max_steps`` is set, or ``mode`` is
-                None for a metric with an unknown direction.
+            ConfigurationError: The folder cannot be created, ``max_steps`` is set, or it is unknown
+                whether large values of the monitored metric are better.
         """
         if isinstance(pl_module, FederatedModule):
             pl_module.prepare_metrics()
@@ -312,9 +318,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return path
 
     def _label(self, name: str) -> str:
-        """Return the label in the names of the files of client memories for a checkpoint.
+        """Return the label that names a checkpoint's files of client memories.
 
-        The label differs between checkpoint folders.
+        Checkpoints with the same name in different folders have different labels.
         """
         if self.in_the_run:
             return Path(name).stem

@@ -86,7 +86,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _instructions(code: CodeType) -> list[Any]:
-    """Return the bytecode as operations with names or values, without the docstring."""
+    """Return the bytecode as pairs of operation and operand, without the docstring."""
     steps = list(dis.get_instructions(code))
     stored = [*steps[1:], None]  # a class body loads and stores its docstring
     docs = [x for x in stored if x is not None and (x.opname, x.argval) == ("STORE_NAME", "__doc__")]

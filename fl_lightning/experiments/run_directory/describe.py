@@ -109,9 +109,10 @@ def model_name(module: FederatedModule) -> str:
 
 
 def run_title(module: FederatedModule) -> list[str]:
-    """Return the lines of a picture's title: the method, the model and its data, and origins.
+    """Return the lines of a picture's title.
 
-    An origin is a checkpoint from which the run continued.
+    The first line is the method. The second is model, data and seed. A further line is added for
+    each checkpoint from which the run continued.
     """
     norms = norm_names(module.model)
     model = model_name(module) + (f" ({', '.join(norms)})" if norms else "")
@@ -121,7 +122,10 @@ def run_title(module: FederatedModule) -> list[str]:
 
 
 def norm_names(model: nn.Module) -> list[str]:
-    """Return the kinds of normalization, or substitutes, in a model, such as ``["GN", "WS"]``."""
+    """Return the kinds of normalization layers and their substitutes in a model.
+
+    An example is ``["GN", "WS"]``: Group Normalization and weight standardization.
+    """
     kinds = {_name(module) for module in model.modules()}
     return [name for name in _LAYERS if name in kinds]
 
@@ -133,7 +137,7 @@ def _name(module: nn.Module) -> str:
 
 
 def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
-    """Describe each checkpoint from which a run continued by run, round and changed settings."""
+    """Describe the checkpoints from which a run continued: run, round and changed settings."""
     lines = []
     for entry in continued_from:
         path = Path(entry["checkpoint"])

@@ -56,7 +56,7 @@ _TASK = full_name(Classification)
 """The default task of a run."""
 
 _PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning's name of each precision by its alias; None is the default precision."""
+"""Lightning's name for each alias of a precision; None is the default precision."""
 
 _SHOWING = (RoundCheckpoint, ProgressBar)
 """Callbacks that do not affect results, so that the hash ignores them."""
@@ -73,7 +73,7 @@ def description_of(config: Config) -> Config:
 
 
 def _parts(config: Config) -> Config:
-    """Return model, data and trainer as classes with the arguments that may affect results."""
+    """Return ``class_path`` and ``init_args`` of model, data and trainer; omit ignored settings."""
     model, data = config.get("model") or {}, config.get("data") or {}
     path, arguments = (
         model.get("class_path", MODULE),
@@ -241,7 +241,7 @@ def _text(value: Any) -> str:
 
 @cache
 def _defaults(path: str) -> dict[str, str]:
-    """Return the defaults of a class or function as text, with the defaults of :func:`pinned`."""
+    """Return the defaults of a class or function as text; defaults from :func:`pinned` win."""
     values = defaults(_maker(path)) | pinned().get(path, {})
     return {name: _text(value) for name, value in values.items()}
 
@@ -258,9 +258,10 @@ def defaults(maker: Callable[..., Any] | None) -> Config:
 
 @cache
 def pinned() -> dict[str, Config]:
-    """Return the first default of each shipped setting; the hash omits settings with this value.
+    """Return the original default of each shipped setting.
 
-    If a later version changes a default, runs with the old value keep their hash.
+    The hash omits settings with this value. If a later version changes a default, runs with the
+    original value keep their hash.
     """
     values: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
     return values
@@ -288,7 +289,10 @@ def _resolved(path: str) -> str:
 
 
 def _hashed(path: str) -> str:
-    """Return a class's name for the hash: for a shipped class, its old path, so hashes stay."""
+    """Return a class's name for the hash.
+
+    For a shipped class, this is its path in older versions, so that hashes stay the same.
+    """
     package, _, name = path.partition(".")
     if package in OLD_NAMES:  # the user's own package
         return f".{path}"

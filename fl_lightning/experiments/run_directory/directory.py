@@ -63,7 +63,7 @@ class Attempt:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of ``last.ckpt`` and ``best.ckpt``; ``checkpoint.dirpath`` may set another."""
+        """Folder of the run's checkpoints, ``checkpoints`` unless ``checkpoint.dirpath`` is set."""
         config = self.read_config() if self.config.is_file() else {}
         elsewhere = (config.get("checkpoint") or {}).get("dirpath")
         return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
@@ -98,8 +98,8 @@ class Attempt:
         """Lock this folder against other training processes until the block or the process ends.
 
         Args:
-            certain: Whether to raise an error if the file system has no locks, as some network file
-                systems.
+            certain: Whether to raise an error if the file system does not support locks. Some
+                network file systems do not.
 
         Raises:
             ConfigurationError: Another process holds the lock.
@@ -229,8 +229,8 @@ class RunDirectory:
         """Return the checkpoint file for the setting ``--ckpt_path``.
 
         Args:
-            ckpt_path: A path, or ``"last"`` or ``"best"`` for a file of the newest attempt that has
-                one.
+            ckpt_path: A path, ``"last"`` or ``"best"``. For the latter two, the newest attempt with
+                such a checkpoint is used.
 
         Raises:
             ConfigurationError: There is no such checkpoint.

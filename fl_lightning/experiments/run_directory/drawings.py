@@ -20,7 +20,7 @@ from fl_lightning.round.module import FederatedModule
 
 
 def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
-    """Draw ``partition.png`` from ``partition.json``: each client's samples, by class if any."""
+    """Draw ``partition.png`` from ``partition.json``: the number of samples of each client."""
     with harmless(attempt.partition_picture):
         record, title = json.loads(attempt.partition.read_text()), run_title(module)
         write_figure(attempt.partition_picture, clients_figure(record, module.data.class_names, title))

@@ -71,7 +71,10 @@ def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:
 
 @torch.no_grad()
 def overlays(module: FederatedModule, title: Sequence[str]) -> "Figure | None":
-    """Draw the first evaluation images with labels and predictions; None without segmentation."""
+    """Draw the first evaluation images with labels and predictions of a segmentation.
+
+    The result is None for other tasks, and without evaluation data.
+    """
     if not isinstance(module.task, Segmentation):
         return None
     images: list[Any] = []

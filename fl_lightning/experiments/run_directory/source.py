@@ -103,7 +103,7 @@ def _may_count(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """Return the defining module of a name that a shipped package exports; else the name."""
+    """Return the module that defines a name if a shipped package exports it; else the name."""
     if name.startswith(_BY_USE):
         package, _, rest = name.removeprefix("fl_lightning.").partition(".")
         exported = getattr(import_module(f"fl_lightning.{package}"), rest.partition(".")[0], None)
@@ -112,7 +112,7 @@ def _home(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """Return the module of a class or function, the longest prefix of its name with a file."""
+    """Return the module of a class or function: the longest prefix of its name that is a module."""
     module = _home(name)
     if module == name:
         module = name.rpartition(".")[0]

@@ -66,7 +66,7 @@ class RunStart(L.Callback):
             draw_partition(self.attempt, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record how the round was computed: if GPU memory is full, the executor halves blocks."""
+        """Record how the round was computed; executors halve their blocks if GPU memory is full."""
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
 
@@ -92,13 +92,13 @@ class RunStart(L.Callback):
         if changed:
             print(f"code or versions changed after round {start.round}: {', '.join(changed)}", flush=True)
         elif last.keys() <= computes.keys():
-            del record.provenance[-1:]  # replace: equal code, and perhaps more methods
+            del record.provenance[-1:]  # equal, or with more methods: replace the entry
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:
             record.continue_from(start.checkpoint, start.round, start.differs)
         before, now = record.computed_by, describe_computing(module)
-        # ignore the executor's name: block_size has the executor's effect on rounding
+        # ignore the executor's name: block_size records the executor's effect on rounding
         other = [
             f"{name} {before[name]} -> {now.get(name)}"
             for name in before
@@ -131,7 +131,7 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
 
 
 def _tensors(module: FederatedModule, kind: str) -> str:
-    """Return text on the tensors of a named part of the model; empty for a kind of state."""
+    """Return the tensors of a part of the model as text; empty for a kind of state."""
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])

@@ -44,7 +44,7 @@ _DEPTH = 100  # levels of nested objects; an object below them is described by i
 class Walk:
     """Record of the objects that a description already contains.
 
-    Each object is described only once. This saves time, and a cycle of references has an end.
+    Each object is described only once, which saves time and ends cycles of references.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class Walk:
         Args:
             thing: The object.
             how: Function that describes the object.
-            again: Whether to describe later occurrences again. Occurrences within the object's own
-                description remain numbers.
+            again: Whether to describe the object at each occurrence, except at occurrences inside
+                itself.
         """
         if id(thing) in self._met:
             return f"met {self._met[id(thing)][0]}"
@@ -246,7 +246,7 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
 
 
 def _says_itself(thing: Any) -> bool:
-    """Return whether an object's text identifies the object, as for a path, dtype or device."""
+    """Return whether ``str`` identifies an object, as it does for a path, dtype or device."""
     cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
     return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
 
@@ -298,7 +298,7 @@ def _parts(thing: Any, walk: Walk) -> Any:
 
 
 def tree_digest(tree: Any) -> str:
-    """Return 16 hex digits of SHA-256 over a tree of plain values."""
+    """Return the first 16 hex digits of SHA-256 over nested dicts, lists and plain values."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
