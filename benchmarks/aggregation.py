@@ -1,4 +1,4 @@
-"""Speed of aggregation rules, compared with ByzFL's rules if ByzFL is installed, and their memory."""
+"""Speed of aggregation rules, compared with ByzFL's if ByzFL is installed, and their memory."""
 
 import importlib
 import importlib.metadata

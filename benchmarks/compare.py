@@ -198,7 +198,7 @@ def _alternate(
     for repetition in range(1, repeats + 1):
         for (name, count), clocks in taken.items():
             if repetition > 1 and clocks["wall"][0] > 4 * min(_first(taken, name)):
-                continue  # on a busy machine, threads spend most of their time waiting for each other
+                continue  # on a busy machine the threads mostly wait for each other
             watch = _run(contenders[name], rounds, count)
             for clock in CLOCKS:
                 clocks[clock].append(1000 * getattr(watch, clock) / steps)

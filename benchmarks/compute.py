@@ -1,4 +1,4 @@
-"""Lower bounds of a round's time: forward and backward passes, or their convolutions, on all cores."""
+"""Lower bounds of a round's time: passes, or only their convolutions, on all cores."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Contenders of this repository: the naive loop and the framework. Each runs rounds and times them."""
+"""Contenders of this repository: the naive loop and the framework."""
 
 import logging
 import warnings

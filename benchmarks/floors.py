@@ -43,7 +43,7 @@ class Floors:
         """Time all clients' losses and gradients.
 
         Args:
-            executor: ``"sequential"`` for one client after the other, ``"vectorized"`` for ``vmap``.
+            executor: ``"sequential"`` (one client after the other) or ``"vectorized"`` (``vmap``).
             rounds: Number of rounds.
         """
         step = {"sequential": self._each_model, "vectorized": self._stacked_models}[executor]

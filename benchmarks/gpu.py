@@ -1,4 +1,4 @@
-"""Timings on a CUDA device: workload W1 against the naive loop, a full run, and single local steps."""
+"""Timings on a CUDA device: W1 against the naive loop, a full run, and single local steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -29,9 +29,9 @@ def gpu(
 ) -> dict[str, Any]:
     """Time the framework's executors and the naive loop on a device.
 
-    The time of a full run is extrapolated from some of its rounds. The extrapolation also multiplies
-    work that a ``fit`` does only once after its clock has started. Runs have no evaluation, logger
-    or checkpoints.
+    The time of a full run is extrapolated from some of its rounds. The extrapolation also
+    multiplies work that a ``fit`` does only once after its clock has started. Runs have no
+    evaluation, logger or checkpoints.
 
     Args:
         model_name: A name of ``recipe.MODELS``.

@@ -1,4 +1,4 @@
-"""Peak memory of contenders. Each runs in a new process, and the memory of its imports is subtracted."""
+"""Peak memory of contenders, each in a new process, minus the memory of the imports."""
 
 import subprocess
 import sys

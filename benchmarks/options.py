@@ -1,4 +1,4 @@
-"""The command line of the benchmarks."""
+"""Options of the command ``python -m benchmarks``."""
 
 import argparse
 import json
@@ -18,25 +18,27 @@ from benchmarks.workloads import WORKLOADS
 _COMMANDS = ("compare", "overhead", "aggregation", "memory", "scale", "gpu", "chart")
 
 _DESCRIPTION = """\
-Times communication rounds: a naive FedAvg loop, this framework with each executor, and other frameworks, in turn.
+Times communication rounds. The contenders run in turn: a naive FedAvg loop, this framework with each executor, and
+other frameworks.
 
-  compare      (default) whole rounds, ms per client step and how many times as fast as the naive loop, each with the
-               better number of threads; "compute" is no contender but the bound of them all, forward and backward passes
-               alone on all cores, "convolutions" only that part of them, "compute_compiled" all of them with
-               torch.compile, the bound of "compiled" (one thread); "ranks_bf16" computes in bfloat16; on a GPU
-               with --device cuda
-  memory       peak memory of each, all its processes together, beyond what its imports take
-  scale        cost per client step while clients, participation, local steps or the model grow, on one thread
-  overhead     the framework's own time: rounds minus forward + backward, augmentation and optimizer arithmetic;
-               "strict" has the reset of the client optimizers and the server's step as the framework's own too
-  aggregation  the robust aggregation rules instead, against byzfl where it is installed: ms with the better of 1 and 2
-               threads at 10 and 100 clients (--rules, --columns), and the memory of ours (--memory-columns)
-  gpu          on a CUDA device: W1 against the naive loop there, seconds of 128 epochs over 50,000 images with 5 clients and
-               E=100 (from a few rounds), and the time per sample of E=1 over that of E=100
-  chart        draw what compare or scale have written (--results) into a picture (--picture)
+  compare      (default) Whole rounds: ms per client step, and the speed relative to the naive loop. A contender with
+               one process uses the better number of threads. Some names are no contenders, but lower bounds:
+               "compute" is forward and backward passes alone on all cores, "convolutions" only the convolutions of
+               these passes, and "compute_compiled" the same passes with torch.compile. "ranks_bf16" computes in
+               bfloat16. --device cuda runs on a GPU.
+  memory       Peak memory of all processes of a contender together, minus the memory of its imports.
+  scale        Cost per client step while clients, participation, local steps or the model grow, on one thread.
+  overhead     The framework's own time: rounds minus forward and backward passes, augmentation and optimizer
+               arithmetic. "strict" also counts the reset of the client optimizers and the server's step as its own.
+  aggregation  Robust aggregation rules. Time at 10 and 100 clients with the better of 1 and 2 threads, compared with
+               byzfl if byzfl is installed (--rules, --columns), and memory of our rules (--memory-columns).
+  gpu          On a CUDA device: W1 against the naive loop; seconds of 128 epochs over 50,000 images with 5 clients
+               and E=100, extrapolated from a few rounds; time per sample of E=1 divided by that of E=100.
+  chart        Draw the results that compare or scale have written (--results) to a picture (--picture).
 
-Workloads: W1 10 clients, 20 local steps; W2 10 of 100 clients, 20 local steps; W3 5 clients, 1 local step.
-Models: tiny has 270k parameters and almost no compute. Other frameworks, of the extra "bench": pfl, fluke, byzfl, flower.
+Workloads: W1 has 10 clients and 20 local steps; W2 10 of 100 clients and 20 local steps; W3 5 clients and 1 local step.
+Models: "tiny" has 270k parameters and almost no computation.
+Other frameworks need the extra "bench": pfl, fluke, byzfl, flower.
 Numbers are "median [smallest, largest]".
 """
 
@@ -52,7 +54,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 _ABLE = {"memory": FRAMEWORKS, "scale": FRAMEWORKS, "gpu": ON_CUDA[1:]}
-"""Possible contenders of commands that do not accept all contenders."""
+"""Accepted contenders, for commands that do not accept all contenders."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(args: Sequence[str] | None) -> argparse.Namespace:
-    """Return the checked options of a command line, with the command's defaults."""
+    """Parse and check a command line; options that are not given get the command's defaults."""
     parser = _parser()
     options = parser.parse_args(args)
     able = ON_CUDA if options.device == "cuda" else NAMES
@@ -93,31 +95,37 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--device",
         choices=["cpu", "cuda"],
-        help="where compare runs, cpu (gpu: cuda), on cuda with one thread",
+        help="device of the rounds, cpu (gpu: cuda); on cuda with one thread",
     )
     threads = [count for count in (1, 2) if count <= cores]
-    add("--threads", nargs="+", type=int, default=threads, help="threads to try, 1 2: the better one counts")
-    add("--repeats", type=int, help="repetitions, 3 unless given (overhead: 7)")
+    add("--threads", nargs="+", type=int, default=threads, help="threads to try, 1 2; tables show the better")
+    add("--repeats", type=int, help="repetitions, 3 (overhead: 7)")
     add(
         "--rounds",
         type=int,
-        help="rounds in a repetition, by default 1 for W1 and W2, 100 for W3; memory: 2; gpu: 10",
+        help="rounds in a repetition, 1 for W1 and W2, 100 for W3 (memory: 2; gpu: 10)",
     )
-    add("--images", type=int, default=50_000, help="training images of all clients, 50000 as CIFAR-10")
-    add("--factors", nargs="+", choices=list(FACTORS), default=list(FACTORS), help="what grows in scale, all")
-    add("--budget", type=float, default=60.0, help="seconds for a contender at one point of scale, 60")
+    add("--images", type=int, default=50_000, help="training images of all clients, 50000")
+    add(
+        "--factors",
+        nargs="+",
+        choices=list(FACTORS),
+        default=list(FACTORS),
+        help="factors that grow in scale, all",
+    )
+    add("--budget", type=float, default=60.0, help="scale: most seconds for a contender at a point, 60")
     add("--rules", nargs="+", choices=list(aggregation.RULES), default=list(aggregation.RULES), help="all")
-    add("--columns", type=int, default=270_000, help="columns of the rows, 270000 as ResNet-20")
-    add("--memory-columns", type=int, default=1_000_000, help="likewise where memory is measured, 1000000")
+    add("--columns", type=int, default=270_000, help="numbers that a client sends, 270000 (ResNet-20)")
+    add("--memory-columns", type=int, default=1_000_000, help="the same for the memory of rules, 1000000")
     add("--json", type=Path, metavar="FILE", help="write the results to this file as well")
     add(
         "--results",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="what chart draws: files of --json, of one command",
+        help="files to draw with chart, written by --json of one command",
     )
-    add("--picture", type=Path, metavar="FILE", help="where chart draws it, a PNG file")
+    add("--picture", type=Path, metavar="FILE", help="PNG file that chart writes")
     return parser
 
 
@@ -134,21 +142,19 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     for name in options.contenders:
         able = _ABLE.get(options.command, NAMES)
         if name not in able:
-            parser.error(
-                f"argument --contenders: {name} is none for {options.command}; use {', '.join(able)}"
-            )
+            parser.error(f"argument --contenders: {options.command} cannot run {name}; use {', '.join(able)}")
     if options.device == "cuda" and options.command not in ("compare", "gpu"):
         parser.error(
             f"argument --device: {options.command} runs on the CPU only; cuda is for compare and gpu"
         )
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(
-            f"argument --device: cuda is not there; torch {torch.__version__} finds no CUDA device, use cpu"
+            f"argument --device: cuda is not available; torch {torch.__version__} finds no CUDA device, use cpu"
         )
     missing = [name for name in options.contenders if not present(name)]
     if options.command == "scale" and missing:
         parser.error(
-            f"argument --contenders: {missing[0]} is not installed; pip install 'fl_lightning[bench]' has it"
+            f"argument --contenders: {missing[0]} is not installed; pip install 'fl_lightning[bench]' installs it"
         )
     if options.budget <= 0:
         parser.error(f"argument --budget: {options.budget} must be above 0 seconds")
@@ -157,12 +163,12 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     needed = BATCH_SIZE * clients
     if options.images < needed:
         parser.error(
-            f"argument --images: {options.images} do not fill a batch of {BATCH_SIZE} for every client; use at least {needed}"
+            f"argument --images: {options.images} are too few for a batch of {BATCH_SIZE} for every client; use at least {needed}"
         )
     for name in ("json", "picture"):
         path = getattr(options, name)
         if path and not path.absolute().parent.is_dir():
-            parser.error(f"argument --{name}: no folder {path.absolute().parent}; make it first")
+            parser.error(f"argument --{name}: there is no folder {path.absolute().parent}; create it first")
     if options.command == "chart":
         _check_chart(parser, options)
 
@@ -178,5 +184,5 @@ def _check_chart(parser: argparse.ArgumentParser, options: argparse.Namespace) -
             parser.error(f"argument --results: {path} is no file of --json; write one with compare or scale")
     if commands not in ({"compare"}, {"scale"}):
         parser.error(
-            f"argument --results: files of {', '.join(sorted(commands))}; give those of compare, or those of scale"
+            f"argument --results: files of {', '.join(sorted(commands))}; give only files of compare, or only files of scale"
         )

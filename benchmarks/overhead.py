@@ -1,4 +1,4 @@
-"""The framework's own time: rounds without compute, augmentation and optimizer arithmetic."""
+"""The framework's own time: rounds minus passes, augmentation and optimizer arithmetic."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +14,10 @@ from benchmarks.workloads import WORKLOADS, SyntheticImages
 PARTS = ("forward + backward", "augmentation", "optimizer")
 
 RUN = 100
-"""Rounds of the run to which the time of the first steps' check is compared."""
+"""Rounds of the run with which the check of the first steps is compared."""
 
 SINGLE_PROCESS = ("sequential", "vectorized")
-"""Executors whose compute, augmentation and optimizer can be timed alone."""
+"""Executors that run in one process, so that ``PARTS`` can be timed alone."""
 
 
 def overhead(
@@ -39,13 +39,19 @@ def overhead(
         say: Function that prints a line of progress.
 
     Returns:
-        Spreads of ms per client step: ``naive[clock]`` of the naive loop, and
-        ``executors[name][clock][key]`` with the keys total, each of ``PARTS``, "own" (total
-        minus the parts timed alone) and "own, inside" (total minus the parts timed inside the
-        rounds of another run). Both own times are also shares of the naive loop's total; in the
-        ``strict`` share the reset of the client optimizers' state and the server optimizer's step
-        belong to the own time. ``Trainer per round`` and ``first steps`` (check of a run's first
-        steps) are in ms, ``first steps / run`` is the check's share of a run of 100 rounds.
+        A dict with the settings and spreads. ``naive[clock]`` is the naive loop's time in ms per
+        client step. ``executors[name][clock][key]`` has these keys:
+
+        - ``total`` and each of ``PARTS``: ms per client step.
+        - ``own``: ``total`` minus the parts, which are timed alone.
+        - ``own, inside``: ``total`` minus the parts, which are timed inside the rounds of a second
+          run.
+        - ``own / naive`` and ``inside / naive``: these two times divided by the naive loop's time.
+        - ``inside / naive, strict``: the same as ``inside / naive``, but the reset of the client
+          optimizers' state and the server optimizer's step count as own time.
+        - ``Trainer per round``: ms per round outside ``training_step``.
+        - ``first steps``: ms of the check of a run's first steps.
+        - ``first steps / run``: the share of this check in the time of a run of 100 rounds.
     """
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
@@ -117,7 +123,7 @@ def overhead(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of processor times."""
+    """Yield the lines of a Markdown table of the processor times."""
     own = ("own", "own / naive", "own, inside", "inside / naive", "inside / naive, strict")
     columns = ("total", *PARTS, *own, "Trainer per round", "first steps", "first steps / run")
     yield f"| workload | model | executor | naive | {' | '.join(columns)} |"

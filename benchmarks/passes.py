@@ -1,4 +1,4 @@
-"""Process of :class:`benchmarks.compute.Compute`: forward and backward passes on a thread."""
+"""A process of :class:`benchmarks.compute.Compute`: forward and backward passes on one thread."""
 
 import sys
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Passes:
         model_name: A name of ``recipe.MODELS``.
 
     Attributes:
-        gradients: Gradients of the last pass.
+        gradients: Gradients of all parameters from the last pass.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -41,7 +41,7 @@ class Passes:
 
 
 class CompiledPasses(Passes):
-    """Passes with ``torch.compile``, including the loss; the first pass compiles."""
+    """Passes with a compiled model and loss; the first pass compiles."""
 
     def __init__(self, model_name: str) -> None:
         super().__init__(model_name)
@@ -50,13 +50,13 @@ class CompiledPasses(Passes):
 
 @dataclass
 class Convolution:
-    """A convolution of a pass, with its input and the gradient of its output.
+    """A convolution layer with the input and the output gradient of one pass.
 
     Attributes:
         layer: The layer.
         inputs: The layer's input.
-        gradients: The loss's gradient with respect to the layer's output.
-        reaches_images: Whether the input is the images, whose gradient is not needed.
+        gradients: Gradient of the loss with respect to the layer's output.
+        reaches_images: Whether the input is the batch of images. Its gradient is then not computed.
     """
 
     layer: nn.Conv2d
@@ -73,7 +73,10 @@ class Convolution:
         )
 
     def backward(self) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Return the gradients with respect to input (None for the images), weight and bias (None if missing)."""
+        """Return the gradients with respect to input, weight and bias.
+
+        The first is None if the input is the batch of images, the last if the layer has no bias.
+        """
         layer = self.layer
         found: tuple[Tensor | None, Tensor, Tensor | None] = torch.ops.aten.convolution_backward(
             self.gradients,
@@ -92,9 +95,9 @@ class Convolution:
 
 
 class Convolutions:
-    """The convolutions of :class:`Passes`, forward and backward, without anything between them.
+    """The convolutions of :class:`Passes` alone, forward and backward.
 
-    Inputs and gradients are taken from one pass of the model in advance.
+    The inputs and gradients come from one pass of the whole model, which is run in advance.
 
     Args:
         model_name: A name of ``recipe.MODELS``.
@@ -140,10 +143,10 @@ KINDS: dict[str, type[Passes] | type[Convolutions]] = {
 
 
 def _serve(kind: str, model_name: str) -> None:
-    """Run as many passes as each line of the standard input says, until the input ends."""
+    """Read numbers from the standard input, line by line, and run as many passes as each says."""
     torch.set_num_threads(1)
     passes = KINDS[kind](model_name)
-    passes.run(2)  # warm up: the first passes allocate and prepare
+    passes.run(2)  # warm-up: the first passes allocate memory and may compile
     print("ready", flush=True)
     for line in sys.stdin:
         passes.run(int(line))

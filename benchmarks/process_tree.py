@@ -9,19 +9,19 @@ _PROC = Path("/proc")
 
 
 def cpu_seconds() -> float:
-    """Return the processor time of this process and all its descendants, running or ended."""
+    """Return the processor seconds of this process and its descendants, also ended ones."""
     ended = os.times()
     living = sum(_cpu_seconds(pid) for pid in tree(os.getpid())[1:])
     return time.process_time() + ended.children_user + ended.children_system + living
 
 
 def pss_mb(root: int) -> float:
-    """Return the proportional set size of a process and its descendants in MB."""
+    """Return the proportional set size (PSS) of a process and its descendants in MB."""
     return sum(_pss_mb(pid) for pid in tree(root))
 
 
 def running() -> set[int]:
-    """Return the descendants of this process that have not ended."""
+    """Return the process ids of this process's descendants that have not ended."""
     return {pid for pid in tree(os.getpid())[1:] if is_running(pid)}
 
 
@@ -31,20 +31,20 @@ def is_running(pid: int) -> bool:
 
 
 def tree(root: int) -> list[int]:
-    """Return a process and all its descendants, the process first."""
+    """Return the ids of a process and all its descendants, the process first."""
     children: dict[int, list[int]] = {}
     for folder in _PROC.glob("[0-9]*"):
         fields = _fields(int(folder.name))
         if fields:
             children.setdefault(int(fields[1]), []).append(int(folder.name))
     found = [root]
-    for pid in found:  # the list grows in the loop: descendants of descendants
+    for pid in found:  # the list grows in the loop, so that children of children are visited too
         found += children.get(pid, [])
     return found
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields after the name in a process's ``stat`` file; empty if it is gone."""
+    """Return the fields after the name in a process's ``stat`` file; empty without such a file."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -52,7 +52,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    # user and system time of the process, and of its children that have ended
+    # fields 11 to 14: user and system time of the process and of its ended children
     return sum(map(int, _fields(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 

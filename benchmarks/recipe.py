@@ -23,11 +23,11 @@ AUGMENTATION = transforms.Compose(
         transforms.Normalize(CIFAR10_MEAN, CIFAR10_STD),
     ]
 )
-"""Augmentation of one PIL image, for contenders that read images one at a time."""
+"""Augmentation of a PIL image, for contenders that read images one at a time."""
 
 
 class Tiny(nn.Module):
-    """Model of 268,474 parameters and two BN layers with almost no compute of its own."""
+    """A model with 268,474 parameters, two BN layers and almost no computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +59,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet32": ResNet32,
     "resnet18": _resnet18,
 }
-"""``resnet18`` is torchvision's, of ImageNet's width: 11.2 million parameters."""
+"""Models by name. ``resnet18`` is torchvision's ImageNet model with 11.2 million parameters."""
 
 
 def make_model(name: str) -> nn.Module:
-    """Return a model of :data:`MODELS`, always with the same initial weights."""
+    """Return a new model of :data:`MODELS`; its initial weights are the same in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MODELS[name]()

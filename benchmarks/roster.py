@@ -1,4 +1,4 @@
-"""Contenders: the naive loop, this framework's executors, and other frameworks; bounds."""
+"""Names of the contenders (naive loop, executors, other frameworks) and of the lower bounds."""
 
 import importlib
 import importlib.metadata
@@ -12,10 +12,10 @@ from fl_lightning import SequentialExecutor
 from fl_lightning.execution.choice import cores_of_a_run
 
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
-"""Other frameworks and their package names; ``benchmarks/peers`` has a file for each."""
+"""Package name of each other framework; ``benchmarks/peers`` has a file for each."""
 
 BOUNDS = ("compute", "convolutions", "compute_compiled")
-"""Lower bounds of the time in float32 on a CPU, the last with ``torch.compile``."""
+"""Lower bounds of the time in float32 on a CPU; ``compute_compiled`` uses ``torch.compile``."""
 
 NAMES = ("naive", *OURS, "ranks_bf16", *BOUNDS, *PEERS)
 """All contenders and bounds."""
@@ -31,12 +31,12 @@ MULTI_PROCESS = (*RANKED, *BOUNDS, "flower")
 
 
 def bound_of(name: str) -> str:
-    """Return the bound of a name of :data:`~benchmarks.contenders.OURS`: its passes alone."""
+    """Return the lower bound for a name of :data:`~benchmarks.contenders.OURS`."""
     return "compute_compiled" if name in COMPILED else "compute"
 
 
 def version(peer: str) -> str | None:
-    """Return the version of a framework of :data:`PEERS`; None if it is missing."""
+    """Return the version of a framework of :data:`PEERS`, or None if it is not installed."""
     try:
         return importlib.metadata.version(PEERS[peer])
     except importlib.metadata.PackageNotFoundError:
@@ -44,14 +44,14 @@ def version(peer: str) -> str | None:
 
 
 def present(name: str) -> bool:
-    """Return whether a name of :data:`NAMES` can run here."""
+    """Return whether a contender can run: whether its framework is installed."""
     return name not in PEERS or version(name) is not None
 
 
 def import_packages(name: str) -> None:
     """Import the packages that a name of :data:`NAMES` needs."""
     if name in PEERS:
-        # Flower and Ray report their use over the network
+        # turn off reports of Flower and Ray over the network
         os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         importlib.import_module(f"benchmarks.peers.{name}")
 

@@ -1,4 +1,4 @@
-"""Cost against scale: one factor of workload W1 is changed at a time."""
+"""Cost against scale: timings in which one factor of workload W1 is changed at a time."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ FACTORS = {
     "local_steps": "local steps E",
     "model": "model",
 }
-"""Factors that are changed, and their names in tables and figures."""
+"""The factors, with their names in tables and figures."""
 
 _BASE = WORKLOADS["W1"]
 _FEDERATIONS: dict[str, dict[int, Workload]] = {
@@ -38,11 +38,14 @@ def scale(
     budget: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time contenders on one thread while the federation or the model grows; short rounds are repeated.
+    """Time contenders on one thread while the federation or the model grows.
 
-    A contender skips a point, and all further points of the factor, if the measurement would exceed
-    the budget. The estimate uses the previous point with the same model; for a model's first point,
-    one local step of each client.
+    Each point is a workload with a model. Short rounds are repeated, so that every measurement has
+    about as many client steps as a round of W1.
+
+    A contender skips a point, and all further points of the factor, if the measurement would take
+    longer than the budget. The estimate uses the contender's last point with the same model. For
+    the first point of a model, one local step of each client is timed instead.
 
     Args:
         factors: Names of ``FACTORS``.
@@ -50,15 +53,16 @@ def scale(
         names: Names of ``roster.NAMES``.
         num_images: Training images of all clients together.
         repeats: Number of repetitions; contenders alternate.
-        budget: Seconds for one contender's measurements at one point.
+        budget: Seconds that a contender's measurements at one point may take.
         say: Function that prints a line of progress.
 
     Returns:
-        ``points``, each with ``factor``, ``value``, ``model`` and
-        ``ms_per_client_step[contender]``, spreads of wall time of the contenders within the budget.
+        A dict with the settings and ``points``. A point has ``factor``, ``value``, ``model`` and
+        ``ms_per_client_step[contender]``, the spread of the wall time. Contenders over the budget
+        are missing there.
     """
     points = []
-    known: dict[tuple[str, str], float] = {}  # seconds per client step of a contender with a model
+    known: dict[tuple[str, str], float] = {}  # seconds per client step by (contender, model)
     for factor in factors:
         left = list(names)
         for value, workload, model in _points(factor, model_name):
@@ -86,7 +90,7 @@ def scale(
                 say(f"  {factor} {value} {name:<10} {spread} ms per client step")
             points.append({"factor": factor, "value": value, "model": model, "ms_per_client_step": spreads})
             contenders.clear()
-            gc.collect()  # a Trainer holds its data in a cycle
+            gc.collect()  # a Trainer and its data are in a reference cycle
             if not left:
                 break
     return {
@@ -117,7 +121,7 @@ def _points(factor: str, model_name: str) -> Iterator[tuple[int | str, Workload,
 
 
 def _rounds(workload: Workload) -> int:
-    """Return the number of rounds with as many client steps as a round of W1."""
+    """Return the number of rounds that have about as many client steps as one round of W1."""
     return max(1, _BASE.client_steps // workload.client_steps)
 
 

@@ -1,7 +1,8 @@
-"""``python -m benchmarks starts``: time a study's cells as forks of one process, or started anew.
+"""``python -m benchmarks starts``: time the start of a study's cells.
 
-The whole command is timed, including imports and checks. The two ways alternate. A cell trains BN
-or GN on scikit-learn's digits with ten local steps a round.
+The cells of a study start as forks of one process, or each cell starts as a new process. The whole
+command is timed, including imports and checks. The two ways alternate. A cell trains a model with
+BN or GN on scikit-learn's digits with ten local steps a round.
 """
 
 import argparse
@@ -40,12 +41,15 @@ def main(args: Sequence[str] | None = None) -> int:
         The exit status 0.
     """
     parser = argparse.ArgumentParser("python -m benchmarks starts", description=__doc__)
-    parser.add_argument("--cells", type=int, default=12, help="an even number, 12")
+    parser.add_argument("--cells", type=int, default=12, help="number of cells, even, 12")
     parser.add_argument("--rounds", type=int, default=10, help="communication rounds of a cell, 10")
     parser.add_argument(
-        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="cells at a time, one a core"
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="cells that run at a time, one per core",
     )
-    parser.add_argument("--repeats", type=int, default=3, help="3")
+    parser.add_argument("--repeats", type=int, default=3, help="number of repetitions, 3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as well")
     options = parser.parse_args(args)
     found = []
@@ -67,7 +71,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of the results, and of ratios within each repetition."""
+    """Yield the lines of a Markdown table: both ways, and their ratios within a repetition."""
 
     def spread(numbers: Sequence[float]) -> str:
         return f"{statistics.median(numbers):.3g} [{min(numbers):.3g}, {max(numbers):.3g}]"
@@ -88,15 +92,18 @@ def measure(way: str, cells: int, rounds: int, jobs: int) -> dict[str, Any]:
     """Time a study.
 
     Args:
-        way: ``"forks"`` or ``"plain"``.
-        cells: Number of cells.
+        way: ``"forks"``, or ``"plain"`` for a new process per cell.
+        cells: Number of cells, even.
         rounds: Communication rounds of a cell.
-        jobs: Cells at a time.
+        jobs: Number of cells that run at a time.
 
     Returns:
-        ``study_s`` and ``study_cpu_s``, wall and CPU time of the command with all of its processes;
-        ``rounds_s``, a cell's mean time in rounds; ``beyond_s``, the mean time from a cell's start
-        to its result, without the rounds.
+        ``way``, and these times in seconds:
+
+        - ``study_s`` and ``study_cpu_s``: wall and CPU time of the command and all its processes.
+        - ``rounds_s``: mean time that a cell spends in rounds.
+        - ``beyond_s``: mean time from the start of a cell's process to its result, minus the
+          rounds.
     """
     settings = {
         "trainer.max_epochs": rounds,

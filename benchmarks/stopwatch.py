@@ -17,19 +17,20 @@ import torch
 
 
 def nothing() -> None:
-    """Do nothing: on a CPU all work is done when a call returns."""
+    """Return at once: on a CPU all started work is done already."""
 
 
 @dataclass
 class Stopwatch:
-    """Wall and processor time of a ``with`` block; further blocks with the same watch add to it.
+    """Stopwatch for the wall and processor time of ``with`` blocks; several blocks add up.
 
     Attributes:
-        wall: Seconds of wall time; other work on the machine lengthens it.
-        cpu: Seconds of processor time, by ``cpu_clock``.
-        cpu_clock: Function that returns the processor time so far; by default of this process
-            without its children.
-        settle: Function that waits for all started work; called before the clocks are read.
+        wall: Seconds of wall time. Other programs on the machine lengthen it.
+        cpu: Seconds of processor time, measured by ``cpu_clock``.
+        cpu_clock: Function that returns the processor time so far. Default: the time of this
+            process without its children.
+        settle: Function that waits until all started work is done. It is called before the clocks
+            are read. Default: no wait, as on a CPU.
     """
 
     wall: float = 0.0
@@ -61,7 +62,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, smallest and largest of repeated measurements."""
+    """Median, smallest and largest value of repeated measurements."""
 
     median: float
     min: float
@@ -83,7 +84,7 @@ def _digits(value: float) -> str:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Return processor, cores, threads and versions, and the GPU if ``device`` is ``"cuda"``."""
+    """Describe the machine: processor, cores, threads, versions, and for ``"cuda"`` the GPU."""
     gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
     return {
         **gpu,
@@ -102,7 +103,7 @@ def peak_memory_mb() -> float:
     except OSError:
         status = ""
     own = re.search(r"VmHWM:\s*(\d+) kB", status)
-    if own:  # getrusage may give a process the peak of the larger process that started it
+    if own:  # preferred: getrusage may also count the peak of the process that started this one
         return int(own[1]) * 1.024e-3
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e6 if sys.platform == "darwin" else 1e3 / 1.024)

@@ -1,4 +1,4 @@
-"""Workloads: three federations of CIFAR-10's size."""
+"""Workloads of the benchmarks: three federations with as many images as CIFAR-10."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +17,8 @@ class Workload:
     """A federation and its local work.
 
     Attributes:
-        num_clients: Clients of the federation; the images are spread over them evenly.
-        cohort_size: Clients that take part in a round.
+        num_clients: Number of clients. Each client gets the same number of images.
+        cohort_size: Number of clients that take part in a round.
         local_steps: Local steps E of each client in a round, with batches of 20 images.
         rounds: Default number of rounds in one measurement.
     """
@@ -30,7 +30,7 @@ class Workload:
 
     @property
     def client_steps(self) -> int:
-        """Return the local steps of all clients together in a round."""
+        """Number of local steps in a round, of all clients together."""
         return self.cohort_size * self.local_steps
 
 
@@ -42,7 +42,9 @@ WORKLOADS = {
 
 
 class SyntheticImages(InMemoryDataModule):
-    """Random 32x32 colour images in ten classes; a step's time does not depend on the pixels.
+    """Data module of random 32x32 colour images in ten classes.
+
+    Random pixels suffice, since the time of a step does not depend on the pixels.
 
     Args:
         num_images: Training images of all clients together; CIFAR-10 has 50,000.
@@ -71,16 +73,16 @@ class SyntheticImages(InMemoryDataModule):
         return self._shares[client_id].indices
 
     def step_draws(self, client_id: int, step: int) -> Tensor:
-        """Return the random choices of a client's local step, int64, shape ``[20, 4]``."""
+        """Return the random choices (samples and augmentation) of a step, int64, ``[20, 4]``."""
         return self._shares[client_id].step_draws(step)
 
     @cached_property
     def pictures(self) -> np.ndarray:
-        """Return all training images in PIL's layout, uint8, shape ``[n, 32, 32, 3]``."""
+        """All training images in PIL's layout, uint8, shape ``[n, 32, 32, 3]``."""
         return self.pixels.permute(0, 2, 3, 1).contiguous().numpy()
 
     def load(self) -> ImageData:
-        """Draw the pixels."""
+        """Draw random pixels and labels."""
         generator = torch.Generator().manual_seed(0)
         shape = (self.num_images, 3, 32, 32)
         self.pixels = torch.randint(256, shape, dtype=torch.uint8, generator=generator)

@@ -1,10 +1,12 @@
 """``python -m benchmarks faults``: kill runs, ranks and studies, damage checkpoints and files.
 
-A killed run is started again with the same command (``--ckpt_path auto``) until it ends. The run
-must then equal the uninterrupted run bit for bit, except for times: metrics, weights, optimizers
-and the methods' state. If one rank is killed, the others must end. A killed study must not train a
-finished cell again. A damaged checkpoint must be refused in one line, or load with its original
-content. A mistake in a study's file must be refused in one line that names it.
+- A killed run is started again with the same command (``--ckpt_path auto``) until it ends. Its
+  metrics, weights, optimizers and methods' state must then equal those of an uninterrupted run bit
+  for bit. Only times may differ.
+- If one rank is killed, the other ranks must end.
+- A study that was killed and restarted must not train a finished cell again.
+- A damaged checkpoint must be refused in one line, or load with its original content.
+- A mistake in a study's file must be refused in one line that names the mistake.
 """
 
 import argparse
@@ -24,7 +26,7 @@ _WRONG = (
     "other bits", "loaded as other numbers", "left a process behind", "ended well unfinished", "a finished cell trained again", "accepted",
     "several lines", "refused without its name", "a traceback",
 )  # fmt: skip
-"""Outcomes that are failures."""
+"""Outcomes that count as failures of the framework."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -34,7 +36,7 @@ def main(args: Sequence[str]) -> int:
         args: Arguments after ``faults``.
 
     Returns:
-        The exit status: 0 if nothing was lost or wrong, 1 otherwise.
+        The exit status: 1 if any outcome is a failure, 0 otherwise.
     """
     parser = argparse.ArgumentParser("python -m benchmarks faults", description=__doc__.partition("\n\n")[2])
     add = parser.add_argument
@@ -42,16 +44,16 @@ def main(args: Sequence[str]) -> int:
         "--kills",
         type=int,
         default=108,
-        help="kills of all runs together, 108: six of each cell of the table",
+        help="kills of all runs together, 108: six for each configuration with each executor",
     )
     add("--rank-kills", type=int, default=60, help="kills of single ranks, 60")
-    add("--study-kills", type=int, default=60, help="kills of studies and their cells, 60")
+    add("--study-kills", type=int, default=60, help="kills of studies or of their cells, 60")
     add("--damages", type=int, default=3000, help="damaged copies of a checkpoint, 3000")
     add("--mistakes", type=int, default=200, help="mistakes in a study's file, 200")
     add("--rounds", type=int, default=40, help="communication rounds of a run, 40")
     add("--configurations", nargs="+", choices=list(runs.CONFIGURATIONS), default=list(runs.CONFIGURATIONS))
     add("--executors", nargs="+", choices=list(runs.EXECUTORS), default=list(runs.EXECUTORS))
-    add("--seed", type=int, default=0, help="of the moments, the damage and the mistakes")
+    add("--seed", type=int, default=0, help="seed of the moments, the damage and the mistakes, 0")
     add("--json", type=Path, help="write the counts to this file as well")
     options = parser.parse_args(args)
     cells = [(name, executor) for name in options.configurations for executor in options.executors]

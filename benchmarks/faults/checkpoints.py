@@ -1,4 +1,4 @@
-"""Damaged checkpoints: refused in one line, or loaded with their original content."""
+"""Damaged checkpoints, which must be refused in one line or load with their original content."""
 
 import random
 from collections import Counter
@@ -10,12 +10,18 @@ from fl_lightning.experiments.run_directory.checkpoint_io import load_run
 
 
 def damaged(path: Path, damages: int, draw: random.Random) -> Counter[str]:
-    """Overwrite, cut or shift bytes of a checkpoint, load it, and count the outcomes."""
+    """Damage a checkpoint, load it, and count the outcomes.
+
+    Args:
+        path: The checkpoint; it is restored at the end.
+        damages: Number of damaged copies to load.
+        draw: Random number generator of the damage.
+    """
     whole, intact = path.read_bytes(), load_run(path)
     counts: Counter[str] = Counter()
     for _ in range(damages):
         content = bytearray(whole)
-        # half of the damage hits the archive's directory, which is short and lies at the end
+        # half of the damage hits the directory of the zip archive, a short part at its end
         first = len(whole) - 3000 if draw.random() < 0.5 else 0
         place = draw.randrange(max(first, 0), len(whole))
         kind = draw.choice(["a bit", "bytes", "a cut", "a gap"])

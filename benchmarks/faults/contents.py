@@ -16,7 +16,7 @@ def contents(attempt: Path) -> dict[str, Any]:
     record = checkpoint["fl_lightning"]["record"]
     del record["seconds"]
     record["row"] = _without_times(record["row"])
-    for origin in record["continued_from"]:  # the study's folder may differ
+    for origin in record["continued_from"]:  # keep only the path below runs/: folders may differ
         origin["checkpoint"] = origin["checkpoint"].rpartition("/runs/")[2]
     result = json.loads((attempt / "result.json").read_text())
     names = ("state_dict", "callbacks", "optimizer_states", "fl_lightning", "global_step")

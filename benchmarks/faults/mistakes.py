@@ -1,4 +1,4 @@
-"""Mistakes in a study's file: each must be refused in one line that names it, before the first cell."""
+"""Mistakes in a study's file. Each must be refused in a line that names it, before any cell."""
 
 import contextlib
 import io
@@ -51,7 +51,7 @@ _WRONG: dict[str, list[Any]] = {
     "mapping": [3, "x", True, [1], 1.5],
     "seeds": [["a"], [1.5], [-1], [True], [[0]], {"a": 1}, 0, "0", [], [3, 3]],
 }
-"""Values of a wrong type, by the right type."""
+"""Values of wrong types, by the type that the file needs."""
 
 _TYPES: dict[tuple[Any, ...], str] = {
     ("title",): "text", ("claims", 0): "text", ("claims", 1): "text",
@@ -63,7 +63,7 @@ _TYPES: dict[tuple[Any, ...], str] = {
     ("without", 0): "mapping", ("choose", 0): "mapping", ("published", 0): "mapping", ("scales", "full", "axes"): "mapping",
     ("scales", "quick", "seeds"): "seeds", ("scales", "full", "seeds"): "seeds",
 }  # fmt: skip
-"""Types of values, by the path of keys to the value."""
+"""Types that values of ``FILE`` need, by the path of keys to the value."""
 
 _KEYS: list[tuple[Any, ...]] = [
     ("title",), ("settings",), ("axes",), ("metrics",), ("spread",), ("difference",), ("without",), ("choose",), ("published",), ("claims",),
@@ -73,14 +73,14 @@ _KEYS: list[tuple[Any, ...]] = [
     ("axes", "method", "GN", "model.model.norm"), ("axes", "method", "FixBN", "trainer.callbacks"), ("axes", "E", "E4", "model.local_steps"),
     ("axes", "model.client_optimizer.lr"), ("scales", "quick", "settings", "data.batch_size"),
 ]  # fmt: skip
-"""Paths of keys to misspell."""
+"""Keys of ``FILE`` to misspell, each as a path of keys."""
 
 _NAMED: list[tuple[Any, ...]] = [
     ("without", 0, "method"), ("without", 0, "E"), ("published", 0, "method"), ("published", 0, "E"), ("choose", 0, "axis"),
     ("choose", 0, "by", 0), ("spread",), ("scales", "full", "axes", "method", 1),
     ("axes", "method", "GN", "model.model.norm"), ("axes", "method", "FixBN", "trainer.callbacks", 0), ("scales", "quick", "base"),
 ]  # fmt: skip
-"""Paths of names to misspell: labels, axes, metrics, classes and files."""
+"""Values of ``FILE`` to misspell, as paths of keys: names of labels, axes, classes and files."""
 
 _SETTINGS = [
     ("model.local_steps", "many"), ("model.local_steps", 1.5), ("model.local_steps", 0), ("trainer.max_epochs", "x"), 
@@ -88,7 +88,7 @@ _SETTINGS = [
     ("trainer.callbacks", ["FixBM"]), ("trainer.callbacks", "x.y"), ("model.executor", 3), ("trainer.precision", "bf15"),
     ("model.model", "ResNet21"), ("model.client_optimizer.lr", "fast"), ("checkpoint.every_n_rounds", "x"), ("seed_everything", 3), ("name", "x"),
 ]  # fmt: skip
-"""Settings with invalid values, for any data."""
+"""Settings with values that are invalid for every data set."""
 
 _TEXTS = [
     ("title: When", "title: [When"), ("axes:", "axes:\n\t- x"), ("claims:", "claims: &a [*a]\nclaims2:"), ("paper:", "paper: !!python/name:os.system x\nx:"),
@@ -96,7 +96,7 @@ _TEXTS = [
     ("title:", "title: a\ntitle:"), ("spread: E", "spread: 2026-01-01"), ("test/loss: loss", "? [a, b]\n  : c"), ("difference:", "difference: \"\\u2028\"\nx:"),
     ("GN ~ BN", "GN ~~ BN"), ("FixBN > BN", "FixBN > BN ~ GN"), ("within 0.05", "within inf"), ("> BN at", "> FixBN at"), ("at E=E2", "at E="),
 ]  # fmt: skip
-"""Replacements in the text of the file: old and new."""
+"""Pairs of an old and a new text; each replacement makes the file invalid."""
 
 
 def refused(count: int, draw: random.Random, folder: Path) -> Counter[str]:
@@ -105,7 +105,7 @@ def refused(count: int, draw: random.Random, folder: Path) -> Counter[str]:
     Args:
         count: Number of mistakes.
         draw: Random number generator of the mistakes.
-        folder: A new folder.
+        folder: Folder for the files; it must not exist.
     """
     folder.mkdir(parents=True)
     base = configuration([], {}, "SequentialExecutor", 1, 6, 1)
@@ -128,7 +128,12 @@ def refused(count: int, draw: random.Random, folder: Path) -> Counter[str]:
 
 
 def _outcome(file: Path, name: str) -> tuple[str, str]:
-    """Run a study as a dry run; return the kind of outcome, and the printed text."""
+    """Run the study with ``--dry-run``; return the kind of outcome, and the printed text.
+
+    Args:
+        file: The study's file.
+        name: The name that the error message must contain.
+    """
     from fl_lightning.__main__ import main as run
 
     out, err = io.StringIO(), io.StringIO()
@@ -153,7 +158,12 @@ def _text(content: Any) -> str:
 
 
 def _changed(place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> bytes:
-    """Return the file's text after ``change(container, key)`` for the last key of a path."""
+    """Return the text of ``FILE`` after one change.
+
+    Args:
+        place: Path of keys to the changed value.
+        change: Function that makes the change, given the innermost container and the last key.
+    """
     content = deepcopy(FILE)
     inside = content
     for key in place[:-1]:
@@ -198,17 +208,17 @@ def _unknown(draw: random.Random) -> tuple[bytes, str]:
 
 
 def _unfit(draw: random.Random) -> tuple[bytes, str]:
-    """Return a file with an invalid value of a setting, and the setting's name."""
+    """Return a file with an invalid value of a setting, and the last part of the setting's name."""
     name, value = draw.choice(_SETTINGS)
     places: list[tuple[Any, ...]] = [("settings",), ("scales", "quick", "settings"), ("axes", "method", "GN")]
-    # at other paths another value of the file overrides the setting
+    # elsewhere in the file, another entry would override these settings
     only = {"model.local_steps": ("axes", "E", "E4"), "data.batch_size": ("scales", "quick", "settings")}
     place = (*only.get(name, draw.choice(places)), name)
     return _changed(place, lambda inside, key: inside.__setitem__(key, value)), name.rpartition(".")[2]
 
 
 def _spoilt(draw: random.Random) -> tuple[bytes, str]:
-    """Return a file of invalid YAML, or with a repeated name or an invalid claim."""
+    """Return a file with invalid YAML, a repeated name or an invalid claim, and the file's name."""
     text = _text(FILE)
     if draw.random() < 0.3:
         content = bytearray(text.encode())

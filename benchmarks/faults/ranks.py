@@ -1,4 +1,4 @@
-"""Ranks that are killed one at a time: the others must end, and the run must resume exactly."""
+"""Kills of single ranks: the other ranks must end, and the run must resume exactly."""
 
 import os
 import random
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.faults.runs import configuration, is_whole, run_to_end, start, uninterrupted, wait_for
 from benchmarks.process_tree import is_running, tree
 
-_PATIENCE = 60.0  # seconds until the survivors must have ended
+_PATIENCE = 60.0  # seconds after a kill until the other ranks must have ended
 
 _METHODS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "FixBN, local momentum": (
@@ -29,10 +29,10 @@ def killed(kills: int, rounds: int, draw: random.Random, folder: Path) -> Counte
         kills: Number of kills.
         rounds: Communication rounds of a run.
         draw: Random number generator of ranks and moments.
-        folder: A new folder.
+        folder: Folder for the runs; it must not exist.
 
     Returns:
-        Numbers of kills of rank 0 and of other ranks, and of faults by kind.
+        The number of kills of rank 0 and of other ranks, and the number of faults of each kind.
     """
     counts: Counter[str] = Counter()
     cells = [(name, ranks) for name in _METHODS for ranks in (2, 3)]
@@ -59,7 +59,7 @@ def _killed(config: dict[str, Any], kills: int, draw: random.Random, folder: Pat
             process.join(draw.uniform(0, 0.1))
             together = tree(process.pid or 0)
             if not process.is_alive() or len(together) < config["trainer"]["devices"]:
-                process.join()  # the ranks end already
+                process.join()  # the ranks are ending by themselves: start the next run
                 break
             rank = draw.randrange(len(together))
             os.kill(together[rank], signal.SIGKILL)
@@ -70,7 +70,7 @@ def _killed(config: dict[str, Any], kills: int, draw: random.Random, folder: Pat
                 process.join(0.05)
             counts["left a process behind"] += any(map(is_running, together))
             process.join(0)
-            if process.exitcode == 0:  # the run was complete
+            if process.exitcode == 0:  # the run claims to be complete, so it must have a result
                 counts["ended well unfinished"] += not any(place.glob("runs/faults/*/result.json"))
                 break
         run_to_end(place)

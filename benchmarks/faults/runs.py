@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments and started again until they end."""
+"""Kills of runs at random moments; a killed run is started again until it ends."""
 
 import contextlib
 import multiprocessing
@@ -43,14 +43,14 @@ CONFIGURATIONS: dict[str, tuple[list[Any], dict[str, Any]]] = {
         {"participation": 4},
     ),
 }  # fmt: skip
-"""Callbacks and settings of the module, by name."""
+"""Configurations by name: the run's callbacks, and settings of the module."""
 
 EXECUTORS: dict[str, tuple[str, int]] = {
     "sequential": ("SequentialExecutor", 1),
     "vectorized": ("VectorizedExecutor", 1),
     "two ranks": ("SequentialExecutor", 2),
 }
-"""Executors and numbers of ranks, by name."""
+"""Ways to compute a run, by name: class of the executor and number of ranks."""
 
 
 def configuration(
@@ -90,7 +90,19 @@ def configuration(
 def killed(
     name: str, executor: str, kills: int, rounds: int, draw: random.Random, folder: Path
 ) -> Counter[str]:
-    """Kill runs at random moments, resume them, and compare with an uninterrupted run."""
+    """Kill runs at random moments, resume them, and compare them with an uninterrupted run.
+
+    Args:
+        name: A name of ``CONFIGURATIONS``.
+        executor: A name of ``EXECUTORS``.
+        kills: Number of kills.
+        rounds: Communication rounds of a run.
+        draw: Random number generator of the moments.
+        folder: Folder for the runs; it must not exist.
+
+    Returns:
+        The number of kills by moment, and the number of runs with ``other bits``.
+    """
     (callbacks, settings), (computed_by, ranks) = CONFIGURATIONS[name], EXECUTORS[executor]
     config = configuration(callbacks, settings, computed_by, ranks, rounds, draw.choice([1, 7]))
     whole, seconds = uninterrupted(config, folder)
@@ -102,7 +114,7 @@ def killed(
         place.mkdir()
         while counts.total() < kills:
             process = start(place)
-            if draw.random() < 0.25:  # any moment of the process, most often during imports
+            if draw.random() < 0.25:  # any moment of the process, most of them during imports
                 process.join(draw.uniform(0, seconds))
             else:
                 wait_for(place, process, draw.randrange(1, rounds + 2))
@@ -118,7 +130,11 @@ def killed(
 
 
 def uninterrupted(config: dict[str, Any], folder: Path) -> tuple[dict[str, Any], float]:
-    """Write a configuration into a new folder, run it once, and return the run's content and its seconds."""
+    """Write a configuration to a new folder and run it once.
+
+    Returns:
+        The run's content (see :func:`~benchmarks.faults.contents.contents`) and its seconds.
+    """
     (folder / "whole").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     started = time.monotonic()
@@ -128,7 +144,7 @@ def uninterrupted(config: dict[str, Any], folder: Path) -> tuple[dict[str, Any],
 
 
 def is_whole(place: Path, whole: dict[str, Any]) -> bool:
-    """Return whether a folder has a single run, with the content of the uninterrupted run."""
+    """Return whether a folder has exactly one run and its content is ``whole``."""
     saved = _saved(place)
     return len(saved) == 1 and same(contents(saved[0]), whole)
 
@@ -140,7 +156,7 @@ def wait_for(place: Path, process: BaseProcess, lines: int) -> None:
 
 
 def moment(place: Path, rounds: int) -> str:
-    """Return in words when a run was killed, given its number of written metrics."""
+    """Return in words when the run of a folder was killed, from its lines of metrics."""
     written = _written(place)
     if written <= 1:
         return "before the end of round 1"
@@ -148,7 +164,7 @@ def moment(place: Path, rounds: int) -> str:
 
 
 def start(place: Path) -> BaseProcess:
-    """Start the run of a folder, or resume it."""
+    """Start or resume the run of a folder in a new process."""
     return in_process(_fit, str(place))
 
 
@@ -162,7 +178,14 @@ def in_process(function: Callable[[str], None], argument: str) -> BaseProcess:
 
 
 def called(place: str, arguments: Sequence[str]) -> None:
-    """Call the command line in a folder, in this process; append the output to ``log.txt``."""
+    """Call the command line in this process, with a folder as working directory.
+
+    Output is appended to ``log.txt`` in the folder.
+
+    Args:
+        place: The folder.
+        arguments: Arguments of the command line.
+    """
     from fl_lightning.__main__ import main as run
 
     os.setpgrp()

@@ -1,4 +1,4 @@
-"""Studies killed at random moments: the study's process, all its processes, or one cell."""
+"""Kills of studies at random moments: of the study's process, of all processes, or of a cell."""
 
 import os
 import random
@@ -17,20 +17,20 @@ from benchmarks.faults.runs import called, configuration, in_process
 from benchmarks.process_tree import is_running, tree
 
 VICTIMS = ("the study", "the study and its cells", "a cell")
-"""Processes that a SIGKILL ends."""
+"""What a kill may hit: the study's process, also all of its cells, or one cell."""
 
 FILE = {
     "title": "Kills",
     "axes": {
         "method": {
             "BN": {},
-            "FixBN": {"trainer.callbacks": ["FixBN"]},  # starts from the first half of BN's rounds
+            "FixBN": {"trainer.callbacks": ["FixBN"]},  # continues BN's run after half of the rounds
             "FedBN": {"trainer.callbacks": ["FedBN"]},
         }
     },
     "scales": {"quick": {"base": "base.yaml", "seeds": [0, 1]}},
 }
-"""A study of six cells."""
+"""The file of a study with six cells."""
 
 
 def killed(kills: int, rounds: int, draw: random.Random, folder: Path) -> Counter[str]:
@@ -40,10 +40,11 @@ def killed(kills: int, rounds: int, draw: random.Random, folder: Path) -> Counte
         kills: Number of kills.
         rounds: Communication rounds of a cell.
         draw: Random number generator of moments and victims.
-        folder: A new folder.
+        folder: Folder for the studies; it must not exist.
 
     Returns:
-        Numbers of kills by victim and by finished cells (none, some, all), and of faults by kind.
+        The number of kills by victim, the number of kills by finished cells (none, some or all),
+        and the number of faults of each kind.
     """
     (folder / "whole").mkdir(parents=True)
     base = {
@@ -96,7 +97,7 @@ def _run_to_end(place: Path) -> None:
 
 
 def _kill(process: BaseProcess, draw: random.Random) -> str:
-    """Kill a study, all its processes or one cell; return the victim, empty if it does not run."""
+    """Kill a random victim of ``VICTIMS`` and return its name; return ``""`` if it does not run."""
     study, *cells = tree(process.pid or 0)
     who = draw.choice(VICTIMS)
     victims = {"the study": [study], "the study and its cells": [study, *cells]}.get(
@@ -118,15 +119,16 @@ def _moment(ended: int, cells: int) -> str:
 
 
 def _ends(place: Path) -> dict[Path, int]:
-    """Return the time when each cell's result was written, in nanoseconds, by path."""
+    """Return the time in ns at which each cell's result was written, by the result's path."""
     return {path: path.stat().st_mtime_ns for path in place.glob("runs/cells/*/*/result.json")}
 
 
 def _finished(place: Path) -> dict[str, Any]:
-    """Return the content of all finished cells by configuration and seed, without the origin of shared rounds."""
+    """Return the contents of all finished cells by hash and seed, without their origins."""
     found = {path.parent.name.partition(".")[0]: contents(path.parent) for path in sorted(_ends(place))}
     for content in found.values():
-        # a cell whose parent was killed trains the shared rounds itself, with the same numbers and its own T*
+        # If FixBN's cell starts without the run of BN, it trains the shared rounds itself. The
+        # numbers are the same, but it also logs T* in these rounds.
         del content["fl_lightning"]["record"]["continued_from"]
         for row in content["metrics"]:
             row.pop("fixbn/freeze_round", None)

@@ -1,6 +1,6 @@
-"""Other frameworks on the same workloads, a file for each, imported only if installed.
+"""Other frameworks on the same workloads, one file for each.
 
-Each file has a class ``Peer(workload, model_name, data)`` with ``run(rounds)``. All peers read and
-augment the naive loop's images one at a time, and take the same optimizer steps; evaluation,
-logging and checkpoints are off.
+A file is imported only if its framework is installed. It has a class ``Peer(workload, model_name, data)`` with a method ``run(rounds)``. All
+frameworks read the same images as the naive loop, augment them one at a time, and take the same
+optimizer steps. Evaluation, logging and checkpoints are off.
 """

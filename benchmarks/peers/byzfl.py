@@ -1,4 +1,4 @@
-"""ByzFL's clients and server in FedAvg mode, which aggregates whole state dicts."""
+"""FedAvg by the clients and the server of ByzFL, which aggregate whole state dicts."""
 
 import torch
 from byzfl import Client, Server
@@ -12,11 +12,14 @@ from fl_lightning.round.plan import sample_cohort
 
 
 class Peer:
-    """FedAvg by ByzFL with the plain average; its clients keep model, momentum and loader from round to round."""
+    """FedAvg by ByzFL with the unweighted average.
+
+    ByzFL's clients keep model, momentum and loader from round to round.
+    """
 
     def __init__(self, workload: Workload, model_name: str, data: SyntheticImages) -> None:
         self.workload, self.rounds_done = workload, 0
-        # ByzFL finds models only by their names in this module
+        # ByzFL finds a model only by its name in its module models
         models.benchmarked = lambda: make_model(model_name)
         common = {
             "model_name": "benchmarked",
@@ -43,7 +46,7 @@ class Peer:
         self.server = Server({**common, **of_server, "test_loader": unused})
 
     def run(self, rounds: int) -> Timing:
-        """Run further rounds, as ByzFL's own benchmark does."""
+        """Run ``rounds`` further rounds as ByzFL's own benchmark does, and return their time."""
         timing, workload = Timing(), self.workload
         with timing.total:
             for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Flower's simulation engine with Ray, one actor on each core."""
+"""FedAvg by Flower's simulation engine on Ray, with one actor on each core."""
 
 import logging
 import os
@@ -20,14 +20,14 @@ from benchmarks.process_tree import running
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
 
-_SECONDS_TO_END = 20.0  # Ray's processes would disturb the next contender: wait for their end
+_SECONDS_TO_END = 20.0  # longest wait until Ray's processes, which disturb others, end
 
 
 class Peer:
-    """FedAvg by Flower; the images lie in files that the actors map into memory.
+    """FedAvg by Flower. The images are in files that the actors map into memory.
 
     Attributes:
-        seen: Samples that a client saw in the last round, on average.
+        seen: Mean number of samples that a client saw in the last round.
     """
 
     def __init__(self, workload: Workload, model_name: str, data: SyntheticImages) -> None:
@@ -40,7 +40,7 @@ class Peer:
         self.state = make_model(model_name).state_dict()
 
     def run(self, rounds: int) -> Timing:
-        """Run further rounds, after an untimed round that starts the actors."""
+        """Run a round that starts the actors and is not timed, then ``rounds`` timed rounds."""
         timing = Timing()
         server = ServerApp()
 

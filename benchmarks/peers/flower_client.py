@@ -1,4 +1,4 @@
-"""Client of Flower's actors; imports only what a client needs, because every actor imports it."""
+"""A client for Flower's actors. Every actor imports this file, so its imports are few."""
 
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ app = ClientApp()
 
 @app.train()  # type: ignore[misc, untyped-decorator, unused-ignore]  # Flower need not be installed
 def train_client(message: Message, context: Context) -> Message:
-    """Train on one client; the untimed round 1, which starts the actors, has a single step."""
+    """Train on one client. Round 1 only starts the actors and has a single step."""
     torch.set_num_threads(1)
     settings: Any = message.content["config"]
     images = _images(settings["folder"], int(context.node_config["partition-id"]))
@@ -35,6 +35,6 @@ def train_client(message: Message, context: Context) -> Message:
 
 @cache
 def _images(folder: str, client: int) -> ClientImages:
-    """Return a client's images, from files that all actors share."""
+    """Return a client's images from the files that all actors share."""
     images, labels = (np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in ("images", "labels"))
     return ClientImages(images, labels, np.load(Path(folder) / f"samples{client}.npy"), AUGMENTATION)

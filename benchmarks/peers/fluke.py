@@ -1,4 +1,4 @@
-"""fluke's clients and server, as its ``CentralizedFL`` runs them."""
+"""FedAvg by the clients and the server of fluke, run by fluke's ``CentralizedFL``."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from benchmarks.workloads import SyntheticImages, Workload
 
 
 class Peer:
-    """FedAvg by fluke, whose clients create an optimizer and a copy of the model in each round."""
+    """FedAvg by fluke. Its clients create an optimizer and a copy of the model in each round."""
 
     def __init__(self, workload: Workload, model_name: str, data: SyntheticImages) -> None:
         self.participation = workload.cohort_size / workload.num_clients
@@ -35,10 +35,10 @@ class Peer:
         ]
         server = Server(make_model(model_name), None, clients, weighted=True)
         self.algorithm = CentralizedFL(workload.num_clients, None, {}, clients=clients, server=server)
-        self.algorithm.finalize = lambda: None  # would send the model to all clients again
+        self.algorithm.finalize = lambda: None  # the original sends the model to all clients
 
     def run(self, rounds: int) -> Timing:
-        """Run further rounds, without fluke's progress bars."""
+        """Run ``rounds`` further rounds without fluke's progress bars, and return their time."""
         timing = Timing()
         with contextlib.redirect_stdout(io.StringIO()), timing.total:
             self.algorithm.run(rounds, self.participation)

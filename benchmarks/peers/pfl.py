@@ -1,4 +1,4 @@
-"""pfl-research's ``FederatedAveraging`` in its ``SimulatedBackend``, in one process."""
+"""FedAvg by pfl-research: ``FederatedAveraging`` on a ``SimulatedBackend``, in one process."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from benchmarks.workloads import SyntheticImages, Workload
 
 
 class Peer:
-    """FedAvg by pfl, which averages only parameters: BN statistics stay in the common model."""
+    """FedAvg by pfl, which averages only parameters. All clients share one set of BN statistics."""
 
     def __init__(self, workload: Workload, model_name: str, data: SyntheticImages) -> None:
         self.workload, self.rounds_done = workload, 0
@@ -42,7 +42,7 @@ class Peer:
         )
 
     def run(self, rounds: int) -> Timing:
-        """Run further rounds."""
+        """Run ``rounds`` further rounds and return their time."""
         self.rounds_done += rounds
         settings = NNAlgorithmParams(
             central_num_iterations=self.rounds_done,
@@ -57,7 +57,7 @@ class Peer:
 
 
 class _WithLoss(nn.Module):
-    """Model with the methods that pfl requires."""
+    """The model with the methods ``loss`` and ``metrics`` that pfl requires."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _WithLoss(nn.Module):
 
 
 class _WithoutEvaluation(FederatedAveraging):  # type: ignore[misc]  # pfl need not be installed
-    """FedAvg without pfl's evaluation of each client before and after local training."""
+    """pfl's FedAvg without the evaluation of each client before and after local training."""
 
     def get_next_central_contexts(self, *args: Any, **kwargs: Any) -> Any:
         contexts, model, metrics = super().get_next_central_contexts(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Draw the figures of docs/byzantine.md on FBN and averaged BN under attack: ``python docs/scripts/byzantine.py``.
+"""Draw the figures of docs/byzantine.md: ``python docs/scripts/byzantine.py``.
 
-The numbers come from ``docs/numbers/byzantine.json``. ``python docs/scripts/byzantine.py numbers``
+The figures show FBN and averaged BN under attack. The numbers come from ``docs/numbers/byzantine.json``. ``python docs/scripts/byzantine.py numbers``
 first collects these numbers from the runs of the study ``fbn_byzantine`` at the scale ``reduced``.
 """
 
@@ -158,7 +158,9 @@ def amplification() -> None:
 
 
 def variances(wire: str, beta: float, defended: bool, rounds: int) -> list[float]:
-    """Simulate FBN under this attack and return the server's variance at the start and after each round.
+    """Simulate FBN under a sign flip of the means, and return the server's variance.
+
+    The first value is the variance at the start; a value after each round follows.
 
     Args:
         wire: Form of the sent statistics: ``"run"`` (running) or ``"batch"``.

@@ -1,6 +1,6 @@
-"""Record the defaults of shipped classes in ``defaults.json``: ``.venv/bin/python docs/scripts/defaults.py``.
+"""Record the defaults of shipped classes: ``.venv/bin/python docs/scripts/defaults.py``.
 
-Run this script after you have added a class or a setting. It adds new classes and settings to the
+The file is ``fl_lightning/experiments/run_directory/defaults.json``. Run this script after you have added a class or a setting. It adds new classes and settings to the
 file and does not change existing entries.
 """
 

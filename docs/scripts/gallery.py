@@ -1,4 +1,6 @@
-"""Write results of studies to docs/gallery.md: ``python docs/scripts/gallery.py runs/studies/NAME-SCALE ...``.
+"""Write results of studies to docs/gallery.md.
+
+Command: ``python docs/scripts/gallery.py runs/studies/NAME-SCALE ...``.
 
 The script replaces the text between the comments ``<!-- NAME -->`` and ``<!-- end of NAME -->`` by
 the study's table, verdicts and figure. If the scale is not ``reduced``, the comments contain

@@ -1,4 +1,6 @@
-"""Run and draw the toy of the FBN paper (arXiv 2405.14670, Figs. 1 and 2): ``python docs/scripts/gaussian_toy.py``.
+"""Run and draw the toy of the FBN paper: ``python docs/scripts/gaussian_toy.py``.
+
+The toy is that of Figs. 1 and 2 in arXiv 2405.14670.
 
 There are ten clients. Each client has the points of one Gaussian in the plane, and draws 30 new
 points in every round. Runs of 100 rounds give the running statistics of FBN and of FedAvg with BN.
@@ -117,7 +119,7 @@ def statistics(
 
 
 def points_of(data: Gaussians, round_number: int) -> tuple[Tensor, Tensor]:
-    """Return a round's points ``[n, m, 2]`` and labels ``[n, m]`` of n clients with m points each."""
+    """Return points ``[n, m, 2]`` and labels ``[n, m]`` of a round, m for each of n clients."""
     everyone = range(data.num_clients)
     points, labels = data.cohort_batch(everyone, [round_number - 1] * data.num_clients).stack()
     return points.double(), labels
@@ -195,7 +197,7 @@ def scatter(axes: Axes, points: Tensor, labels: Tensor) -> None:
 
 
 def draw_points(path: Path, data: Gaussians, fbn: Statistics, fedavg: Statistics) -> None:
-    """Draw the last round's points before and after each normalisation, and the running variances."""
+    """Draw the last round's points by normalisation, and the running variances over the rounds."""
     points, labels = points_of(data, ROUNDS)
     views = {"raw": points.flatten(0, 1)} | normalised(points, fbn[ROUNDS - 1], fedavg[ROUNDS - 1])
     accuracy = separability(data, fbn, fedavg)

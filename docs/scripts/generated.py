@@ -24,14 +24,14 @@ from broken_callbacks import FAILS  # a module of tests/support
 
 
 def round_hooks() -> str:
-    """Return the round in pseudo-code, from the docstring of :class:`~fl_lightning.FederatedCallback`."""
+    """Return the pseudo-code of a round from the docstring of ``FederatedCallback``."""
     block = re.search(r"One round is ::\n\n(.*?)\n\n\S", inspect.getdoc(FederatedCallback) or "", re.DOTALL)
     assert block is not None
     return "```text\n" + inspect.cleandoc(block[1]) + "\n```"
 
 
 def rules() -> str:
-    """Return the rules, with docstrings and remedies, and the claims, with first lines of docstrings."""
+    """Return all rules with docstring and remedy, and all claims with one line each."""
     counts = Counter(line for lines in FAILS.values() for line in lines)
     sections = [
         f"### {name}\n\n{_text(check)}\n\nIf it fails: {REMEDIES[name]}. The tests have {counts[name]} broken "

@@ -1,4 +1,4 @@
-"""Measure and draw gradient deviation during training: ``python docs/scripts/gradient_deviation.py``.
+"""Measure and draw gradient deviation: ``python docs/scripts/gradient_deviation.py``.
 
 Gradient deviation is the distance of the clients' mean gradient from the gradient of one model on
 the union of the clients' batches. ``BatchNormDiagnostics`` measures it in every tenth round. The

@@ -1,4 +1,4 @@
-"""Print the figures of ``docs/architecture.md`` on size and imports: ``python docs/scripts/house.py``.
+"""Print figures on size and imports for docs/architecture.md: ``python docs/scripts/house.py``.
 
 The script reads all imports from the files, also imports in functions and imports only for type
 checkers. If a name is imported from ``fl_lightning``, the import counts as one from the module that
@@ -100,13 +100,13 @@ def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
 
 
 def room(module: str) -> str:
-    """Return the top-level package of a module: a child of ``fl_lightning`` or of ``experiments``."""
+    """Return the child of ``fl_lightning``, or of ``experiments``, that contains a module."""
     parts = module.split(".")
     return ".".join(parts[: 3 if parts[1:2] == ["experiments"] else 2])
 
 
 def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the imports between top-level packages.
+    """Return the imports between the packages of :func:`room`.
 
     Imports from ``fl_lightning`` itself are left out: its public names are imported on first use.
     """
@@ -117,7 +117,7 @@ def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def backward(arrows: dict[str, set[str]]) -> list[str]:
-    """Return the arrows back: imports of a package of ``USERS`` by any other package except ``cli``."""
+    """Return the arrows back: imports of ``USERS`` by other packages, except by ``cli``."""
     found = []
     for module, targets in arrows.items():
         part = module.split(".")[1:2]

@@ -71,7 +71,7 @@ def accuracy(method: str, order: str, rate: float, seed: int) -> float:
 
 
 def train() -> None:
-    """Train all runs, and write the accuracy by curve, learning rate and seed to the file of numbers."""
+    """Train all runs and write their accuracy to the file, by curve, learning rate and seed."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -34,7 +34,7 @@ LEGEND = """\
 
 
 def methods() -> dict[str, type[FederatedCallback]]:
-    """Return the shipped methods and observers by name, and FedAvg as ``"none"``; attacks are left out."""
+    """Return shipped methods and observers by name, and FedAvg as ``"none"``, but no attacks."""
     found = {name: getattr(callbacks, name) for name in callbacks.__all__}
     ours = {
         n: kind for n, kind in found.items() if issubclass(kind, FederatedCallback) and kind.role != "attack"
@@ -43,7 +43,7 @@ def methods() -> dict[str, type[FederatedCallback]]:
 
 
 def stages(callback: FederatedCallback, column: tuple[str, ...]) -> str:
-    """Return the cell of a column: its kinds of state and their rounds, such as ``"W, A, S until T*"``."""
+    """Return a column's cell: kinds of state with their rounds, such as ``"W, A, S until T*"``."""
     policies = [resolve_policy([callback], r, ROUNDS) for r in range(1, ROUNDS + 1)]
     later = callback.undecided()
     words = {}
@@ -83,9 +83,9 @@ class Rows(L.Callback):
 
 
 def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
-    """Return megabytes up, megabytes down and exchanges of a client, in round 1 and in round 4 of 5.
+    """Return megabytes up, megabytes down and exchanges of a client in two rounds.
 
-    Round 1 is before T*, round 4 after T*. The first round after T* is not typical, since clients
+    The rounds are 1 and 4 of a run of 5 rounds. Round 1 is before T*, round 4 after T*. The first round after T* is not typical, since clients
     receive the frozen state in it. The last round is not typical either, since some methods end a
     run with a pass over the data.
     """
@@ -136,7 +136,7 @@ def table() -> str:
             cells = [stages(kind(**settings), column) for column in COLUMNS.values()]
             callback = kind(**settings)
             if callback.undecided():
-                callback.freeze_round = 1  # as if T* was found in round 1, so that later rounds are frozen
+                callback.freeze_round = 1  # as if T* was found: later rounds are frozen
             columns = zip(*costs(callback), strict=True)
             cells += [" then ".join(dict.fromkeys(map(str, column))) for column in columns]
             paper = kind(**settings).paper or "McMahan et al., arXiv 1602.05629 (FedAvg)"

@@ -1,4 +1,4 @@
-"""Simulate the verdicts of studies and write the table of docs/studies.md: ``python docs/scripts/power.py``.
+"""Simulate verdicts for the table of docs/studies.md: ``python docs/scripts/power.py``.
 
 The table is between the comments ``<!-- power -->`` and ``<!-- end of power -->``. The simulation
 has three methods. The differences of their means are multiples of the standard deviation of a cell.
@@ -22,8 +22,10 @@ STUDIES = 20_000
 def decided(seeds: int, difference: float) -> tuple[float, float]:
     """Return the share of claims decided correctly, and the share of studies with a wrong verdict.
 
-    Args: seeds: Number of pairs of runs for each claim. difference: Difference of the means of
-            methods A and B, and of B and C, in standard deviations of a cell.
+    Args:
+        seeds: Number of pairs of runs for each claim.
+        difference: Difference of the means of methods A and B, and of B and C, in standard deviations
+            of a cell.
     """
     cells = np.random.default_rng(0).normal(size=(STUDIES, 3, seeds)) + difference * np.arange(3)[:, None]
     pairs = np.stack([cells[:, 1] - cells[:, 0], cells[:, 2] - cells[:, 1], cells[:, 2] - cells[:, 0]], 1)

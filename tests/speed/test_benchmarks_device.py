@@ -26,13 +26,13 @@ SMALL = Workload(num_clients=3, cohort_size=3, local_steps=2, rounds=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "cuda"], "argument --device: cuda is not there; torch "),
-        (["gpu"], "argument --device: cuda is not there; torch "),
+        (["--device", "cuda"], "argument --device: cuda is not available; torch "),
+        (["gpu"], "argument --device: cuda is not available; torch "),
         (["memory", "--device", "cuda"], "argument --device: memory runs on the CPU only; cuda is for compare and gpu"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu' (choose from 'cpu', 'cuda')"),
-        (["memory", "--contenders", "compute"], "argument --contenders: compute is none for memory; use naive, sequential, "),
-        (["scale", "--contenders", "compute"], "argument --contenders: compute is none for scale; use naive, sequential, "),
-        (["gpu", "--contenders", "pfl"], "argument --contenders: pfl is none for gpu; use sequential, vectorized"),
+        (["memory", "--contenders", "compute"], "argument --contenders: memory cannot run compute; use naive, sequential, "),
+        (["scale", "--contenders", "compute"], "argument --contenders: scale cannot run compute; use naive, sequential, "),
+        (["gpu", "--contenders", "pfl"], "argument --contenders: gpu cannot run pfl; use sequential, vectorized"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line(arguments, message, capsys, monkeypatch):
