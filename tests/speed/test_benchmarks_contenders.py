@@ -215,4 +215,7 @@ def test_sides_of_different_commands_are_not_drawn_together(capsys):
             json.dump({"command": name, "results": []}, file)
     with pytest.raises(SystemExit):
         main(["chart", "--results", "compare.json", "overhead.json", "--picture", "a.png"])
-    assert "files of compare, overhead; give only files of compare, or only files of scale" in capsys.readouterr().err
+    assert (
+        "files of compare, overhead; give only files of compare, or only files of scale"
+        in capsys.readouterr().err
+    )
