@@ -218,9 +218,7 @@ def test_what_sbatch_refuses_and_what_slurm_ends_is_told(tmp_path, monkeypatch):
         program.chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     engine = SlurmEngine()
-    with pytest.raises(
-        ConfigurationError, match=r"--engine: slurm does not take the jobs: .*invalid partition"
-    ):
+    with pytest.raises(ConfigurationError, match=r"--engine: slurm rejects the jobs: .*invalid partition"):
         engine.submit([shell("a", "true"), shell("b", "true")])
     engine.stop()  # there is nothing to cancel
 

@@ -208,7 +208,7 @@ def test_what_is_neither_study_nor_run_is_refused_in_a_line(tmp_path):
             write_report([tmp_path], tmp_path / "report.html")
     for content in ("{}", "[" * 100_000):
         write_text(tmp_path / "study.json", content)
-        with pytest.raises(ConfigurationError, match=r"study.json is not what a study writes"):
+        with pytest.raises(ConfigurationError, match=r"study.json cannot be read as the result of a study"):
             write_report([tmp_path], tmp_path / "report.html")
 
 

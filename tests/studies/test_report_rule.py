@@ -36,7 +36,7 @@ def test_a_rule_is_about_the_evaluations_of_trained_models_and_the_result(rule, 
 
 def test_what_was_evaluated_too_seldom_or_has_no_best_is_refused():
     with pytest.raises(
-        ConfigurationError, match=r"report: 'mean of the last 5' needs 5 evaluations .* it has 4; reduce"
+        ConfigurationError, match=r"report: 'mean of the last 5' needs 5 evaluations .* only 4; reduce"
     ):
         reported("mean of the last 5", "test/accuracy", RESULT, ROWS)
     validation = [{"round": 10, "val/accuracy": 0.5}]
@@ -77,8 +77,8 @@ def test_every_table_names_its_rule(tmp_path, monkeypatch, rule, words, value):
 @pytest.mark.parametrize(
     ("rule", "rounds", "every", "fraction", "told"),
     [
-        ("best", 20, 5, 0.1, "report: 'best' needs evaluations of test data in training, and data.val_fraction is 0.1"),
-        ("mean of the last 5", 20, 5, 0, "report: 'mean of the last 5' needs 5 evaluations in a run, and .* gives 4 in 20"),
+        ("best", 20, 5, 0.1, "report: 'best' needs evaluations of test data in training, but data.val_fraction is 0.1"),
+        ("mean of the last 5", 20, 5, 0, "report: 'mean of the last 5' needs 5 evaluations in a run, but .* gives 4 in 20"),
         ("best", 20, 5, 0, ""),
         ("mean of the last 5", 21, 5, 0, ""),
         ("last", 1, 1, 0.1, ""),

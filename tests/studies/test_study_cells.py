@@ -47,7 +47,7 @@ def test_a_cell_is_done_where_this_source_has_computed_it():
     assert (state.phase, state.why) == ("stale", f"source 0ld, now {one.now['source']}")
     assert one.state(accept_stale=True).phase == "done"
     finish(one, ".2", provenance=[])
-    assert one.state().why == "it does not say what computed it"
+    assert one.state().why == "the result does not name its source code and versions"
     finish(one, ".3")
     assert one.state().phase == "done"
     finish(one, ".4", provenance=[{**one.now, "torch": "1.0"}])

@@ -227,7 +227,7 @@ def test_the_files_hold_the_same_table(tmp_path):
 def test_a_subset_is_called_one(tmp_path):
     write_tables(tmp_path, {**FOUND, "scale": "quick"})
     assert (
-        "This small version only shows that the study works; its results are no evidence for or against a paper."
+        "A declared subset that shows that the study works; its results are no evidence for or against a paper."
         in (tmp_path / "table.md").read_text()
     )
 

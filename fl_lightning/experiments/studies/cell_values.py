@@ -1,4 +1,4 @@
-"""Values of a study as plain numbers, with a row for each combination of labels and each seed."""
+"""Values of a study as plain numbers, in a row for each combination of labels and each seed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from fl_lightning.experiments.studies.found import Found, Group, Labels, RunFoun
 _COSTS = (
     "rounds", "samples", "upload_bytes", "download_bytes", "exchanges", "train_seconds", "diverged",
 )  # fmt: skip
-"""Keys of a run's findings that are copied to its row."""
+"""Keys of a run's findings that are copied to the row of the run."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class StudyCell:
         labels: Label of each axis.
         seed: Seed of the run.
         phase: Phase of the run, such as ``"done"``, ``"failed"`` or ``"missing"``.
-        values: Metrics by name, such as ``test/accuracy``; empty without a result. If a label sets
-            ``metric``, the value under the study's first metric is that metric's.
-        metric: Metric that replaces the study's first for one of the labels, or None.
+        values: Metrics by name, such as ``test/accuracy``; empty without a result. If ``metric`` is
+            set, its value stands under the name of the study's first metric.
+        metric: Metric that a label sets in place of the study's first metric, or None.
         published: Published value of the combination, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
-        directory: Run directory, for ``load_run``.
+        directory: Run directory, which ``load_run`` accepts.
         run: All findings of the run.
     """
 
@@ -85,7 +85,10 @@ def cell_rows(found: Found) -> list[dict[str, object]]:
 
 
 def cells_table(found: Found) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of ``cells.csv``: numbers in full precision, ``""`` if missing."""
+    """Return the header and rows of ``cells.csv``.
+
+    Numbers have full precision; a missing value is ``""``.
+    """
     rows = cell_rows(found)
     header = [*dict.fromkeys(name for row in rows for name in row)]
     return header, [["" if row[name] is None else str(row[name]) for name in header] for row in rows]

@@ -1,4 +1,4 @@
-"""The cells of a study and their states; each cell is an ordinary run with a run directory."""
+"""The cells of a study and their states. Each cell is an ordinary run with a run directory."""
 
 import json
 import os
@@ -22,12 +22,21 @@ from fl_lightning.experiments.studies.stale import differences
 from fl_lightning.round.record import Origin
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
-"""Phase of a cell: ``done`` (it has a result), ``stale`` (its result is from other source code,
-versions or data), ``running``, ``stopped`` (it has a checkpoint to resume), ``failed`` (its newest
-attempt has an error) or ``missing``. Attempts that continue another run are ignored."""
+"""Phase of a cell.
+
+- ``done``: The cell has a result.
+- ``stale``: The result is from other source code, versions or data.
+- ``running``: A process trains the cell.
+- ``stopped``: The cell has a checkpoint to resume.
+- ``failed``: The newest attempt ended with an error.
+- ``missing``: The cell has no usable attempt.
+
+Attempts that continue another run are ignored."""
 
 RUNS = "cells"
-"""Folder of all studies' runs, with subfolders by number of rounds: studies share equal cells."""
+"""Folder of the runs of all studies, which share equal cells.
+
+The subfolders are named by the number of rounds."""
 
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl, enough for its last row
 
@@ -37,9 +46,10 @@ class State(NamedTuple):
 
     Attributes:
         phase: Phase of the cell.
-        attempt: Attempt that decides the phase.
-        result: Content of the attempt's ``result.json``.
-        why: Reason in words: how a stale result differs, the error, or the run that was continued.
+        attempt: Attempt that determines the phase, or None.
+        result: Content of the attempt's ``result.json``, or None.
+        why: Reason for the phase in words: how a stale result differs, an error, or another run
+            that the attempt continues.
         round: Last logged round.
     """
 
@@ -60,8 +70,8 @@ class Cell:
         config: Resolved configuration.
         parent: Cell that trains the first ``shared_rounds`` rounds for this cell, or None.
         shared_rounds: Number of rounds shared with the parent.
-        keep_rounds: Rounds whose checkpoints must be kept, as other cells continue from them.
-        data: Digests of the data on which a result must be computed; None if unknown.
+        keep_rounds: Rounds whose checkpoints are kept, since other cells continue from them.
+        data: Digests of the data that a result must be computed on; None if unknown.
     """
 
     labels: dict[str, str]
@@ -85,12 +95,15 @@ class Cell:
 
     @property
     def key(self) -> Path:
-        """Folder of the first attempt, shared by cells of equal configuration, rounds and seed."""
+        """Folder of the cell's first attempt.
+
+        Cells of equal configuration, number of rounds and seed share it.
+        """
         return self.directory.root / self.directory.stem
 
     @property
     def family(self) -> str:
-        """Data settings and seed as JSON; cells of one family must be trained on the same data."""
+        """Data settings and seed as JSON. All cells of a family must be trained on equal data."""
         return json.dumps([self.config["data"], self.seed], sort_keys=True)
 
     @property
@@ -100,7 +113,7 @@ class Cell:
 
     @property
     def rounds(self) -> int:
-        """Planned number of rounds; 0 if a budget decides."""
+        """Planned number of rounds; 0 if a budget of epochs determines it."""
         return max(int(self.config["trainer"]["max_epochs"]), 0)
 
     def state(self, accept_stale: bool = False) -> State:
@@ -133,17 +146,20 @@ class Cell:
         return State("missing", newest, why=_damaged(newest), round=last)
 
     def checkpoint(self, accept_stale: bool = False) -> Path | None:
-        """Return the newest attempt's checkpoint; None if missing or stale, or with a result."""
+        """Return the newest attempt's checkpoint, for resuming.
+
+        Return None if the checkpoint is missing or stale, or if the attempt has a result.
+        """
         newest = next(iter(self._attempts()[0]), None)
         if newest is None or not self._resumable(newest, accept_stale):
             return None
         return newest.checkpoints / "last.ckpt"
 
     def _attempts(self) -> tuple[list[Attempt], str]:
-        """Return the attempts that continue no other run, newest first.
+        """Return the attempts that do not continue another run, newest first.
 
-        Attempts that continue another run are ignored. The second value is the run that the newest of
-        them continues; empty if there is none.
+        The second value describes the run that the newest omitted attempt continues. It is empty if
+        no attempt is omitted.
         """
         every = self.directory.attempts()
         origins = [other_origin(_origins(attempt), self.config, self.directory.root) for attempt in every]
@@ -151,9 +167,10 @@ class Cell:
         return counted, next(filter(None, origins), "")
 
     def branch(self, accept_stale: bool = False) -> Path | None:
-        """Return the finished parent's checkpoint after the shared rounds, or None.
+        """Return the parent's checkpoint after the shared rounds; None if the parent is not done.
 
-        If it is damaged, a message is printed, and the cell trains the shared rounds itself.
+        If the checkpoint is damaged, print a message and return None. The cell then trains the
+        shared rounds itself.
         """
         if self.parent is None or (state := self.parent.state(accept_stale)).attempt is None:
             return None
@@ -171,7 +188,7 @@ class Cell:
         return path
 
     def _other_data(self, result: Result) -> str:
-        """Name the data that have changed since a result was computed; empty if all are equal."""
+        """Return in words which data have changed since a result was computed, or ``""``."""
         digests = result.get("data", {})
         names = [name for name, digest in (self.data or {}).items() if digests.get(name) != digest]
         return f"other data than newer cells: {', '.join(names)}" if names else ""
@@ -185,7 +202,7 @@ class Cell:
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
-    """Return the checkpoints from which an attempt was continued; empty while it is trained."""
+    """Return the checkpoints from which an attempt was continued; empty while the attempt runs."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"
@@ -194,7 +211,7 @@ def _origins(attempt: Attempt) -> list[Origin]:
 
 
 class _Source(TypedDict):
-    """The provenance of a checkpoint, and the checkpoints from which its run was continued."""
+    """Provenance of a checkpoint, and the earlier checkpoints from which its run was continued."""
 
     provenance: list[dict[str, str]]
     continued_from: list[Origin]
@@ -202,7 +219,10 @@ class _Source(TypedDict):
 
 @cache
 def _record(checkpoint: Path, written: int) -> _Source | None:
-    """Return a checkpoint's provenance, cached until ``written`` changes; None if unreadable."""
+    """Return the provenance that a checkpoint records; None if the checkpoint cannot be read.
+
+    The result is cached for each checkpoint and its time of writing, ``written``.
+    """
     try:
         record = load_run(checkpoint)["fl_lightning"]["record"]
     except ConfigurationError:
@@ -211,7 +231,13 @@ def _record(checkpoint: Path, written: int) -> _Source | None:
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
-    """Require a family's newest data of all its cells; return the cells that are not done then."""
+    """Require all cells of a family to be computed on the data of the family's newest result.
+
+    A family is all cells with equal data settings and equal seed.
+
+    Returns:
+        The cells that are not ``done`` under this requirement.
+    """
     newest: dict[str, tuple[float, dict[str, str]]] = {}
     for family, state in zip((cell.family for cell in cells), states, strict=True):
         if state.attempt is not None and state.result is not None and state.result.get("data"):
@@ -231,7 +257,7 @@ def _finished(attempt: Attempt, rounds: int) -> Result | None:
 
 
 def _damaged(attempt: Attempt) -> str:
-    """Return the error of reading an attempt's result; empty if it is missing or valid."""
+    """Return the error of reading an attempt's result; empty if the result is missing or valid."""
     try:
         if attempt.result.exists():
             read_result(attempt.result)
@@ -241,7 +267,7 @@ def _damaged(attempt: Attempt) -> str:
 
 
 def _last_round(attempt: Attempt) -> int:
-    """Read the round of the last complete row of ``metrics.jsonl``; 0 without a row."""
+    """Return the round in the last complete row of ``metrics.jsonl``; 0 if there is no row."""
     try:
         with attempt.metrics.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))

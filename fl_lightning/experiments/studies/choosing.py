@@ -15,7 +15,11 @@ from fl_lightning.round.directions import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
-    """Return the trials for each combination of labels of ``choice.by``: one per tried label."""
+    """Return the trials of a choice: the combinations of labels to evaluate on validation data.
+
+    The trials are grouped by the labels of the axes ``choice.by``. A group has one trial for each
+    label of the chosen axis.
+    """
     first = {axis: next(iter(labels)) for axis, labels in study.axes.items()}
     fixed = {
         axis: label
@@ -42,8 +46,8 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
             if choice.seed in study.seeds(labels):
                 free = 1 + max(seed for row in study.combinations() for seed in study.seeds(row))
                 raise ConfigurationError(
-                    f"choose: seed {choice.seed} of the trials is a seed of the table too, so that "
-                    f"{choice.axis} would be chosen on tested runs; name another one, such as {free}"
+                    f"choose: seed {choice.seed} of the trials is a seed of the table too, so "
+                    f"{choice.axis} would be chosen on the tested runs; name another seed, such as {_free(study)}"
                 )
             if tuple(labels[axis] for axis in choice.by) not in tried:
                 raise ConfigurationError(
@@ -73,10 +77,11 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 def chosen(
     study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
 ) -> list[ChoiceFound]:
-    """Return each choice with its best label: the first with the largest metric or smallest loss.
+    """Return each choice, with the label whose trial has the largest metric or the smallest loss.
 
-    A diverged trial ranks last. If any other trial has no result, nothing is chosen yet. If a label
-    sets its own metric, such as ``test/accuracy_silobn``, that metric on validation data decides.
+    Among equal values, the first label is chosen. A diverged trial ranks last. If another trial has
+    no result yet, no label is chosen. If a label sets a metric, such as ``test/accuracy_silobn``,
+    the choice uses this metric on validation data.
 
     Args:
         study: The study.
@@ -123,10 +128,11 @@ def chosen(
 
 
 def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
-    """Extend each grid of learning rates whose chosen value is at the edge by a value beyond it.
+    """Add a value to each grid of learning rates if the chosen value is at the grid's edge.
 
-    The ratio of the new value to the edge is that of the edge to its neighbour. If all trials
-    diverged, the new value is below the smallest. A grid gets at most ``extend`` new values.
+    The new value lies beyond the edge. If ``a`` is the value at the edge and ``b`` its neighbour,
+    the new value is ``a * a / b``. If all trials diverged, the new value lies below the smallest
+    value. A grid gets at most ``extend`` new values.
 
     Args:
         study: The study.
@@ -152,9 +158,9 @@ def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
 
 
 def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
-    """Return the edge of the grid at which a number was chosen; None inside the grid.
+    """Return the edge of the grid that was chosen; None if a value inside the grid was chosen.
 
-    If all trials diverged, even the smallest number is too large: the edge is ``"smallest"``.
+    If all trials diverged, even the smallest number is too large, and the edge is ``"smallest"``.
     """
     tried = [*choice["values"]]
     if choice["chosen"] is None or len(tried) < 2 or not all(map(is_number, tried)):
@@ -167,7 +173,11 @@ def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
 
 
 def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> str:
-    """Return a choice's metric: a label's own on validation data, else ``choice.metric``."""
+    """Return the metric of a choice.
+
+    If a label sets a metric, the choice uses this metric on validation data, else
+    ``choice.metric``.
+    """
     metric = next((x for labels in combinations if (x := study.metric(labels))), None)
     return f"val/{metric.partition('/')[2]}" if metric else choice.metric
 
@@ -180,7 +190,7 @@ def is_chosen(labels: Mapping[str, str], choices: Sequence[ChoiceFound]) -> bool
 
 
 def _value(result: Result | None, metric: str, worst: float) -> float | None:
-    """Return the metric of a finished run, ``worst`` for a diverged run, None without a result."""
+    """Return a run's metric; ``worst`` if the run has diverged, None if it has no result."""
     if result is None:
         return None
     metrics = metric_values(result)

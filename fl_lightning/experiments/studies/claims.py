@@ -1,8 +1,9 @@
 """Claims of a paper: their syntax, and the pairs of combinations that they compare.
 
-A claim orders labels: ``"FixBN > GN > BN"``. Labels of other axes may follow after ``at``:
-``"GN > BN at E=1"``. A label may be written with its axis: ``"E=100 > E=1 at method=BN"``.
-Equality up to a margin is written ``"FBN ~ centralised within 0.02"``.
+- ``"FixBN > GN > BN"`` orders labels of an axis.
+- ``"GN > BN at E=1"`` names labels of other axes after ``at``.
+- ``"E=100 > E=1 at method=BN"`` names the axis of each label.
+- ``"FBN ~ centralised within 0.02"`` states equality up to a margin.
 """
 
 import re
@@ -38,7 +39,7 @@ def read_claim(claim: str, known: Mapping[str, Sequence[str]]) -> Claim:
         known: All labels by axis.
 
     Raises:
-        ConfigurationError: The claim cannot be read, or no runs could decide it.
+        ConfigurationError: The claim cannot be read, or no runs could confirm or refute it.
     """
     body, _, at = claim.partition(" at ")
     ordering, _, within = body.partition(" within ")
@@ -58,7 +59,7 @@ def read_claim(claim: str, known: Mapping[str, Sequence[str]]) -> Claim:
     _comparable(claim, sides, constraints)
     if twice := fixed.keys() & constraints[0].keys():
         raise ConfigurationError(
-            f"claims: {claim!r} compares labels of {twice.pop()} and cannot be at one of them; leave it out after 'at'"
+            f"claims: {claim!r} compares labels of {twice.pop()}, so 'at' must not name this axis; leave it out there"
         )
     return Claim(sides, constraints, fixed, margin)
 
@@ -96,7 +97,7 @@ def _comparable(
 
 
 def difference(found: Found) -> Found:
-    """Return findings with paired differences, such as ``"GN - BN"``, as values.
+    """Return findings whose values are paired differences, such as ``"GN - BN"``.
 
     Args:
         found: Findings of a study that has a ``difference``.
@@ -117,9 +118,9 @@ def difference(found: Found) -> Found:
 
 
 def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
-    """Yield each combination with labels ``more`` and its counterpart with labels ``less``.
+    """Yield pairs of combinations: the first has the labels ``more``, the second ``less``.
 
-    The other labels of the two are equal, except on axes chosen on validation data.
+    All other labels of a pair are equal, except labels that are chosen on validation data.
     """
     for group in found["groups"]:
         if more.items() <= group["labels"].items():

@@ -1,11 +1,14 @@
-"""Names of the columns of a study's tables, also for methods whose clients keep state."""
+"""Names of the columns of a study's tables.
+
+Methods whose clients keep state have further columns.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from fl_lightning.errors import ConfigurationError, nearest
 
 UNITS = {"sent by clients": (1e6, "MB"), "training": (1.0, "s")}
-"""Size and name of the unit of each column that has a single unit in LaTeX."""
+"""Size and name of the unit of a column in LaTeX. All cells of the column have this unit."""
 
 TEXTS = ("learning rate", "seeds", "remarks")
 """Columns of text."""
@@ -14,19 +17,22 @@ COSTS = ("samples", "sent by clients", "exchanges", "training")
 """Columns of costs, which are means over the seeds."""
 
 FURTHER = ("published", "ours - published", "learning rate", "seeds", *COSTS, "remarks")
-"""Columns after labels and metrics, in order."""
+"""Columns that follow the labels and the metrics, in order."""
 
 SERVER = "server/"
-"""Prefix of the first metric, of the server's model, where a label's own metric replaces it."""
+"""Prefix of a metric's name in the column ``server's model``.
 
-COLUMNS = "columns of the tables after the labels, such as 'test accuracy, seeds, training'"
-"""Help of ``--columns``."""
+If a label replaces the study's first metric by a metric of the clients' models, this column shows
+the first metric."""
 
-TITLES = "titles in the pictures beside the tables; their captions are text files (default: no titles)"
-"""Help of ``--titles``."""
+COLUMNS = "columns after the labels in the tables, such as 'test accuracy, seeds, training'"
+"""Help text of ``--columns``."""
+
+TITLES = "show titles in the pictures (default: no titles); their captions are also written to text files"
+"""Help text of ``--titles``."""
 
 _MODELS = {"personal": "clients' models", "own": "clients' models on own data"}
-"""Models that a metric evaluates, by the first word of the metric's name."""
+"""Clients' models that a metric evaluates, by the first word of the metric's name."""
 
 
 def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
@@ -36,8 +42,8 @@ def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
     ["clients' models", "clients' models on own data", "server's model"]
 
     Args:
-        metrics: Columns of the study's table by metric. The further columns of the first metric are
-            named by the evaluated models alone.
+        metrics: Columns of the study's table by metric. Further columns of the first metric have
+            only the name of the evaluated models.
     """
     columns: dict[str, str] = {}
     for number, (metric, words) in enumerate(metrics.items()):
@@ -56,13 +62,13 @@ def models_of(metric: str) -> str:
 
 
 def of_any_model(metric: str) -> str:
-    """Return the metric of the server's model that corresponds to a metric of clients' models."""
+    """Return the server model's metric that corresponds to a metric of the clients' models."""
     split, _, name = metric.removeprefix(SERVER).rpartition("/")
     return f"{split}/{name.partition('_')[2] if models_of(metric) else name}"
 
 
 def split_columns(text: str) -> list[str]:
-    """Return the columns of ``--columns``, such as ``"test accuracy, seeds"``."""
+    """Split the value of ``--columns``, such as ``"test accuracy, seeds"``, into columns."""
     return [column for part in text.split(",") if (column := part.strip())]
 
 
@@ -86,6 +92,6 @@ def check_columns(columns: Sequence[str], metrics: Mapping[str, str]) -> None:
 
 
 def chosen_columns(header: Sequence[str], metrics: Mapping[str, str], columns: Iterable[str]) -> list[int]:
-    """Return the indices of chosen columns, in the order of choice, without absent columns."""
+    """Return the indices of the chosen columns, in the chosen order; ignore absent columns."""
     names = [metrics.get(column, column) for column in columns]
     return [header.index(name) for name in dict.fromkeys(names) if name in header]

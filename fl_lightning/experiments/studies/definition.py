@@ -1,7 +1,7 @@
 """Definition of a study: base, axes, seeds, published values and claims, at three scales.
 
-The types are the schema of the file: pydantic checks the whole file against them, and
-:mod:`fl_lightning.experiments.studies.reading` rewrites its errors.
+These types are the schema of a study's file. pydantic checks the whole file against the schema.
+:mod:`fl_lightning.experiments.studies.reading` rewrites pydantic's error messages.
 """
 
 import json
@@ -38,11 +38,15 @@ HEADLINE_CLAIMS = 3
 """Largest number of headline claims of a study."""
 
 SPECIAL = ("config", "metric", "seeds")
-"""Keys of a label that are no settings of ``fit``: further configurations, first metric, seeds."""
+"""Keys of a label that are not settings of ``fit``.
+
+- ``config``: Further configuration files.
+- ``metric``: Metric in place of the study's first metric.
+- ``seeds``: Seeds in place of the scale's seeds."""
 
 
 def listed(value: Any) -> Sequence[Any]:
-    """Return a list unchanged, an empty list for None, and a list of one item for other values."""
+    """Return a list unchanged, None as an empty list, and any other value as a list of one item."""
     return () if value is None else value if isinstance(value, list) else [value]
 
 
@@ -55,14 +59,14 @@ def _printable(text: str) -> str:
 def _different(values: list[Any]) -> list[Any]:
     names = [*map(str, values)]
     if len({*names}) < len(names):
-        raise ValueError(f"must be different; {next(x for x in names if names.count(x) > 1)} is there twice")
+        raise ValueError(f"must be different; {next(x for x in names if names.count(x) > 1)} appears twice")
     _printable("".join(names))
     return values
 
 
 def _rule(text: str) -> str:
     if not re.fullmatch(f"{LAST}|{BEST}|{MEAN}", text):
-        raise ValueError("must be last, best, or such as 'mean of the last 5'")
+        raise ValueError("must be last, best, or a rule such as 'mean of the last 5'")
     return text
 
 
@@ -93,21 +97,24 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 
 
 class SettingsOfCells(TypedDict, total=False):
-    """Settings by dotted name, and configurations that are merged into the base."""
+    """Settings by dotted name, and configuration files that are merged into the base."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     config: Files
 
 
 class SettingsOfLabel(SettingsOfCells, total=False):
-    """Settings of a label, optionally with its own metric and seeds."""
+    """Settings of a label, optionally with a metric and with seeds."""
 
     metric: Name
     seeds: Seeds
 
 
 class Published(TypedDict):
-    """A published value with the labels of its rows by axis, and optionally its deviation."""
+    """A published value, optionally with a standard deviation.
+
+    All further keys are axes. They give the labels of the rows to which the value belongs.
+    """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     value: Number
@@ -124,7 +131,7 @@ _LabelSettings = Annotated[
 
 def _values_or_labels(content: Any) -> Any:
     if not isinstance(content, list | dict):
-        raise ValueError(  # noqa: TRY004  # pydantic expects it
+        raise ValueError(  # noqa: TRY004  # pydantic expects a ValueError
             "must be a list of values, or labels with settings such as {GN: {model.model.norm: gn}}"
         )
     return content
@@ -146,15 +153,16 @@ class Scale:
     """A size at which a study is run.
 
     Attributes:
-        base: Configuration files of all cells, relative to the study's folder, or shipped ones such
-            as ``configs/quickstart.yaml``; later files win.
+        base: Configuration files of all cells; later files win. Paths are relative to the study's
+            folder. Shipped files such as ``configs/quickstart.yaml`` can be named as well.
         settings: Settings of all cells by dotted name.
-        axes: Labels of an axis at this scale, as a list or with further settings; for an axis of
-            values, its values at this scale. An axis without an entry keeps all labels.
-        seeds: Seeds of the runs.
+        axes: Labels of each axis at this scale: a list, or a mapping to further settings. An axis
+            that has values instead of labels lists its values at this scale. An axis without an
+            entry keeps all labels.
+        seeds: Seeds of the runs (default 0).
         cell_seconds: Measured seconds of a cell on one core, for estimates before the first result.
-        title: Title that replaces the study's, or None.
-        published: Published values that replace the study's, or None.
+        title: Title in place of the study's title, or None.
+        published: Published values in place of the study's values, or None.
     """
 
     base: Annotated[Files, Field(min_length=1)]
@@ -174,12 +182,12 @@ class Choice:
 
     Attributes:
         axis: Name of the axis.
-        by: Axes for whose labels the choice is made separately.
+        by: Axes. A separate choice is made for each combination of their labels.
         at: Labels of the remaining axes during the trials; default: the first label of each axis.
         metric: Metric to maximize, or loss to minimize.
-        seed: Seed of the trials; no row of the table may have it.
+        seed: Seed of the trials; no row of the table may have this seed.
         extend: Largest number of values that are added to a grid of learning rates while the chosen
-            value is at its edge; 0 for none.
+            value is at the edge of the grid (default 2).
     """
 
     axis: Name
@@ -196,21 +204,22 @@ class Definition:
 
     Attributes:
         title: Title in one line.
-        paper: Paper and table or figure; empty for a study of our own.
-        axes: Axes by name: labels with settings, or values of the setting with the axis's name.
+        paper: Paper and table or figure; empty if the study does not follow a paper.
+        axes: Axes by name. An axis has labels with settings, or is named after a setting and has
+            values of this setting.
         scales: Scales by name: ``quick``, ``reduced``, ``full``.
         settings: Settings of all cells at all scales.
         metrics: Columns of the table by metric.
         spread: Axis whose labels are the table's columns.
-        without: Omitted combinations, each given by a label or a list of labels for some axes.
+        without: Omitted combinations. An entry gives a label or a list of labels for some axes.
         choose: Axes whose label is chosen on validation data.
         published: Published values of the first metric, each with labels by axis and a ``value``.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
         claims: Claims in the syntax of :mod:`fl_lightning.experiments.studies.claims`.
-        report: Evaluations of a run that give its value: ``last``, ``best`` (optimistic on test
-            data) or, for example, ``mean of the last 5``.
-        headline: At most three headline claims; with five seeds, a separate family for Holm's
-            correction.
+        report: Evaluations that give a run's value: ``last``, ``best`` (optimistic on test data)
+            or, for example, ``mean of the last 5``.
+        headline: Headline claims, at most three. With at least five seeds, they are a separate
+            family for Holm's correction.
     """
 
     title: Text
@@ -241,7 +250,8 @@ class Study:
         definition: Content of the file at this scale.
         scale_name: Name of the scale, such as ``quick``.
         axes: Settings by axis and label.
-        added: Values that extend a grid, each with the labels of other axes for which it was added.
+        added: Values that extend a grid. For each value: the labels of other axes for which the
+            value was added.
     """
 
     name: str
@@ -271,17 +281,17 @@ class Study:
 
     @property
     def size(self) -> int:
-        """Number of cells that axes and seeds span, including omitted combinations."""
+        """Number of cells spanned by axes and seeds, including omitted combinations."""
         every = [settings for labels in self.axes.values() for settings in labels.values()]
         seeds = [self.scale.seeds, *(settings["seeds"] for settings in every if "seeds" in settings)]
         return prod(map(len, self.axes.values())) * max(map(len, seeds))
 
     def has(self, *fixed: Mapping[str, object]) -> bool:
-        """Return whether the study has a combination with all ``fixed`` labels."""
+        """Return whether the study has a combination of labels that has all ``fixed`` labels."""
         return next(self.combinations(*fixed), None) is not None
 
     def combinations(self, *fixed: Mapping[str, object]) -> Iterator[Labels]:
-        """Yield the combinations with all ``fixed`` labels."""
+        """Yield the combinations of labels, one label per axis, that have all ``fixed`` labels."""
         labels = [
             [x for x in every if all(matches({axis: x}, {axis: wanted.get(axis, x)}) for wanted in fixed)]
             for axis, every in self.axes.items()
@@ -319,12 +329,12 @@ class Study:
         return f"--config={(shipped(path, self.folder) or self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
-        """Return the metric by which one of the labels replaces the table's first, or None."""
+        """Return the metric that a label sets in place of the table's first metric, or None."""
         metrics = (self.axes[axis][label].get("metric") for axis, label in labels.items())
         return next(filter(None, metrics), None)
 
     def seeds(self, labels: Mapping[str, str]) -> list[int]:
-        """Return the seeds that one of the labels sets, else the seeds of the scale."""
+        """Return the seeds that a label sets, else the seeds of the scale."""
         seeds = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
         return next(filter(None, seeds), self.scale.seeds)
 
@@ -335,7 +345,7 @@ class Study:
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
-    """Return whether each axis in ``wanted`` has its wanted label, or one of a list of labels."""
+    """Return whether ``labels`` has a wanted label on each axis in ``wanted``."""
     return all(labels.get(axis) in [*map(str, listed(choices))] for axis, choices in wanted.items())
 
 
@@ -345,7 +355,10 @@ def rows_of(published: Mapping[str, object]) -> dict[str, object]:
 
 
 def as_argument(name: str, value: Any) -> str:
-    """Format a setting as a command-line argument; a name with a final ``+`` appends to a list."""
+    """Format a setting as an argument of the command line.
+
+    If the name ends with ``+``, the command line appends the value to a list.
+    """
     return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 

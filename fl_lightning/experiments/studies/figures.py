@@ -84,7 +84,7 @@ def pictures(found: Found) -> list[Picture]:
     """Return the figures for which there are data: values against an axis, heat maps, curves.
 
     Args:
-        found: Findings of a study, with the present paths of run directories.
+        found: Findings of a study. The paths of run directories must be correct.
     """
     metric, axes = next(iter(found["metrics"].values())), varied(found)
     drawable = []
@@ -110,17 +110,17 @@ def pictures(found: Found) -> list[Picture]:
             for run in group["runs"]
             if run.get("rounds")
         ]
-        if sent and max(sent) > 1.05 * min(sent):  # with equal traffic, the curves look as before
+        if sent and max(sent) > 1.05 * min(sent):  # equal traffic gives the same curves
             words = f"{_in_words(logged)} over the bytes sent and received by all clients: {band}"
             drawable.append(Picture("bytes", words, partial(curves_figure, found, rows, logged, cost=True)))
     return drawable
 
 
 def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
-    """Return a heat map if at least two axes vary.
+    """Return one heat map in a list; the list is empty if fewer than two axes vary.
 
-    Columns are the labels of ``spread``, else of the last axis. Rows are the labels of the other
-    axis with the most labels.
+    Columns are the labels of the axis ``spread``, or of the last axis if ``spread`` does not vary.
+    Rows are the labels of the remaining axis that has the most labels.
     """
     axes, metric = varied(found), next(iter(found["metrics"].values()))
     if len(axes) < 2:
@@ -142,7 +142,9 @@ def read_rows(found: Found) -> dict[str, Rows]:
 def curves_figure(
     found: Found, rows: Mapping[str, Rows], metric: str, title: Sequence[str], *, cost: bool = False
 ) -> "Figure":
-    """Draw a metric over communication rounds; each label of further axes has a panel.
+    """Draw a metric over communication rounds, with a curve for each label of one axis.
+
+    Each combination of labels of the further axes has a panel.
 
     Args:
         found: Findings of a study.
@@ -180,10 +182,11 @@ def curves_figure(
 
 @paper_style()
 def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
-    """Draw the first metric against an axis; if the labels are numbers, lines join the values.
+    """Draw the first metric against an axis of the study.
 
-    Labels that are words have the colours and markers of their learning curves. Published values
-    are hollow markers. The vertical axis need not include 0.
+    If the labels are numbers, lines join the values. Otherwise each label has the colour and marker
+    of its learning curve. Published values are hollow markers. The vertical axis need not include
+    0.
 
     Args:
         found: Findings of a study.
@@ -209,14 +212,14 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
                 look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line}
                 bars = np.transpose(ranges)
                 seeds += [len(values) for _, values in done if len(values) > 1]
-                caps = 3 * bool(bars.any())  # a single seed has no bars
-                name = label if numeric else "_"  # the axis shows labels that are words
+                caps = 3 * bool(bars.any())  # no caps without bars
+                name = label if numeric else "_"  # words are already on the axis
                 axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=name)
             published = [(x, group["published"]) for x, _, group in drawn if group["published"] is not None]
             if published:
                 look = {"color": colour, "markerfacecolor": "none", "markersize": 8, "label": PUBLISHED}
                 axes.plot(*zip(*published, strict=True), marker, **look)
-    room = 150 / grid.columns / len(labels)  # letters that two neighbouring labels may have
+    room = 150 / grid.columns / len(labels)  # letters that fit on two neighbouring labels
     crowded = not numeric and any(len(left) + len(right) > room for left, right in pairwise(labels))
     smallest = min((place for place in places.values() if place > 0), default=0)
     for axes in grid.panels:
@@ -235,14 +238,17 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
 def heat_figure(
     found: Found, down: str, across: str, title: Sequence[str], *, signed: bool = False
 ) -> "Figure":
-    """Draw a heat map of the first metric by two axes; each label of further axes has a panel.
+    """Draw a heat map of the first metric by two axes.
+
+    Each combination of labels of the further axes has a panel.
 
     Args:
         found: Findings of a study.
         down: Axis of the rows.
         across: Axis of the columns.
         title: Lines of the title.
-        signed: Whether values are differences: two colours, with white for 0 (default False).
+        signed: Whether values are differences (default False). Positive and negative values then
+            have different colours, and 0 is white.
     """
     rows, columns = found["axes"][down], found["axes"][across]
     panels: dict[str, Any] = {}
@@ -277,11 +283,11 @@ def heat_figure(
 
 
 def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tuple[Series, Series]:
-    """Return x values of shape (points,) and metrics of shape (seeds, points).
+    """Return the x values ``[points]`` and the metrics ``[seeds, points]`` of a band.
 
     Points are the rounds that all seeds have logged. Unfinished runs are used only if no run is
-    finished. If a combination has its own metric, such as ``test/accuracy_silobn``, that metric
-    replaces ``metric``, on the same data.
+    finished. If a label sets a metric, such as ``test/accuracy_silobn``, this metric replaces
+    ``metric``; the data, such as validation data, stay the same.
     """
     if own_metric := group.get("metric"):
         metric = f"{metric.partition('/')[0]}/{own_metric.partition('/')[2]}"
@@ -310,7 +316,11 @@ def _range_in_words(what: str, seeds: Sequence[int]) -> str:
 
 
 def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
-    """Return the metric of the curves: the one with most logs, of the first and related metrics."""
+    """Return the metric to draw as curves, or None if no run has logged such a metric.
+
+    The candidates are the study's first metric and related metrics. The result is the candidate
+    that most runs have logged.
+    """
     first = next(iter(found["metrics"]))
     related = [first.partition("/")[2], *QUALITIES, "loss"]
     names = [first, *(f"{split}/{name}" for name in related for split in ("val", "test"))]

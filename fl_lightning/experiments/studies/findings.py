@@ -1,4 +1,4 @@
-"""Findings of a study: values by combination of labels and by seed, as in ``study.json``."""
+"""Findings of a study, the content of ``study.json``: values by labels and by seed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ def findings(
 
     Args:
         study: The study.
-        cells: Cells of its table.
+        cells: Cells of the table.
         choices: Labels chosen on validation data.
         failed: Error of each failed cell, by the cell's key.
         accept_stale: Whether stale results count (default False).
@@ -89,9 +89,9 @@ def _group(
     diverged: Collection[Path],
     local: Collection[str],
 ) -> Group:
-    """Return the findings of a combination from its cells, one for each seed.
+    """Return the findings of a combination, which has one cell for each seed.
 
-    ``local`` are further metrics, for methods whose clients keep state.
+    ``local`` are the names of further metrics, for methods whose clients keep state.
     """
     labels, first = cells[0].labels, cells[0].config["model"]
     names, published = [*study.definition.metrics], study.published(labels)
@@ -137,9 +137,10 @@ def run_found(seed: int, state: State, place: Path, error: str = "", diverged: b
     Args:
         seed: Seed of the run.
         state: State of the cell.
-        place: Folder of the first attempt, given as the directory before any attempt exists.
+        place: Folder of the first attempt. If no attempt exists, this is the run's directory.
         error: Error that ended the run in this study.
-        diverged: Whether the error was a non-finite update in the round after the last logged one.
+        diverged: Whether the error was a non-finite update in the round after the last logged
+            round.
     """
     run: RunFound = {
         "seed": seed,

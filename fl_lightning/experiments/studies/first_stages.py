@@ -1,4 +1,7 @@
-"""First stages: runs that differ only in T*, such as FixBN's, are equal until the smallest T*."""
+"""First stages: runs that differ only in T* are equal up to the smallest T*.
+
+T* is the last round that trains with batch statistics, for example with FixBN.
+"""
 
 import json
 from collections.abc import Iterable
@@ -17,7 +20,9 @@ from fl_lightning.round.record import Origin
 
 
 def first_stage(config: Config) -> float:
-    """Return the smallest T* of a run's methods; until then the run equals one without them.
+    """Return the smallest T* of a run's methods.
+
+    Up to this round, the run equals a run without these methods.
 
     Args:
         config: Resolved configuration of the run.
@@ -31,7 +36,11 @@ def first_stage(config: Config) -> float:
 
 
 def family_of(config: Config) -> str:
-    """Return a key of a run, ignoring methods with T*, from its hash, seed, rounds and source."""
+    """Return a key that is equal for runs with a common first stage.
+
+    The key consists of the hash of the configuration without methods that have T*, the seed, the
+    number of rounds, and the source code.
+    """
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
     first = {"model": config["model"], "data": config["data"]}
@@ -41,12 +50,12 @@ def family_of(config: Config) -> str:
 
 
 def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path) -> str:
-    """Return in words which other runs a run continues, except for shared first stages.
+    """Return in words which other runs a run continues; ignore shared first stages.
 
     Args:
         continued_from: Checkpoints that the run continues, as in ``result.json``.
         config: Resolved configuration of the run.
-        folder: Folder with the directories of runs that may share a first stage with the run.
+        folder: Folder of the run directories that may share a first stage with the run.
     """
     return "; ".join(
         origin_in_words([x for x in continued_from if x["differs"] and not _is_shared(x, config, folder)])
@@ -54,12 +63,12 @@ def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path)
 
 
 def _is_shared(entry: Origin, config: Config, folder: Path) -> bool:
-    """Return whether a run equals, up to the checkpoint, the run from which it was continued."""
+    """Return whether a run and the run that it continues are equal up to the checkpoint."""
     try:
         source = Attempt(folder / Path(entry["checkpoint"]).parts[-3]).read_config()
         until = min(first_stage(source), first_stage(config))
         return family_of(source) == family_of(config) and entry["round"] <= until
-    except (ConfigurationError, IndexError, KeyError, TypeError):  # the other run is not of a study
+    except (ConfigurationError, IndexError, KeyError, TypeError):  # the other run is not in this folder
         return False
 
 
@@ -72,12 +81,12 @@ def _entries(config: Config) -> list[str]:
 
 @cache
 def _same_until(entry: str, rounds: int) -> int | None:
-    """Return ``same_until`` of the method in a configuration's entry; None for other callbacks."""
+    """Return ``same_until`` of a method, from its configuration; None for other callbacks."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--method", type=FederatedCallback)
     try:
         method = parser.instantiate(parser.parse_object({"method": json.loads(entry)})).method
         until: int | None = method.same_until(rounds)
-    except Exception:  # noqa: BLE001  # no method, or wrong settings: the run reports them
+    except Exception:  # noqa: BLE001  # no method, or wrong settings, which the run reports
         return None
     return until

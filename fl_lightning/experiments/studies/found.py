@@ -7,7 +7,7 @@ Labels = dict[str, str]
 
 
 class RunFound(TypedDict):
-    """Findings of a run; only finished runs have the optional keys.
+    """Findings of a run. Only finished runs have all optional keys.
 
     Attributes:
         seed: Seed of the run.
@@ -15,7 +15,7 @@ class RunFound(TypedDict):
         phase: Phase such as ``"done"``, ``"failed"`` or ``"missing"``.
         why: Error that ended the run, or differences of a stale result.
         exchanges: Exchanges with the server in all rounds.
-        origin: The other runs from which this run was continued, in words.
+        origin: Descriptions of other runs that this run continues.
     """
 
     seed: int
@@ -47,15 +47,15 @@ class Group(TypedDict):
 
     Attributes:
         labels: Label of each axis.
-        metric: Metric that replaces the study's first for one of the labels, or None.
+        metric: Metric that a label sets in place of the study's first metric, or None.
         published: Published value, or None.
         published_deviation: Published standard deviation over seeds, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
         values: Value of each seed by metric.
         runs: Findings of the runs.
         same_as: Labels of an earlier combination with the same runs and metric, or None.
-        costs_of: Labels of the combination that trained these runs, if only its metric differs, or
-            None.
+        costs_of: If ``metric`` is set: labels of the combination that has the same runs and no
+            ``metric``. Else None.
     """
 
     labels: Labels
@@ -80,14 +80,14 @@ ChoiceFound = TypedDict(
         "seed": NotRequired[int],  # seed of the trials
         "chosen": str | None,  # None before all trials are done
         "values": dict[str, float | None],  # metric by label; None for a trial without a result
-        "extended": NotRequired[list[str]],  # values added to the grid, whose edge was chosen
+        "extended": NotRequired[list[str]],  # values that were added at the grid's edge
     },
 )
 """Choice of a label on validation data."""
 
 
 class Verdict(TypedDict):
-    """Verdict on a claim; p-values need at least two pairs of runs.
+    """Verdict on a claim. With fewer than two pairs of runs, there are no p-values.
 
     Attributes:
         claim: Text of the claim.
@@ -98,7 +98,8 @@ class Verdict(TypedDict):
         adjusted: P-value after Holm's correction in the claim's family.
         family: Number of claims in the family.
         headline: Whether the family consists of the headline claims.
-        decides: If undecided: the smallest difference, or margin, that these seeds can decide.
+        decides: Smallest difference or margin that these seeds can decide. Only undecided claims
+            have this key.
     """
 
     claim: str
@@ -117,7 +118,7 @@ class Found(TypedDict):
     Attributes:
         name: Name of the study.
         title: Title of the study.
-        paper: Paper and table or figure; empty for a study of our own.
+        paper: Paper and table or figure; empty if the study does not follow a paper.
         scale: Name of the scale, such as ``quick``.
         axes: Labels of each axis.
         choose: Axes whose label is chosen on validation data.
@@ -129,7 +130,8 @@ class Found(TypedDict):
         choices: Choices on validation data.
         known: Labels of each axis at all scales.
         claims: Verdicts on the claims.
-        report: Evaluations of a run that give its value; if missing in an old file, the last.
+        report: Evaluations that give a run's value. If an old file has no such key, the value is
+            that of the last evaluation.
         options: Options of the command line that change results.
         command: Command line of the study.
     """

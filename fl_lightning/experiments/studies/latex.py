@@ -1,6 +1,6 @@
-r"""Tables as LaTeX for pdflatex, without required packages.
+r"""Tables in LaTeX for pdflatex. They require no packages.
 
-Rules are drawn by ``booktabs`` if the document loads it, else by ``\hline``.
+Horizontal lines are drawn by ``booktabs`` if the document loads it, else by ``\hline``.
 """
 
 import re
@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Collection, Sequence
 
 RULES = "\n".join(rf"\providecommand{{\{rule}}}{{\hline}}" for rule in ("toprule", "midrule", "bottomrule"))
-"""First lines of a file with tables: they define ``booktabs``' rules if it is not loaded."""
+"""First lines of a file with tables. They define commands of ``booktabs`` if it is not loaded."""
 
 _ESCAPED = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
@@ -17,13 +17,15 @@ _ESCAPED = {
     "≈": r"$\approx$", "∞": r"$\infty$", "→": r"$\to$", "·": r"$\cdot$", "…": r"\ldots{}", "°": r"$^\circ$",
     "\N{EN DASH}": r"\textendash{}", "\N{EM DASH}": r"\textemdash{}", "\N{LEFT SINGLE QUOTATION MARK}": "`", "\N{RIGHT SINGLE QUOTATION MARK}": "'", "“": "``", "”": "''", "≠": r"$\neq$",
 }  # fmt: skip
-"""Characters that LaTeX would interpret (``[`` and ``*`` at a row's start) or pdflatex lacks."""
+"""LaTeX for characters that LaTeX would interpret or that pdflatex does not know.
+
+LaTeX would interpret ``[`` and ``*`` at the start of a row."""
 
 _CAPITALS = "gamma delta theta lambda xi pi sigma upsilon phi psi omega"
 _GREEK = f"alpha beta epsilon zeta eta iota kappa mu nu rho tau chi {_CAPITALS}"
 
 _LONG = 15
-"""Largest number of letters of a column's name in one line."""
+"""Number of letters above which a column's name is broken into two lines."""
 
 _NUMBER = re.compile(r"([-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?)(?![\w.])(.*)")
 
@@ -35,7 +37,7 @@ def escaped(text: str) -> str:
     T{*} = 50 \% of a\_b
     """
     words = "".join(_letter(letter) for letter in " ".join(text.split()))
-    return re.sub("-(?=-)", "-{}", words)  # LaTeX makes a dash of two hyphens
+    return re.sub("-(?=-)", "-{}", words)  # LaTeX would print two hyphens as a dash
 
 
 def _letter(letter: str) -> str:
@@ -61,15 +63,15 @@ def latex_table(
     caption: str,
     label: str,
 ) -> str:
-    r"""Return a ``table`` environment for ``\input``, after ``RULES``.
+    r"""Return a ``table`` environment for a file that begins with :data:`RULES`.
 
-    The numbers of a column are aligned at their ``$\pm$``. A cell that starts and ends with ``**``
-    is bold.
+    The numbers in a column are aligned at ``$\pm$``. A cell that starts and ends with ``**`` is
+    bold.
 
     Args:
         header: Names of the columns.
-        body: Cells of each row; ``mean ± deviation`` in columns of numbers.
-        texts: Indices of the columns of text; all others are columns of numbers.
+        body: Cells of each row. Columns of numbers have cells such as ``mean ± deviation``.
+        texts: Indices of the columns of text; all other columns are columns of numbers.
         caption: Caption.
         label: Label for ``\ref``.
     """
@@ -112,7 +114,7 @@ def latex_table(
 
 
 def _head(name: str, side: str) -> str:
-    """Return a column's name as LaTeX; a long name has two lines, aligned at ``side``."""
+    """Return a column's name in LaTeX; break a long name into two lines, aligned at ``side``."""
     if len(name) <= _LONG or " " not in name:
         return escaped(name)
     half = min((x.start() for x in re.finditer(" ", name)), key=lambda place: abs(2 * place - len(name)))
@@ -120,7 +122,10 @@ def _head(name: str, side: str) -> str:
 
 
 def _number(cell: str) -> tuple[str, str | None]:
-    """Return a cell's number and the text after it; without a number, the cell and None."""
+    """Return the LaTeX of a cell's number and of the text after the number.
+
+    If the cell has no number, return the LaTeX of the cell, and None.
+    """
     bold = re.match(r"\*\*(.+?)\*\*", cell)
     words = bold[1] + cell[bold.end() :] if bold else cell
     number = _NUMBER.fullmatch(words)
@@ -134,5 +139,5 @@ def _number(cell: str) -> tuple[str, str | None]:
 
 
 def _after(words: str) -> str:
-    """Return text after a number; a leading space is protected, as LaTeX would drop it."""
+    """Return the LaTeX of the text after a number; ``~`` keeps a leading space."""
     return "~" * words.startswith(" ") + escaped(words)

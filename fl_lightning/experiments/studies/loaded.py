@@ -1,4 +1,4 @@
-"""Studies that are read from their folders."""
+"""Loading of studies from their folders."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from fl_lightning.files import restored, user_path
 
 @dataclass(frozen=True)
 class LoadedStudy:
-    """A study read from its folder by ``load_study``.
+    """A study that ``load_study`` has read from its folder.
 
     Attributes:
         path: Folder of the study.
@@ -43,7 +43,7 @@ class LoadedStudy:
 
     @property
     def metrics(self) -> dict[str, str]:
-        """The columns of the table by metric; the first metric decides the claims."""
+        """The columns of the table by metric. Claims are about the first metric."""
         return self.found["metrics"]
 
     def frame(self) -> Any:
@@ -73,16 +73,17 @@ def load_study(path: str | os.PathLike[str]) -> LoadedStudy:
     folder = user_path("load_study", path)
     if not (folder / "study.json").is_file():
         raise ConfigurationError(
-            f"load_study: {folder} is no study's folder (it has no study.json); give such as runs/studies/NAME-quick"
+            f"load_study: {folder} is no study's folder (it has no study.json); give a folder such as runs/studies/NAME-quick"
         )
     return LoadedStudy(folder, read_found(folder))
 
 
 def read_found(folder: Path) -> Found:
-    """Read the findings of a study; update the paths of run directories if folders have moved.
+    """Read the findings of a study; correct the paths of run directories if folders have moved.
 
     Args:
-        folder: Folder of the study; its parent ``studies`` is beside the folder of all cells.
+        folder: Folder of the study, such as ``runs/studies/NAME-quick``. The runs are then in
+            ``runs/cells``.
 
     Raises:
         ConfigurationError: ``study.json`` cannot be read.
@@ -93,6 +94,6 @@ def read_found(folder: Path) -> Found:
         for run in (run for group in found["groups"] for run in group["runs"]):
             run["directory"] = str(cells.joinpath(*Path(run["directory"]).parts[-2:]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        message = f"{folder / 'study.json'} is not what a study writes; run the study again"
+        message = f"{folder / 'study.json'} cannot be read as the result of a study; run the study again"
         raise ConfigurationError(message) from error
     return found

@@ -1,4 +1,4 @@
-"""Panels of a study's figures: one axis gives the curves, all further axes give the panels."""
+"""Panels of a study's figures. One axis gives the curves, all further axes give the panels."""
 
 from collections.abc import Iterator, Sequence
 from math import isfinite
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PUBLISHED = "published"
-"""Label of published values in the legend."""
+"""Name of published values in the legend."""
 
 BAND = 0.18
 """Opacity of a band over seeds."""
@@ -24,10 +24,10 @@ class Grid:
     Args:
         found: Findings of a study.
         title: Lines of the title.
-        along: Axis of the study that is the horizontal axis, or None (default).
+        along: Axis of the study that is drawn horizontally, or None (default).
 
     Attributes:
-        panels: Axes of each panel.
+        panels: Matplotlib axes of each panel.
         columns: Number of panels in a row.
     """
 
@@ -52,7 +52,10 @@ class Grid:
             axes.remove()
 
     def curves(self) -> Iterator[tuple["Axes", tuple[str, str, str], str, list[Group]]]:
-        """Yield the panel, look, label and combinations of each curve."""
+        """Yield the panel, the colour, line style and marker, the label and the groups of a curve.
+
+        The groups are the combinations of labels that the curve shows.
+        """
         for axes, curves in zip(self.panels, self._groups.values(), strict=True):
             for label, groups in curves.items():
                 yield axes, look_of(self._labels.index(label)), literal(label), groups
@@ -63,8 +66,8 @@ class Grid:
         Args:
             across: Label of the horizontal axis.
             up: Label of the vertical axis.
-            band: Legend's text for a band (default: no band).
-            bars: Legend's text for bars (default: no bars).
+            band: Text for a band in the legend (default: the legend has no band).
+            bars: Text for bars in the legend (default: the legend has no bars).
         """
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
@@ -92,15 +95,19 @@ class Grid:
 
 
 def look_of(number: int) -> tuple[str, str, str]:
-    """Return colour, line and marker of the label with this index on its axis, distinct for 64."""
+    """Return colour, line style and marker of the label with this index on its axis.
+
+    The first 64 labels look different.
+    """
     _, line, marker = LOOKS[(number + number // len(LOOKS)) % len(LOOKS)]
     return LOOKS[number % len(LOOKS)][0], line, marker
 
 
 def compared(found: Found, along: str | None = None) -> list[str]:
-    """Return the axis whose labels are compared, as a list; empty if no axis varies.
+    """Return the axis whose labels are compared, in a list; the list is empty if no axis varies.
 
-    It is the first varying axis with words as labels, else the first varying axis.
+    It is the first varying axis that has words as labels. If there is no such axis, it is the first
+    varying axis.
 
     Args:
         found: Findings of a study.
@@ -125,7 +132,7 @@ def varied(found: Found) -> list[str]:
 
 
 def label_of(group: Group, axes: Sequence[str]) -> str:
-    """Return the labels of some axes in words; a number follows the name of its axis.
+    """Return the labels of some axes in words. For a label that is a number, also name the axis.
 
     >>> label_of({"labels": {"method": "GN", "model.E": "5"}}, ["method", "model.E"])
     'GN, E = 5'

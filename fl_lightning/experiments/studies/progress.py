@@ -1,4 +1,4 @@
-"""Progress of a running study on the terminal, read from run directories for any engine."""
+"""Progress of a running study on the terminal. It is read from run directories."""
 
 import statistics
 import sys
@@ -16,11 +16,13 @@ from fl_lightning.round.tasks import QUALITIES
 
 
 class StudyProgress:
-    """A context manager that prints cells as they end and, on a terminal, a table of running cells.
+    """A context manager that prints each cell when it ends.
+
+    On a terminal, it also shows a table of running cells.
 
     Args:
         jobs: Number of cells that run at a time.
-        cell_seconds: Expected seconds of a cell before any is finished; None if unknown.
+        cell_seconds: Expected seconds of a cell, used until a cell is done; None if unknown.
     """
 
     def __init__(self, jobs: int, cell_seconds: float | None = None) -> None:
@@ -84,14 +86,15 @@ class StudyProgress:
 def time_left(
     cells: Sequence[tuple[Cell, State]], jobs: int, cell_seconds: float | None = None
 ) -> float | None:
-    """Estimate the seconds until all cells are done by the mean of finished cells; None if unknown.
+    """Estimate the seconds until all cells are done; None if unknown.
 
-    The time of a cell includes its start and evaluations, unless the cell was resumed.
+    The estimate uses the mean time of the cells that are done. The time of a cell includes its
+    start and its evaluations, unless the cell was resumed.
 
     Args:
         cells: All cells with their states.
         jobs: Number of cells that run at a time.
-        cell_seconds: Expected seconds of a cell before any is finished; None if unknown.
+        cell_seconds: Expected seconds of a cell, used until a cell is done; None if unknown.
     """
     done = [state.result for _, state in cells if state.result is not None and state.phase == "done"]
     seconds = [max(result["train_seconds"], result.get("process_seconds", 0.0)) for result in done]

@@ -1,4 +1,4 @@
-"""Reader of a study's file; its error lists all mistakes at once."""
+"""Reader of a study's file. An error lists all mistakes in the file."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,13 +26,13 @@ from fl_lightning.experiments.studies.definition import (
 )
 
 _NO_SUCH_KEY = "unexpected_keyword_argument"
-"""Pydantic's type of error for an unknown key."""
+"""Pydantic's error type for an unknown key."""
 
 _LARGEST = 10**7
 """Largest number of characters of a study after YAML aliases are expanded."""
 
 _NO_KEYS = ("[key]", "(values)", "(labels)")
-"""Parts of pydantic's error locations that are no keys of the file."""
+"""Parts of pydantic's error locations that are not keys of the file."""
 
 _WORDS = {
     "dataclass_type": "must be a mapping",
@@ -46,7 +46,7 @@ _WORDS = {
     "too_short": "must not be empty",
     "too_long": "must have at most three entries",
 }
-"""Messages that replace pydantic's own where these use Python's terms, by type of error."""
+"""Messages by pydantic's error type, in place of pydantic's messages with terms of Python."""
 
 
 def read_study(path: Path, scale: str) -> Study:
@@ -57,7 +57,8 @@ def read_study(path: Path, scale: str) -> Study:
         scale: Scale to run.
 
     Raises:
-        ConfigurationError: The file cannot be read, lacks the scale, or has mistakes at any scale.
+        ConfigurationError: The file cannot be read, has no such scale, or has mistakes at any
+            scale.
     """
     content, mistakes = _content(path)
     definition, wrong = _checked(content)
@@ -97,7 +98,7 @@ class _Loader(yaml.SafeLoader):
         self.mistakes: list[str] = []
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Read a mapping; duplicate keys are visible only before it becomes a dict."""
+        """Read a mapping and record its duplicate keys, which the resulting dict cannot show."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -107,7 +108,7 @@ class _Loader(yaml.SafeLoader):
                 line = key.start_mark.line + 1
                 if key.value in lines:
                     where = f"in lines {lines[key.value]} and {line}"
-                    self.mistakes.append(f"{key.value!r} is there twice, {where}; name it once")
+                    self.mistakes.append(f"{key.value!r} appears twice, {where}; name it once")
                 lines.setdefault(key.value, line)
         return node
 
@@ -141,7 +142,10 @@ def _refused(value: Any) -> None:
 
 
 def _checked(content: Any) -> tuple[Definition | None, list[str]]:
-    """Return the definition without unknown keys, or None if values are wrong, and messages."""
+    """Return the definition without unknown keys, and messages about mistakes.
+
+    The definition is None if a value is wrong.
+    """
     adapter, mistakes = TypeAdapter(Definition), list[str]()
     content = deepcopy(content)
     while True:
@@ -157,11 +161,11 @@ def _checked(content: Any) -> tuple[Definition | None, list[str]]:
             owner = content
             for part in place:
                 owner = owner[part]
-            owner.pop(key, None)  # may be gone already: an alias shares its mapping
+            owner.pop(key, None)  # may be removed already: aliases share a mapping
 
 
 def _in_words(error: Any) -> str:
-    """Return the message for an error of pydantic, with the path of the key."""
+    """Return a message for an error of pydantic, with the path of the key."""
     *place, last = [part for part in error["loc"] if part not in _NO_KEYS] or [""]
     within = "".join(f"{part}: " for part in [".".join(map(str, place))] if part)
     if error["type"] == "missing":
@@ -179,12 +183,12 @@ def _in_words(error: Any) -> str:
 
 
 def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, list[str]]:
-    """Return the study at a scale, and messages about unknown labels of that scale."""
+    """Return the study at a scale, and messages about unknown labels at this scale."""
     scale, mistakes = definition.scales[name], list[str]()
     axes: dict[str, dict[str, Dotted]] = {}
     for axis in dict.fromkeys([*definition.axes, *scale.axes]):
         every, chosen = definition.axes.get(axis), scale.axes.get(axis)
-        if every is None or (isinstance(chosen, list) and isinstance(every, list)):  # the scale's values
+        if every is None or (isinstance(chosen, list) and isinstance(every, list)):  # values of the scale
             axes[axis] = labels_of(axis, chosen or [])
             continue
         known = labels_of(axis, every)
@@ -224,7 +228,7 @@ def _contradictions(study: Study) -> Iterator[str]:
         for axis in {choice.axis, *choice.by} & choice.at.keys():
             yield f"choose: at cannot name a label of {axis}, which is chosen or in by; leave it out of at"
         if not choice.metric.startswith("val/"):
-            yield f"choose: metric {choice.metric} must be one of the validation data, such as val/accuracy"
+            yield f"choose: metric {choice.metric} must be a metric on validation data, such as val/accuracy"
     for axis in {x.axis for x in definition.choose if [y.axis for y in definition.choose].count(x.axis) > 1}:
         yield f"choose: {axis} is chosen twice; name it once"
     for read, texts in (

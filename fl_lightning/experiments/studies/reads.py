@@ -22,11 +22,13 @@ _HEAD = 1 << 18
 
 
 class Reads:
-    """Check of the metrics that a study reads against the metrics that its cells log.
+    """Check that the cells of a study log the metrics that the study reads.
 
-    The metrics of a cell without callbacks are known from row 0, the evaluation of the initial
-    model. With shipped callbacks they are known from the first evaluation after a round, with other
-    callbacks only from the result.
+    A cell's callbacks determine when its metrics are known:
+
+    - Without callbacks, they are known from row 0, the evaluation of the initial model.
+    - With shipped callbacks only, they are known from the first evaluation after a round.
+    - With other callbacks, they are known from the result.
 
     Args:
         study: The study.
@@ -49,21 +51,24 @@ class Reads:
         ]
 
     def soon(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return the cells, one of each kind first; call it with all cells before ``check``."""
+        """Return the cells, beginning with one cell of each kind.
+
+        Call this method with all cells before :meth:`check`. Cells of a kind log the same metrics.
+        """
         for cell in cells:
             self._of_run.setdefault(cell.key, {})[cell] = None
         first = {*{self._kind(cell.labels): cell for cell in reversed(cells)}.values()}
         return sorted(cells, key=lambda cell: cell not in first)
 
     def check(self, cells: Sequence[tuple[Cell, State]]) -> None:
-        """Check that cells log the metrics that the study reads, as far as their logs show it.
+        """Check all cells whose metrics are already known.
 
         Args:
             cells: Cells with their states.
 
         Raises:
-            ConfigurationError: A trial lacks the metric of its choice, a cell lacks the metric that
-                its label sets, or all cells lack the metric of a column.
+            ConfigurationError: A trial does not log the metric of its choice, a cell does not log
+                the metric that its label sets, or no cell logs the metric of a column.
         """
         for cell, state in cells:
             names = set() if cell in self._checked else logged(cell, state)
@@ -88,7 +93,7 @@ class Reads:
 
 
 def logged(cell: Cell, state: State) -> set[str]:
-    """Return the metrics that a cell's result has or will have; empty if not known yet."""
+    """Return the metrics that a cell's result has or will have; empty if still unknown."""
     if state.phase not in ("done", "running"):  # a stale run may log other metrics
         return set()
     if state.result is not None:

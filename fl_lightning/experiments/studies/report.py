@@ -1,4 +1,4 @@
-"""Report on studies and runs: one HTML page that needs no other file and no network."""
+"""Report on studies and runs: an HTML page that needs no other file and no network."""
 
 import json
 import os
@@ -45,7 +45,7 @@ SCALES = {
     "reduced": "Smaller than the paper, see the settings below; orderings of methods can be compared, numbers cannot.",
     "full": "The paper's setting except for what the title says, or the largest setting of a study of our own.",
 }
-"""Meaning of a scale, by the part of its name before ``_`` (``full`` for ``full_lenet``)."""
+"""Meaning of each scale. A key is the first part of a scale's name: ``full`` of ``full_lenet``."""
 
 _SETTINGS = {
     "data": "data",
@@ -63,7 +63,7 @@ _SETTINGS = {
     "aggregator": "model.aggregator",
     "clients weighted by": "model.weighting",
 }
-"""Settings at the top of a section, by the names that the page gives them."""
+"""Settings in the first table of a section, by the name that the page shows."""
 
 _LINKS = ("config.yaml", "result.json", "metrics.jsonl", "learning_curve.png", "error.txt")
 
@@ -74,21 +74,22 @@ def write_report(
     columns: Sequence[str] = (),
     titles: bool | None = None,
 ) -> list[Path]:
-    """Write the page; if ``columns`` or ``titles`` are given, rewrite tables or pictures.
+    """Write the page, and rewrite tables and pictures on request.
 
     Args:
-        directories: Folders of studies, with a section each, and run directories, in one section.
-        output: HTML file; links to run directories are relative to its folder. Default:
+        directories: Folders of studies and run directories. Each study has a section of the page;
+            all runs share one section.
+        output: HTML file. Links to run directories are relative to the file's folder. Default:
             ``report.html`` in the folder of a single study, else in the working directory.
-        columns: Columns after the labels of the rewritten tables (default: keep the tables).
-            Tables of runs are written beside the page.
-        titles: Whether the rewritten pictures have a title (default None: keep the pictures).
+        columns: Columns after the labels. If given, the tables are rewritten; tables of runs are
+            written beside the page.
+        titles: Whether pictures have titles. If given, the pictures are rewritten.
 
     Returns:
         The written files, the page first.
 
     Raises:
-        ConfigurationError: A directory is neither a study's nor a run's, a file in it cannot be
+        ConfigurationError: A directory belongs neither to a study nor to a run, a file cannot be
             read, a column is unknown, or the page would replace a page about another study.
     """
     studies = {path: read_found(path) for path in directories if (path / "study.json").is_file()}
@@ -97,7 +98,7 @@ def write_report(
         if not (path / "config.yaml").is_file():
             raise ConfigurationError(
                 f"report: {path} is neither a study's folder (it has no study.json) nor a run directory (no config.yaml); "
-                "give such as runs/studies/NAME-quick or runs/NAME/*"
+                "give folders such as runs/studies/NAME-quick or runs/NAME/*"
             )
     page = output or (next(iter(studies)) if len(studies) == 1 else Path()) / "report.html"
     _check_place(page, [*studies])
@@ -166,7 +167,7 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
 
 
 def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
-    """Yield figures as HTML, with captions; for a single run, add the pictures in its directory."""
+    """Yield figures as HTML with captions; for a single run, also the pictures in its directory."""
     runs = [run for group in found["groups"] for run in group["runs"]]
     place = Path(runs[0]["directory"])
     drawable = pictures(found)
@@ -201,7 +202,7 @@ def _config(run: RunFound) -> Config | None:
 
 
 def _flat(config: Config) -> Config:
-    """Return the settings that decide results, and the number of rounds, by dotted name."""
+    """Return the number of rounds and all settings that affect results, by dotted name."""
     return {**deciding_settings(config), "trainer.max_epochs": config["trainer"]["max_epochs"]}
 
 
@@ -214,7 +215,7 @@ def _differences(first: Config, config: Config) -> list[tuple[str, Any, Any]]:
 
 
 def _in_words(configs: Sequence[Config]) -> dict[str, str]:
-    """Return the distinct values of the settings at the top of a section."""
+    """Return the distinct values of the settings in the first table of a section."""
     flat = [_flat(config) for config in configs]
     values = {
         words: dict.fromkeys(str(x) for settings in flat if (x := settings.get(name)) is not None)
@@ -224,7 +225,7 @@ def _in_words(configs: Sequence[Config]) -> dict[str, str]:
 
 
 def _run(run: RunFound, label: str, home: Path) -> dict[str, object]:
-    """Return the template's values for a run: findings, label and links."""
+    """Return the values that the template needs for a run: findings, label and links."""
     place = Path(run["directory"])
     shown = {path.name: _link(path, home) for name in _LINKS if (path := place / name).is_file()}
     identity = place / "wandb_id"

@@ -1,4 +1,4 @@
-"""Report rule of a study: which of a run's evaluations give the run's value."""
+"""Report rule of a study. It says which evaluations give the value of a run."""
 
 import re
 import statistics
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from fl_lightning.experiments.run_directory.finished import Result
 
 LAST, BEST, MEAN = "last", "best", r"mean of the last ([1-9]\d*)"
-"""Report rules; ``MEAN`` is a regular expression that captures the number of evaluations."""
+"""Report rules. ``MEAN`` is a regular expression that captures the number of evaluations."""
 
 
 def rule_in_words(rule: str) -> str:
-    """Return the words for a rule in a table.
+    """Return a report rule in words, for tables.
 
     >>> rule_in_words("mean of the last 5")
     'mean of the last 5 evaluations'
@@ -43,29 +43,30 @@ def check_rule(rule: str, metrics: Iterable[str], config: Config) -> None:
     wanted = 1 if rule == LAST else int(mean[1]) if mean else 2
     if wanted > 1 and data.get("val_fraction") and any(metric.startswith("test/") for metric in metrics):
         raise ConfigurationError(
-            f"report: {rule!r} needs evaluations of test data in training, and data.val_fraction is {data['val_fraction']}; "
-            "set it to 0, or write 'last'"
+            f"report: {rule!r} needs evaluations of test data in training, but data.val_fraction is {data['val_fraction']}; "
+            "set data.val_fraction to 0, or write 'last'"
         )
     if rounds and every and -(-rounds // every) < wanted:
         raise ConfigurationError(
-            f"report: {rule!r} needs {wanted} evaluations in a run, and trainer.check_val_every_n_epoch {every} gives "
-            f"{-(-rounds // every)} in {rounds} rounds; reduce it, or write 'last'"
+            f"report: {rule!r} needs {wanted} evaluations in a run, but trainer.check_val_every_n_epoch {every} gives "
+            f"{-(-rounds // every)} in {rounds} rounds; reduce trainer.check_val_every_n_epoch, or write 'last'"
         )
 
 
 def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str, float]]) -> float:
-    """Return the value of a finished run by a report rule.
+    """Return the value of a finished run according to a report rule.
 
     Args:
-        rule: Report rule: ``"last"``, ``"best"`` or such as ``"mean of the last 5"``.
+        rule: Report rule: ``"last"``, ``"best"``, or for example ``"mean of the last 5"``.
         name: Name of a metric in the result.
         result: Result of the run.
-        rows: Lines of ``metrics.jsonl``.
+        rows: Rows of ``metrics.jsonl``.
 
     Raises:
-        ConfigurationError: Training has evaluated the metric too rarely, or it has no best value.
+        ConfigurationError: Training has evaluated the metric too rarely. Or the rule is ``"best"``
+            and it is unknown whether large or small values of the metric are good.
     """
-    # late: mistakes in a study's file are told before PyTorch is imported
+    # imported late, so that mistakes in a study's file are reported before PyTorch is imported
     from fl_lightning.experiments.run_directory.finished import metric_values
     from fl_lightning.round.directions import best_is
 
@@ -73,18 +74,20 @@ def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str,
     if rule == LAST:
         return last
     by_round = {row["round"]: row[name] for row in rows if name in row and row["round"] > 0}
-    values = [*{**by_round, result["rounds"]: last}.values()]  # the result has the last evaluation
+    values = [*{**by_round, result["rounds"]: last}.values()]  # the last evaluation is in the result
     mean = re.fullmatch(MEAN, rule)
     wanted = int(mean[1]) if mean else 2
     if len(values) < wanted:
         raise ConfigurationError(
-            f"report: {rule!r} needs {wanted} evaluations of {name} in a run, and it has {len(values)}; reduce "
+            f"report: {rule!r} needs {wanted} evaluations of {name} in a run, but a run has only {len(values)}; reduce "
             "trainer.check_val_every_n_epoch and set data.val_fraction to 0, or write 'last'"
         )
     if mean:
         return statistics.mean(values[-wanted:])
     direction = best_is(name, known=result.get("best", {}))
     if direction is None:
-        raise ConfigurationError(f"report: {name} has no best value; write 'last' or 'mean of the last 5'")
+        raise ConfigurationError(
+            f"report: {name} has no best value, as it is not known whether large values are good; write 'last' or 'mean of the last 5'"
+        )
     finite = [value for value in values if isfinite(value)]
     return (min if direction == "min" else max)(finite or values)

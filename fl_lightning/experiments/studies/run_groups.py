@@ -1,4 +1,4 @@
-"""Findings of run directories in a study's format: runs that differ only in seed are grouped."""
+"""Findings of run directories in a study's format. Runs that differ only in seed are grouped."""
 
 import json
 import re
@@ -31,7 +31,7 @@ class Key(NamedTuple):
         name: Name of the runs.
         hashed: Hash of the runs' configuration.
         rounds: Planned rounds; None if no file states them.
-        place: Folder of the runs if another folder has equal runs, else empty.
+        place: Folder of the runs, if another folder has equal runs; else empty.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Key(NamedTuple):
 def found_in(directories: Sequence[Path]) -> Found:
     """Return the findings of run directories.
 
-    Of several attempts at a run, the newest finished attempt is used, else the newest. Runs of
-    equal configuration and seed in different folders are different runs.
+    Of several attempts at a run, the newest finished attempt is used; if no attempt is finished,
+    the newest. Runs of equal configuration and seed in different folders are different runs.
 
     Args:
         directories: Run directories.
@@ -123,7 +123,7 @@ def state_of(attempt: Attempt) -> State:
 
 
 def _origin(state: State, attempt: Attempt) -> list[str]:
-    """Return in words the other runs from which a run was continued."""
+    """Return descriptions of the other runs that a run continues."""
     if state.result is not None:
         return origin_in_words(state.result.get("continued_from", []))
     with suppress(OSError, ValueError, AttributeError, TypeError):
@@ -132,7 +132,10 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
 
 
 def resolved(attempt: Attempt) -> Config:
-    """Return a run's configuration; add planned rounds that a script's lacks, from other files.
+    """Return a run's configuration, with its planned number of rounds.
+
+    The configuration of a run from a Python script lacks this number. It is read from the run's
+    other files.
 
     Raises:
         ConfigurationError: The configuration cannot be read.
@@ -156,7 +159,7 @@ def _planned_rounds(attempt: Attempt) -> int | None:
 
 
 def _learning_rate(config: Config) -> float | None:
-    """Return the client optimizer's learning rate; None if a script's configuration lacks it."""
+    """Return the client optimizer's learning rate; None if the configuration does not give it."""
     try:
         return float(config["model"]["client_optimizer"]["init_args"]["lr"])
     except (KeyError, TypeError, ValueError):
@@ -164,7 +167,7 @@ def _learning_rate(config: Config) -> float | None:
 
 
 def _hash_of(attempt: Attempt, config: Config) -> str:
-    """Return the hash of a configuration, ignoring the seed and its initial weights."""
+    """Return the hash of a configuration, without the seed and the digest of initial weights."""
     model = config["model"].get("init_args", config["model"])
     weights = "weights_digest" in model["model"]
     named = re.fullmatch(r"([0-9a-f]{8})-s\d+(\.\d+)?", attempt.path.name)
@@ -177,9 +180,10 @@ def _hash_of(attempt: Attempt, config: Config) -> str:
 
 
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
-    """Group runs of a configuration so that seeds differ within a group.
+    """Group the runs of a configuration so that all runs in a group have different seeds.
 
-    All runs are one group if possible, else the runs of each folder, else each single run.
+    If all seeds differ, there is one group. Otherwise the runs of each folder are a group. If runs
+    in a folder have equal seeds, each run is a group.
     """
     newest: dict[Path, tuple[int, Attempt]] = {}
     for seed, attempt in attempts:
@@ -209,7 +213,10 @@ def _number(attempt: Attempt) -> tuple[bool, int]:
 
 
 def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[str]:
-    """Return the shortest distinct names from run name, method, hash, rounds and folder."""
+    """Return distinct names that are as short as possible.
+
+    Names are made from the run's name, method, hash, rounds and folder.
+    """
     results = [[state.result for state in by_seed.values() if state.result] for by_seed in states]
     methods = [str(finished[0]["method"]) if finished else "" for finished in results]
     run_names = [key.name for key in keys]
@@ -227,7 +234,10 @@ def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[s
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return test metrics, else validation metrics, in words; frequent ones first, losses last."""
+    """Return the test metrics in words; if there are no test metrics, the validation metrics.
+
+    Frequent metrics come first, and losses come last.
+    """
     counts = Counter(name for result in results for name in result)
     for split, words in {"test/": "test ", "val/": "validation "}.items():
         names = [name for name in counts if name.startswith(split)]

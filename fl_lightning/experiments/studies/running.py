@@ -1,4 +1,4 @@
-"""Runner of a study's cells; a cell runs after its parent."""
+"""Runner of a study's cells. A cell runs after its parent."""
 
 import json
 import sys
@@ -28,8 +28,9 @@ class _Life:
     """Progress of a cell that this process has to run.
 
     Attributes:
-        phase: ``"waiting"``, ``"submitted"``, or ``"ended"`` while the result is not yet visible.
-        before: Attempt of the cell when it was submitted.
+        phase: ``"waiting"``, ``"submitted"`` or ``"ended"``. ``"ended"`` means that the job has
+            ended and its result is not yet visible.
+        before: The cell's attempt at the time of submission, or None.
         status: Exit status of the cell's job.
         ended: Time at which the job ended, in seconds of the monotonic clock.
     """
@@ -41,17 +42,17 @@ class _Life:
 
 
 class Runner:
-    """Runner of cells: each cell at most once, parents first.
+    """Runner of cells. Each cell runs at most once, and after its parent.
 
-    The runner waits for cells that other processes train, and skips cells that fail.
+    The runner waits for cells that other processes train. It continues if a cell fails.
 
     Args:
         folder: Folder of the study, for the configurations and the output of the cells.
         engine: Engine that runs the cells.
-        jobs: Number of cells that run at a time, cells of other processes included.
+        jobs: Number of cells that run at a time, including cells of other processes.
         accept_stale: Whether stale results count as done (default False).
-        show: Function that is called repeatedly with all cells and their states; its errors end the
-            runner.
+        show: Function that is called repeatedly with all cells and their states. If it raises an
+            error, the runner ends.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class Runner:
     def run(self, cells: Sequence[Cell]) -> None:
         """Run all cells without a result, then rerun cells whose data have changed.
 
-        One cell of each family is rerun first, to find the present data. Afterwards ``failed``
-        holds the errors of failed cells by key, and ``diverged`` the keys of diverged cells.
+        Cells with equal data settings and seed are a family. One cell of each family is rerun
+        first, to find the present data. Afterwards, ``failed`` contains the errors of failed cells
+        by key, and ``diverged`` the keys of diverged cells.
         """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
@@ -85,9 +87,11 @@ class Runner:
             self._run(unique)
 
     def _on_other_data(self, unique: Sequence[Cell], tried: Collection[Cell]) -> list[Cell]:
-        """Return the cells to rerun, since their data have changed.
+        """Return the cells to rerun because their data have changed.
 
-        They are one cell of each family, preferably without a parent, then the whole family.
+        Cells with equal data settings and seed are a family. First, one cell of each family is
+        returned, preferably a cell without a parent. After this cell has been rerun, the rest of
+        the family is returned.
         """
         outdated = expect_newest_data([self._state(cell) for cell in unique], unique)
         stale = [cell for cell in outdated if cell not in tried and cell.key not in self.failed]
@@ -117,17 +121,17 @@ class Runner:
             raise
 
     def _settle(self, cell: Cell, left: dict[Cell, "_Life"], states: dict[Cell, State]) -> None:
-        """Record the outcome of a cell whose job has ended, once the file system shows it."""
+        """Record the outcome of a cell whose job has ended, once its files are visible."""
         life = left[cell]
         another = states[cell].attempt != life.before
         if states[cell].phase == "stale" and another and not life.status:
-            cell.data = None  # the new result has the present data
+            cell.data = None  # the new result is of the present data
             states[cell] = self._state(cell)
         there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
         if not (life.status or there or time.monotonic() - life.ended > _PATIENCE):
             return
         del left[cell]
-        if states[cell].phase == "running":  # another study trains it
+        if states[cell].phase == "running":  # another study trains the cell
             left[cell] = _Life()
         elif life.status or states[cell].phase != "done":
             self.failed[cell.key] = self._error(cell, life.status, states[cell])
@@ -167,7 +171,7 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        # study_cell, not fit: a killed command is rerun, and must find its newest checkpoint
+        # study_cell, not fit: if the command is killed and rerun, it finds its newest checkpoint
         command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
         branch = cell.branch(self.accept_stale)
         command += [f"--branch={branch.resolve()}"] if branch is not None else []

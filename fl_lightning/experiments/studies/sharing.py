@@ -1,4 +1,7 @@
-"""Sharing of first stages: cells that are equal until T* train these rounds only once."""
+"""Sharing of first stages: cells that are equal up to T* train these rounds only once.
+
+T* is the last round that trains with batch statistics.
+"""
 
 from collections.abc import Iterable
 
@@ -7,10 +10,11 @@ from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 
 
 def share_first_stages(cells: Iterable[Cell]) -> None:
-    """Let each cell continue at its T* from the otherwise equal cell with the latest T*.
+    """Set the parent of each cell whose first rounds another cell can train.
 
-    A cell without T* counts as the latest. Cells with a budget are ignored, as their number of
-    rounds is unknown.
+    The parent is the cell with the latest T* among cells that differ only in T*. A cell without T*
+    counts as the latest. The child continues from the parent's checkpoint after the child's T*.
+    Cells with a budget of epochs are ignored, since their number of rounds is unknown.
     """
     families: dict[str, list[tuple[float, Cell]]] = {}
     for cell in cells:

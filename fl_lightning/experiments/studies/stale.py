@@ -1,15 +1,20 @@
-"""Detection of stale results, computed by other source code or other versions of packages."""
+"""Detection of stale results: other source code or other versions have computed them."""
 
 from collections.abc import Mapping
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
-    """Name the sources and versions of a run that differ from ``now``; empty if all are equal.
+    """Return in words which source code and versions of a run differ from ``now``.
 
-    Source of methods that the run did not use is ignored, as after a shared first stage.
+    The text is empty if all are equal. Names that a record lacks are ignored: the record of a
+    shared first stage lacks methods that the first stage did not use.
+
+    Args:
+        computed_by: Records of source code and versions, one for each part of the run.
+        now: The present source code and versions.
     """
     if not computed_by:
-        return "it does not say what computed it"
+        return "the result does not name its source code and versions"
     changed = {
         f"{name} {before[name]}, now {now[name]}"
         for before in computed_by

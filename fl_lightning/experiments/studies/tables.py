@@ -36,7 +36,7 @@ Rows = tuple[list[str], list[list[str]]]
 def mean_and_deviation(values: Sequence[float]) -> str:
     """Return mean ± standard deviation (n - 1), such as ``"0.528 ± 0.006"``; empty without a value.
 
-    Non-finite values are excluded; their number is added in words.
+    Non-finite values are excluded, and the text gives their number.
     """
     finite = [*filter(isfinite, values)]
     parts = [f"{statistics.mean(finite):.3f}"] if finite else []
@@ -53,10 +53,11 @@ def of_seeds(count: int, seeds: int) -> str:
 
 
 def best_groups(found: Found, metric: str) -> list[Group]:
-    """Return the combinations with the best mean, rounded to three digits, of each comparison.
+    """Return the combinations with the best mean in each comparison.
 
-    A comparison holds the combinations that differ only on the axis of ``panels.compared``.
-    Combinations with a missing or non-finite value of any seed are excluded.
+    A comparison consists of the combinations that differ only on the axis of ``panels.compared``.
+    Means are compared after rounding to three digits. A combination is excluded if the value of a
+    seed is missing or not finite.
     """
     direction = best_is(of_any_model(metric), found.get("best", {}))
     axis = compared(found)
@@ -78,7 +79,7 @@ def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), 
     Args:
         found: Findings of a study.
         brief: Whether columns of costs are omitted (default False).
-        columns: Columns after the labels (default: all that are not empty).
+        columns: Columns after the labels (default: all columns that are not empty).
         latex: Whether the header names units, and ``**`` encloses the best values (default False).
     """
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
@@ -144,8 +145,8 @@ def _seconds(seconds: float, latex: bool) -> str:
 def spread_table(found: Found, latex: bool = False) -> Rows | None:
     """Return a table of the first metric with a column for each label of the axis ``spread``.
 
-    Further rows show the clients' or the server's models of methods whose clients keep state. The
-    table is None if the axis has fewer than two labels.
+    For methods whose clients keep state, further rows show the clients' models or the server's
+    model. Return None if the axis has fewer than two labels.
 
     Args:
         found: Findings of a study.
@@ -176,14 +177,14 @@ def spread_table(found: Found, latex: bool = False) -> Rows | None:
 
 
 def published_in_words(group: Group) -> str:
-    """Return the published value, such as ``"0.5397 ± 0.0418"``; empty if there is none."""
+    """Return the published value, such as ``"0.5397 ± 0.0418"``; empty without such a value."""
     deviation = group.get("published_deviation")
     value = f"{group['published']:g}" if group["published"] is not None else ""
     return value + (f" ± {deviation:g}" if deviation is not None else "")
 
 
 def learning_rate(group: Group, found: Found) -> str:
-    """Return a combination's learning rate in words, with whether it was given or chosen."""
+    """Return a combination's learning rate, and in words whether it was given or chosen."""
     if group["learning_rate"] is None:
         return ""
     rates = ("client_optimizer.lr", "client_optimizer.init_args.lr")
@@ -197,7 +198,7 @@ def learning_rate(group: Group, found: Found) -> str:
 
 
 def choice_in_words(choice: ChoiceFound) -> str:
-    """Return in words the chosen label, and all tried labels with their metric."""
+    """Return in words the chosen label, and all tried labels with their metrics."""
     combination = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
     values = (
         f"{label}: {'-' if x is None else f'{x:.3f}' if isfinite(x) else 'diverged'}"
@@ -216,7 +217,7 @@ def _at(choice: ChoiceFound) -> str:
 
 
 def _kind_of(choice: ChoiceFound) -> str:
-    """Return a caveat about a choice: all trials diverged, or it is at the edge of the grid."""
+    """Return a caveat about a choice: all trials diverged, or the choice is at the grid's edge."""
     if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
         return ", the first, since all diverged"
     added = choice.get("extended", [])
@@ -254,7 +255,10 @@ def remarks(group: Group) -> list[str]:
 
 
 def diverged_in_words(group: Group) -> str:
-    """Return how many runs diverged, such as ``"diverged in 2 of 3 seeds, round 17"``; or empty."""
+    """Return how many runs diverged, such as ``"diverged in 2 of 3 seeds, round 17"``.
+
+    The text is empty if no run diverged.
+    """
     runs = [run for run in group["runs"] if run.get("diverged")]
     rounds = sorted({run["diverged_round"] for run in runs if "diverged_round" in run})
     where = f", round {', '.join(map(str, rounds))}" if rounds else ""
@@ -272,7 +276,7 @@ def as_text(rows: Rows, form: str = "simple") -> str:
 def caption(found: Found) -> str:
     """Return the caption of a study's tables, in a few sentences."""
     subset = {
-        "quick": " This small version only shows that the study works; its results are no evidence for or against a paper.",
+        "quick": " A declared subset that shows that the study works; its results are no evidence for or against a paper.",
         "reduced": _smaller(found),
     }.get(found["scale"], "")
     paper = f" ({found['paper']})" if found["paper"] else ""
@@ -294,7 +298,7 @@ def _smaller(found: Found) -> str:
 
 
 def seeds_of(found: Found) -> str:
-    """Return the finished seeds in words: ``"seed 0 (16 rows) and seeds 0, 1, 2 (4 rows)"``."""
+    """Return the finished seeds of rows, such as ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
     runs = [group["runs"] for group in found["groups"]]
     done = [sorted(run["seed"] for run in row if run["phase"] == "done") for row in runs]
     rows = [*filter(None, done)] or [sorted(run["seed"] for run in row) for row in runs]
@@ -314,7 +318,7 @@ COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
 
 
 def _unlike(found: Found) -> str:
-    """Return in words how runs differ in data and computation; empty if they do not."""
+    """Return in words how runs differ in data and computation; empty if all runs are alike."""
     runs = {run["directory"]: run for group in found["groups"] for run in group["runs"]}.values()
 
     def differing(values: Sequence[Mapping[str, object]], names: Iterable[str]) -> str:
@@ -337,7 +341,7 @@ def _unlike(found: Found) -> str:
 
 
 def latex_tables(found: Found, columns: Sequence[str] = ()) -> str:
-    """Return the tables as LaTeX, with the choices and remarks as LaTeX comments.
+    """Return the tables in LaTeX; choices and remarks are LaTeX comments.
 
     Args:
         found: Findings of a study.
@@ -363,12 +367,13 @@ def latex_tables(found: Found, columns: Sequence[str] = ()) -> str:
 
 
 def write_tables(folder: Path, found: Found, columns: Sequence[str] = ()) -> list[Path]:
-    """Write ``table.md``, ``table.tex``, ``table.csv``, and ``cells.csv`` with each run's values.
+    """Write the table as Markdown, LaTeX and CSV, and each run's values to ``cells.csv``.
 
     Args:
         folder: Folder of the study.
         found: Findings of the study.
-        columns: Columns after the labels, by name or metric (default: all that are not empty).
+        columns: Columns after the labels, by name or metric (default: all columns that are not
+            empty).
 
     Returns:
         The written files.

@@ -1,8 +1,8 @@
 """Verdicts on the claims of a study, by paired differences and Holm's correction.
 
-The claims of a table form a family: the probability of any wrong verdict in a family is at most
-:data:`FAMILY_ERROR`. Headline claims, at most ``HEADLINE_CLAIMS``, form a separate family if
-they have at least :data:`HEADLINE_SEEDS` seeds.
+The claims of a study form a family. The probability that a family has one or more wrong verdicts is
+at most :data:`FAMILY_ERROR`. Headline claims form a separate family if they have at least
+:data:`HEADLINE_SEEDS` seeds. A study has at most ``HEADLINE_CLAIMS`` headline claims.
 """
 
 import statistics
@@ -17,22 +17,23 @@ from fl_lightning.experiments.studies.claims import Claim, paired, read_claim
 from fl_lightning.experiments.studies.found import Found, Group, Verdict
 
 FAMILY_ERROR = 0.05
-"""Largest probability of any wrong verdict in a family."""
+"""Largest probability that a family has one or more wrong verdicts."""
 
 HEADLINE_SEEDS = 5
 """Smallest number of seeds for which headline claims form a separate family."""
 
 ONE_PAIR = 0.1
-"""Smallest difference for which a single pair agrees with a claim, or contradicts it.
+"""Smallest difference for which a single pair of runs agrees with a claim or contradicts it.
 
-It is 2 √2 · 0.035: twice the deviation of a difference between cells with deviation 0.035.
+The value is 2 √2 · 0.035. This is twice the standard deviation of a difference between two runs, if
+each run has standard deviation 0.035.
 """
 
 AGREES, CONTRADICTS = "one pair agrees", "one pair contradicts"
 
 
 class Comparison(NamedTuple):
-    """Comparison of two combinations by the paired differences of their seeds.
+    """Comparison of two combinations by the differences between runs with equal seeds.
 
     Attributes:
         mean: Mean paired difference.
@@ -50,8 +51,8 @@ class Comparison(NamedTuple):
     def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
         """Return the comparison from paired differences; two equal differences count as one.
 
-        Accuracies are multiples of 1 / (test samples), so two differences may be equal by chance.
-        Their deviation of 0 would decide any claim.
+        Accuracies are multiples of 1 / (number of test samples), so two differences may be equal by
+        chance. Their standard deviation of 0 would decide any claim.
         """
         n = len(differences)
         n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=1e-9) else n
@@ -60,41 +61,51 @@ class Comparison(NamedTuple):
 
     @property
     def p_for(self) -> float:
-        """One-sided p-value for the claim: the mean is above 0, or within both margins."""
+        """One-sided p-value for the claim.
+
+        For an ordering, the claim is that the mean is above 0. For an equality, it is that the mean
+        lies between -margin and margin.
+        """
         if self.margin is None:
             return self._p_above(0)
         return max(self._p_above(-self.margin), 1 - self._p_above(self.margin))
 
     @property
     def p_against(self) -> float:
-        """One-sided p-value for the opposite: the mean is below 0, or outside a margin."""
+        """One-sided p-value for the opposite of the claim.
+
+        For an ordering, the opposite is that the mean is below 0. For an equality, it is that the
+        mean lies below -margin or above margin.
+        """
         if self.margin is None:
             return 1 - self._p_above(0)
         return min(self._p_above(self.margin), 1 - self._p_above(-self.margin))
 
     def _p_above(self, bound: float) -> float:
-        """Return the p-value by Student's t for a mean above a bound."""
+        """Return the p-value of Student's t-test for a mean above a bound."""
         if self.error in (0, inf):
             above = (self.mean > bound) - (self.mean < bound) if self.error == 0 else 0
             return (1 - above) / 2
         return float(t.sf((self.mean - bound) / self.error, self.pairs - 1))
 
     def half_width(self, level: float) -> float:
-        """Return half the width of the mean's confidence interval, of coverage 1 - ``level``.
+        """Return half the width of the mean's confidence interval with coverage 1 - ``level``.
 
-        It is the smallest observed difference that decides an ordering, and the smallest margin
-        that an observed difference of 0 confirms. For one pair it is :data:`ONE_PAIR`.
+        This is the smallest mean difference that decides an ordering. It is also the smallest
+        margin that a mean difference of 0 confirms. For one pair, the result is :data:`ONE_PAIR`.
         """
         if self.pairs < 2:
             return ONE_PAIR
         return self.error * float(t.isf(level / 2, self.pairs - 1))
 
     def kind(self, level: float, tests: int = 1) -> str:
-        """Return ``"holds"``, ``"does not hold"``, ``"undecided"``, or what a single pair suggests.
+        """Return ``"holds"``, ``"does not hold"`` or ``"undecided"``.
+
+        A single pair of runs gives :data:`AGREES`, :data:`CONTRADICTS` or ``"undecided"``.
 
         Args:
             level: Probability of a wrong verdict.
-            tests: Number of tests of the claim, each of which can contradict the claim.
+            tests: Number of the claim's tests. A single test can contradict the claim.
         """
         if self.pairs < 2:
             low, high = self.mean - ONE_PAIR, self.mean + ONE_PAIR
@@ -107,7 +118,7 @@ class Comparison(NamedTuple):
         return "does not hold" if 2 * tests * self.p_against <= level else "undecided"
 
     def in_words(self, level: float) -> str:
-        """Return the mean difference in words, with its interval if there are two or more pairs."""
+        """Return the mean difference in words, with a confidence interval for several pairs."""
         if self.pairs < 2:
             small = self.margin is not None and self.margin <= ONE_PAIR
             words = f"difference {self.mean:+.3f} in one pair"
@@ -120,8 +131,9 @@ class Comparison(NamedTuple):
 def p_of(tests: Sequence[Comparison]) -> float | None:
     """Return the two-sided p-value of a claim; None if no test has more than one pair.
 
-    A claim holds if all of its tests hold: the p-value for it is the largest of its tests. It does
-    not hold if any test fails: the p-value against it is the smallest times the number of tests.
+    A claim holds if all of its tests hold. So the p-value for the claim is the largest p-value of
+    its tests. A claim does not hold if one of its tests does not hold. So the p-value against the
+    claim is the smallest p-value of its tests, times the number of tests.
     """
     if all(test.pairs < 2 for test in tests):
         return None
@@ -135,17 +147,18 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
 
     Args:
         values: P-values of the family.
-        error: Largest probability of any wrong rejection (default :data:`FAMILY_ERROR`).
+        error: Largest probability of one or more wrong rejections (default :data:`FAMILY_ERROR`).
 
     Returns:
-        For each p-value, the adjusted p-value and the level at which Holm's procedure tests it. The
-        p-value is at most its level exactly if the adjusted p-value is at most ``error``.
+        For each p-value, the adjusted p-value and the level at which Holm's procedure tests the
+        p-value. The adjusted p-value is at most ``error`` if and only if the p-value is at most its
+        level.
     """
     order = sorted(range(len(values)), key=lambda index: values[index])
     tested: dict[int, tuple[float, float]] = {}
     adjusted, level = 0.0, error
     for rank, index in enumerate(order):
-        level = error / (len(values) - rank) if adjusted <= error else level  # else: Holm has stopped
+        level = error / (len(values) - rank) if adjusted <= error else level  # else Holm has stopped
         adjusted = max(adjusted, min(1.0, (len(values) - rank) * values[index]))
         tested[index] = adjusted, level
     return [tested[index] for index in range(len(values))]
@@ -154,9 +167,10 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
 def judge(claims: Sequence[str], found: Found, headline: Collection[str] = ()) -> list[Verdict]:
     """Return the verdicts on those claims whose labels all exist at this scale.
 
-    A missing result or an open choice leaves a claim undecided, as the finished runs may be a
-    biased selection. Otherwise Student's t of the paired differences decides, at the level of
-    Holm's procedure in the claim's family. A single pair can only agree or contradict.
+    If a result is missing or a choice is open, a claim is undecided: the finished runs may be a
+    biased selection. Otherwise, Student's t-test of the paired differences decides. Its
+    significance level comes from Holm's procedure for the claim's family. A single pair of runs can
+    only agree with a claim or contradict it.
 
     Args:
         claims: Texts of the claims.
@@ -202,7 +216,7 @@ def _has_labels(claim: Claim, found: Found) -> bool:
 
 
 def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
-    """Return the verdict on a claim at a level of Holm's procedure."""
+    """Return the verdict on a claim at a significance level."""
     kinds = [test.kind(level, len(tests)) for test in tests]
     worst = ("does not hold", CONTRADICTS, "undecided", AGREES, "holds")
     verdict = next(kind for kind in worst if kind in kinds)
@@ -249,7 +263,7 @@ def _tests(claim: Claim, found: Found) -> list[Comparison] | str:
 
 
 def _differences(group: Group, other: Group, metric: str) -> list[float] | str:
-    """Return the differences between two combinations by seed, or why there are none."""
+    """Return the difference for each seed, or why two combinations cannot be compared."""
     return next(_reasons(group, other, metric), "") or _by_seed(
         group["values"][metric], other["values"][metric]
     )

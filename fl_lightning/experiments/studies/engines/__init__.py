@@ -1,1 +1,1 @@
-"""Engines that run the cells of a study, each by a command line."""
+"""Engines, which run the cells of a study as command lines."""

@@ -1,4 +1,4 @@
-"""Base class of engines, which run command lines here or elsewhere and return exit statuses."""
+"""Base class of engines. An engine runs command lines, on this machine or on others."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """Command line of a cell; if it is killed and rerun, it resumes from the cell's checkpoint.
+    """Command line of a cell. If killed and run again, it resumes from the cell's checkpoint.
 
     Attributes:
         name: Name of the job.
         command: Command line.
-        log: File of the output.
+        log: File to which the output is appended.
         threads: Number of CPU threads (default 1).
         gpus: Share of a GPU (default 0).
     """
@@ -30,12 +30,14 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables to add to the study's."""
+        """Environment variables to add to the environment of the study's process."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
 class Engine(ABC):
-    """Base class of engines. Apart from its exit status, a cell's results are in its run directory.
+    """Base class of engines.
+
+    An engine returns exit statuses only. The result of a cell is in the cell's run directory.
 
     Attributes:
         cores: Number of CPU cores.
@@ -55,25 +57,25 @@ class Engine(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Let all jobs finish their rounds and write checkpoints; wait until all have ended."""
+        """Tell all jobs to finish their rounds and write checkpoints; wait until all have ended."""
 
 
 def run_command(command: Sequence[str], log: str, folder: str, environment: Mapping[str, str]) -> int:
-    """Run a command line on a worker; this function needs only the standard library.
+    """Run a command line on a worker. This function needs only the standard library.
 
     Args:
-        command: Command line; SIGINT terminates it.
+        command: Command line. If the worker receives SIGINT, the command is terminated.
         log: File to which the command's output is appended.
         folder: Working directory.
-        environment: Environment variables to add to the worker's.
+        environment: Environment variables to add to the worker's environment.
 
     Returns:
-        The exit status. If this function raises an exception, the command has ended as well.
+        The exit status. Even if this function raises an exception, the command has ended.
     """
     signals: list[int] = []
-    # a KeyboardInterrupt could come before the process exists, or never if SIGINT is ignored
+    # without this handler, SIGINT could raise KeyboardInterrupt before the process exists
     signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
-    # the opener repeats fl_lightning.files.no_link, as the worker may lack this package
+    # the opener repeats fl_lightning.files.no_link, since the worker may not have fl_lightning
     with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as output:
         process = subprocess.Popen(
             command,

@@ -1,9 +1,10 @@
-"""Processes that run a module like ``python -m``, as forks of a server with its imports (Linux).
+"""A fork server for Linux, whose forks run a module as ``python -m`` does.
 
 ``python -m fl_lightning.experiments.studies.engines.forks SOCKET MODULE`` is the server. It imports
-the module and calls the module's function ``preload``, if there is one. It computes nothing, since
-a fork of a process with threads could hang. (OpenBLAS starts threads if ``OMP_NUM_THREADS`` is
-above 1, but ends them before a fork.)
+the module once for all forks, and calls the module's function ``preload`` if there is one.
+
+The server computes nothing: computing could start threads, and a fork of a process with threads
+could hang. OpenBLAS starts threads if ``OMP_NUM_THREADS`` is above 1, but ends them before a fork.
 """
 
 import ctypes
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants of this process become its children
-_MESSAGE = 1 << 16  # largest number of bytes of a request
-_ROOM = " " * 4000  # last argument of the server; makes room for the command lines of its forks
+_MESSAGE = 1 << 16  # largest size of a request in bytes
+_ROOM = " " * 4000  # last argument of the server: space for the command lines of its forks
 
 
 def adopt_orphans() -> bool:
-    """Make orphaned descendants children of this process; return whether that is possible."""
+    """Make orphaned descendants children of this process; return whether this succeeded."""
     return not ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -66,9 +67,9 @@ class Forked:
 
 
 class ForkServer:
-    """A server process that has imported a module, and forks a process for each run of it.
+    """A server process that has imported a module and forks a process for each run of the module.
 
-    The forked processes outlive the server. After :func:`adopt_orphans` they are children of the
+    The forked processes outlive the server. After :func:`adopt_orphans`, they are children of the
     present process, which receives their exit statuses.
 
     Args:
@@ -99,12 +100,14 @@ class ForkServer:
     def start(
         self, arguments: Sequence[str], log: BinaryIO, environment: Mapping[str, str]
     ) -> Iterator[Forked]:
-        """Fork a process that runs the module after the block, or exits if this process ends first.
+        """Fork a process that runs the module as soon as the block has ended.
+
+        If the present process ends within the block, the forked process exits.
 
         Args:
             arguments: Arguments of the module.
             log: File for the output.
-            environment: Environment variables to add to the server's.
+            environment: Environment variables to add to the server's environment.
 
         Yields:
             The process.
@@ -121,7 +124,7 @@ class ForkServer:
                 raise ConnectionError("the server has ended")
             self.has_served = True
             yield Forked(int(pid))
-            with suppress(BrokenPipeError):  # the process was killed: poll returns its status
+            with suppress(BrokenPipeError):  # the process was killed; poll returns its status
                 say_go.write(b"\n")
 
 
@@ -132,12 +135,15 @@ def _close(connection: socket.socket, process: "subprocess.Popen[bytes]") -> Non
 
 
 def _serve(connection: socket.socket) -> list[str]:
-    """Fork a process for each request; only the fork returns, with the arguments of its request."""
-    gc.freeze()  # else the garbage collector writes to pages shared with forks, and so copies them
+    """Fork a process for each request.
+
+    Only the forks return from this function, with the arguments of their request.
+    """
+    gc.freeze()  # else garbage collection writes to memory that forks share, and so duplicates it
     files = _files()
     while True:
         request, descriptors, *_ = socket.recv_fds(connection, _MESSAGE, 2)
-        # end if a file has changed, as forks would run the old code, or if a thread was started
+        # end if a source file has changed, as forks would run the old code, or if there are threads
         if not request or threading.active_count() > 1 or files != _files():
             sys.exit()
         log, go = descriptors
@@ -174,7 +180,11 @@ def _files() -> dict[str, tuple[int, int] | None]:
 
 
 def _fork() -> int:
-    """Fork twice, so that the second fork is an orphan; return its id here, and 0 in that fork."""
+    """Fork twice, so that the second fork is an orphan.
+
+    Returns:
+        The process id of the second fork; in the second fork itself, 0.
+    """
     sys.stdout.flush()
     receiving, sending = os.pipe()
     if first := os.fork():
@@ -195,7 +205,7 @@ def _fork() -> int:
 
 
 def _show(arguments: Sequence[str]) -> None:
-    """Let ``ps`` show the module's command line for this process, by overwriting its arguments."""
+    """Overwrite the arguments of this process, so that ``ps`` shows the module's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # 0 if this process lacks permission
     line = "\0".join([sys.executable, "-m", sys.argv[2], *arguments]).encode()[: max(end - start - 1, 0)]
@@ -203,7 +213,7 @@ def _show(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Serve; in a fork, run the module."""
+    """Serve requests; in a fork, run the module."""
     name = sys.argv[2]
     module = importlib.import_module(name)
     getattr(module, "preload", lambda: None)()

@@ -1,4 +1,4 @@
-"""Engine for this machine: a process for each cell, distributed over the GPUs."""
+"""Engine for this machine: a process for each cell. The cells are distributed over the GPUs."""
 
 import os
 import signal
@@ -17,10 +17,10 @@ _GPU = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalEngine(Engine):
-    """Engine that runs each cell in a process group of its own: Ctrl-C reaches only the study.
+    """Engine that runs each cell in a separate process group: Ctrl-C reaches only the study.
 
-    On Linux, cells are forks of a server that has imported PyTorch, Lightning and this package;
-    each number of threads has a separate server. If the server cannot start or has ended, a cell
+    On Linux, cells are forks of a server that has imported PyTorch, Lightning and this package.
+    There is one server for each number of threads. If the server cannot start or has ended, a cell
     is a new process.
 
     Args:
@@ -58,8 +58,9 @@ class LocalEngine(Engine):
     def _fork(self, job: Job, environment: dict[str, str], log: BinaryIO) -> bool:
         """Start a job ``python -m MODULE`` as a fork; return False if that is not possible.
 
-        Only the GPU's variable is set in the fork. The others are set when a server starts, since
-        packages read some of them, such as ``OMP_NUM_THREADS``, when they are imported.
+        In the fork, only the environment variable that selects the GPU is set. All others are set
+        when the server starts, since some packages read variables such as ``OMP_NUM_THREADS`` when
+        they are imported.
         """
         if not self._forks or [*job.command[:2]] != [sys.executable, "-m"]:
             return False
@@ -70,7 +71,7 @@ class LocalEngine(Engine):
         if key not in self._servers:
             self._servers[key] = ForkServer(module, shared, log)
         server = self._servers[key]
-        if not server.close.alive:  # it ended before it served any job
+        if not server.close.alive:  # the server ended before it served a job
             return False
         try:
             with server.start(arguments, log, gpu) as process:

@@ -1,4 +1,4 @@
-"""Engine for a Ray cluster: a task for each cell; Ray retries a task if its node is lost."""
+"""Engine for a Ray cluster: a task for each cell. Ray retries a task if its node is lost."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ from fl_lightning.files import no_link
 
 
 class RayEngine(Engine):
-    """Engine that runs cells as tasks of the cluster at ``RAY_ADDRESS``, else of a local cluster.
+    """Engine that runs cells as tasks of a Ray cluster.
 
-    A local cluster is started if needed. All nodes need this Python and the working directory at
-    the same paths.
+    The cluster is the one at ``RAY_ADDRESS``, else a local cluster, which is started if needed. All
+    nodes need this Python and the working directory at the same paths.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class RayEngine(Engine):
             include_dashboard=False, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True
         )
         signal.signal(signal.SIGTERM, handler)  # Ray's handler would end the study silently
-        ray.cloudpickle.register_pickle_by_value(base)  # by value: workers may lack this package
+        ray.cloudpickle.register_pickle_by_value(base)  # pickled, as workers may lack it
         resources = ray.cluster_resources()
         self.cores, self.gpus = int(resources.get("CPU", 1)), int(resources.get("GPU", 0))
         self._running: dict[Any, Job] = {}
@@ -39,7 +39,10 @@ class RayEngine(Engine):
             self._running[ray.remote(base.run_command).options(**options).remote(*arguments)] = job
 
     def ended(self) -> dict[str, int]:
-        """Return the exit status of each ended task; if Ray failed, 1 and a reason in the log."""
+        """Return the exit status of each task that has ended.
+
+        If Ray has failed, the exit status is 1, and the reason is in the job's log.
+        """
         running = [*self._running]
         statuses = {}
         for task in ray.wait(running, num_returns=len(running), timeout=0)[0] if running else []:
@@ -53,7 +56,7 @@ class RayEngine(Engine):
         return statuses
 
     def stop(self) -> None:
-        """Cancel all tasks, which then terminate their cells; wait until all have ended."""
+        """Cancel all tasks, which then terminate their cells; wait until all tasks have ended."""
         for task in self._running:
             ray.cancel(task)
         ray.wait([*self._running], num_returns=max(len(self._running), 1))

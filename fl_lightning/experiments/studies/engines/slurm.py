@@ -1,4 +1,4 @@
-"""Engine for a Slurm cluster, by submitit: cells that are submitted together form a job array."""
+"""Engine for a Slurm cluster, based on submitit. Cells submitted together form a job array."""
 
 import os
 import shutil
@@ -17,12 +17,12 @@ from fl_lightning.files import no_link
 
 _MINUTES = 60  # time limit of a job; a longer cell is requeued and resumes
 _TIMES = 10_000  # largest number of times that a job is requeued at its time limit
-# submitit requeues a job on USR2; Slurm sends USR2 to all processes of the job: cells ignore it
+# Slurm sends USR2 to all processes of a job: submitit requeues the job, and cells ignore USR2
 _UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
 _ENDED = [
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
 ]  # fmt: skip
-_ARRAY = 1000  # jobs in an array, Slurm's default limit
+_ARRAY = 1000  # Slurm's default limit on the jobs in an array
 
 
 class SlurmEngine(Engine):
@@ -52,7 +52,7 @@ class SlurmEngine(Engine):
         self._running: dict[str, tuple[submitit.Job[int], Path]] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, as an array for each number of threads and GPUs."""
+        """Queue jobs. Jobs with equal numbers of threads and GPUs form an array."""
         for threads, gpus in dict.fromkeys((job.threads, ceil(job.gpus)) for job in jobs):
             array = [job for job in jobs if (job.threads, ceil(job.gpus)) == (threads, gpus)]
             folder = array[0].log.parent / "submitit"
@@ -73,11 +73,14 @@ class SlurmEngine(Engine):
                         queued[job.name] = executor.submit(_Command(), *arguments), job.log
             except submitit.core.utils.FailedJobError as error:
                 reason = " ".join(str(error).split())
-                raise ConfigurationError(f"--engine: slurm does not take the jobs: {reason}") from error
+                raise ConfigurationError(f"--engine: slurm rejects the jobs: {reason}") from error
             self._running |= queued
 
     def ended(self) -> dict[str, int]:
-        """Return each ended job's exit status; if Slurm ended it, 1 with a reason in the log."""
+        """Return the exit status of each job that has ended.
+
+        If Slurm has ended a job, the exit status is 1, and the reason is in the job's log.
+        """
         statuses = {}
         for name in [name for name, (job, _) in self._running.items() if job.done()]:
             job, path = self._running.pop(name)
@@ -100,7 +103,7 @@ class SlurmEngine(Engine):
 
 
 class _Queue(submitit.slurm.slurm.SlurmInfoWatcher):  # type: ignore[misc]  # submitit is untyped
-    """Reader of job states by ``squeue``, since ``sacct`` needs Slurm's accounting."""
+    """Reader of job states with ``squeue``, since ``sacct`` needs Slurm's accounting database."""
 
     def _make_command(self) -> list[str]:
         return ["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i|%T"]
