@@ -96,7 +96,7 @@ def current_name(path: str) -> str:
 
 
 def _named(path: str) -> object:
-    """Return the object at a dotted path; None if missing, the error message if its import fails."""
+    """Return the object at a dotted path; None if missing, the error message if import fails."""
     from pydoc import ErrorDuringImport, locate  # late: slow to import
 
     try:

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 class ConfigurationError(ValueError):
     """An invalid setting, data set or checkpoint.
 
-    The message is one line with the setting, its value and a remedy. The command line prints it
-    without a traceback and exits with ``exit_status``.
+    The message is one line with the setting, its value and a remedy. The command line prints the
+    message without a traceback, and exits with ``exit_status``.
 
     Example:
         >>> from fl_lightning.callbacks import FedProx

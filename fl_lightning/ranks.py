@@ -94,7 +94,7 @@ class Ranks:
             message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # all ranks raise the error of a nested exchange: remove notes that only this rank added
+                # all ranks raise the error of a nested exchange: remove this rank's own notes
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
             mine, message = error, pickle.dumps((None, described(error), 0))
@@ -170,7 +170,8 @@ class Ranks:
         Each rank has computed its :meth:`share` of the rows of each block.
 
         Args:
-            blocks: Contiguous tensors ``[C, ...]``. The number of rows, ``C``, may differ.
+            blocks: Contiguous tensors ``[C, ...]``. ``C``, the number of rows, may differ between
+                blocks.
         """
         if self.size == 1:
             return

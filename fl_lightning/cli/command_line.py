@@ -44,7 +44,7 @@ def main(
     Returns:
         The command line, with trainer, model and data, after its command has ended.
     """
-    # the agent of a W&B sweep adds an argument --_wandb... when it restarts a run; fit has none
+    # the agent of a W&B sweep adds an argument --_wandb... to a restarted run; fit does not know it
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
     return _started(given, cli_class, model_class)
 
@@ -126,7 +126,7 @@ def build(args: Sequence[str]) -> FederatedCLI:
 
 @cache
 def _reader() -> FederatedCLI:
-    """Return a command line that is made once, since making its parser takes long."""
+    """Return a command line that is made only once, since making its parser is slow."""
     try:
         return _started(["fit"], _Reader)
     except _Made as made:

@@ -90,7 +90,7 @@ class FederatedCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the settings; raise errors for values that would silently be misread or overridden."""
+        """Read the settings; raise errors for values that Lightning would misread or override."""
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
@@ -100,7 +100,7 @@ class FederatedCLI(LightningCLI):
         ]
         ConciseParser.given, self.given = read, given_settings(read)
         seed = self.given.get("seed_everything", 0)
-        if type(seed) is not int or not 0 <= seed < 2**32:  # true: Lightning would draw a seed
+        if type(seed) is not int or not 0 <= seed < 2**32:  # for true, Lightning draws a seed
             raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
         for name, value in self.given.items():
             # nan passes range checks: comparisons with it are false
@@ -141,7 +141,7 @@ class FederatedCLI(LightningCLI):
             # a default other than None means that the model needs this setting
             if value is None and given is None and parsed is not None:
                 raise ConfigurationError(
-                    f"{setting}: the data set does not say its {name}; set {setting}, or {name} in the data module"
+                    f"{setting}: the data set does not define its {name}; set {setting}, or {name} in the data module"
                 )
             if value is not None and given not in (None, value):
                 raise ConfigurationError(
@@ -162,7 +162,7 @@ class FederatedCLI(LightningCLI):
         self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
 
     def resolve(self, config: Namespace) -> Config:
-        """Return a configuration as plain values; omit linked settings that the user did not give."""
+        """Return a configuration as plain values, without linked settings that were not given."""
         resolved = self.plain(config)
         kind = import_object(config.data.class_path)  # may define a value: CIFAR10 has ten classes
         for name in _MODEL_LINKS:
@@ -208,7 +208,7 @@ class FederatedCLI(LightningCLI):
         self._predictions = folder / f"predictions_round_{checkpoint['global_step']}"
         callbacks = as_list(config.trainer.callbacks)
         if config.trainer.enable_progress_bar is None and not has_progress_bar(callbacks):
-            kwargs["enable_progress_bar"] = sys.stdout.isatty()  # a log file needs no bar
+            kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no progress bar in a log file
         return make_trainer(settings, **{**kwargs, "callbacks": [*callbacks, config.checkpoint]})
 
     def fit(self, **kwargs: Any) -> None:
@@ -222,5 +222,5 @@ class FederatedCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         outputs = [*map(self.model.task.scores, raw)]
-        batches = islice(self.datamodule.predict_dataloader(), len(outputs))  # limit_predict_batches
+        batches = islice(self.datamodule.predict_dataloader(), len(outputs))  # see limit_predict_batches
         print(write_predictions(self._predictions, outputs, batches, self.datamodule))

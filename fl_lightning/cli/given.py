@@ -123,7 +123,7 @@ def _check_class(tree: Config, name: str, place: str) -> None:
 
 def _read(path: Path) -> Config:
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # safe: a SafeLoader
+        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error

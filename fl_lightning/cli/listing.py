@@ -37,16 +37,16 @@ KINDS = {
 
 
 FILES = {"configs": "fit --config", "studies": "study"}
-"""Command that reads each kind of shipped files."""
+"""Command that accepts the shipped files of each kind."""
 
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Print the names of the given kinds with one-line descriptions, or the parameters of a model.
+    """Print the names of methods, models and so on with descriptions, or a model's parameters.
 
     Args:
-        args: Arguments after ``list``: either kinds (default: all kinds), or ``parameters`` and
-            arguments of ``fit``.
+        args: Arguments after ``list``: either kinds of names, such as ``methods`` (default: all
+            kinds), or ``parameters`` and arguments of ``fit``.
     """
     if args[:1] == ["parameters"]:
         if not args[1:]:

@@ -196,7 +196,7 @@ def _classes_with(option: str, owner: str) -> str:
 
 def kinds_of_settings() -> dict[str, type]:
     """Return the base class of a setting's values, by the last part of the setting's name."""
-    from fl_lightning.datamodules.partitions import Partition  # late: rarely needed
+    from fl_lightning.datamodules.partitions import Partition  # imported late, as rarely needed
 
     return {
         "aggregator": Aggregator,
@@ -218,8 +218,8 @@ def kinds_of_settings() -> dict[str, type]:
 
 
 def base_classes() -> tuple[type, ...]:
-    """Return shipped base classes that a configuration cannot name, only their subclasses."""
-    from fl_lightning import attacks, datamodules  # late: rarely needed
+    """Return the shipped base classes. A configuration can name only their subclasses."""
+    from fl_lightning import attacks, datamodules  # imported late, as rarely needed
 
     return (
         datamodules.PartitionedDataModule,
@@ -232,7 +232,7 @@ def base_classes() -> tuple[type, ...]:
 
 
 def _classes(base: type) -> dict[str, type]:
-    """Return the subclasses of a class that need no dotted path, by name."""
+    """Return the subclasses of a class, by name, that a configuration can name without a path."""
     classes, subclasses = dict[str, type](), list[type](type.__subclasses__(base))
     for kind in subclasses:
         classes |= _classes(kind)

@@ -46,7 +46,7 @@ class ConciseParser(LightningArgumentParser):
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        """Add the settings of a class. Without ``nested_key``, the class becomes the owner."""
+        """Add the settings of a class; without ``nested_key``, store its name in ``owner``."""
         if nested_key is None:
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
@@ -69,7 +69,7 @@ class ConciseParser(LightningArgumentParser):
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
-            # jsonargparse cannot find num_classes in timm's create_model, which passes it on by name
+            # jsonargparse cannot find num_classes in functions such as timm's create_model
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
@@ -97,7 +97,7 @@ class ConciseParser(LightningArgumentParser):
         return self._commands
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Make the configured objects; if this fails, add class and settings to the exception."""
+        """Make the configured objects; if this fails, note class and settings in the exception."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
 

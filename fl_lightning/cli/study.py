@@ -52,7 +52,7 @@ _resolved = cache(resolve)
 
 @contextmanager
 def _cells_are_kept() -> Iterator[None]:
-    """Add to the message of an interruption which results are kept."""
+    """Let the message of an interruption say which results are kept."""
     try:
         yield
     except Stopped as stopped:
@@ -204,7 +204,7 @@ class StudyCells:
         return True
 
     def cell(self, labels: Labels, seed: int) -> Cell:
-        """Return the cell of a combination and a seed."""
+        """Return the cell with these labels and this seed."""
         key = (*labels.items(), seed)
         if key not in self._made:
             first = self.study.seeds(labels)[0]

@@ -41,9 +41,9 @@ def main(args: Sequence[str]) -> None:
     a scheduler may have started it twice.
 
     Args:
-        args: File with the configuration of the cell, and options. ``--branch`` is a parent's
-            checkpoint, for a cell without a checkpoint. ``--data`` is the required digests of the
-            data as JSON. ``--accept-stale`` accepts stale results.
+        args: File with the configuration of the cell, and options. ``--branch`` names a parent's
+            checkpoint, for a cell without a checkpoint. ``--data`` gives the required digests of
+            the data as JSON. ``--accept-stale`` accepts stale results.
     """
     parser = ArgumentParser()
     parser.add_argument("file", type=Path)

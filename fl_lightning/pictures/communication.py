@@ -71,7 +71,7 @@ def _quality(rows: Rows) -> str | None:
 def _curve(rows: Rows, cost: str, quality: str, *, log: bool) -> tuple[Series, Series]:
     """Return the costs and qualities of all evaluated rounds.
 
-    A ``log`` axis has no initial model, since its cost is 0.
+    For a ``log`` axis, omit the initial model, since its cost is 0.
     """
     pairs = [
         (float(row.get(cost, 0.0)), float(row[quality]))

@@ -74,8 +74,8 @@ def learning_curve_figure(
 def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     """Return the rounds in which the policy changes, and each change in words.
 
-    ``policy`` is the content of ``policy.json``. ``rows`` are those of ``metrics.jsonl``; if
-    training found T*, they contain T*.
+    ``policy`` is the content of ``policy.json``, and ``rows`` that of ``metrics.jsonl``. If
+    training has found T*, the rows contain T*.
 
     >>> policy_changes({"mean": [[1, "averaged"], [3, "frozen"]], "var": [[1, "averaged"], [3, "frozen"]]})
     {3: 'BN statistics frozen from round 3'}

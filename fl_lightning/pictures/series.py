@@ -28,16 +28,16 @@ def series(rows: Rows, name: str) -> tuple[Series, Series]:
 
 
 def frozen_from(rows: Rows) -> int | None:
-    """Return the first round with frozen BN: one after T* of the last row that has T*.
+    """Return the first round with frozen BN, which is T* + 1.
 
-    Return None if no row has T*.
+    T* is read from the last row that has it. If no row has T*, return None.
     """
     starts = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
     return starts[-1] if starts else None
 
 
 def with_gaps(values: Series) -> Series:
-    """Replace values that cannot be drawn by NaN."""
+    """Return the values with NaN in place of non-finite values and values above 1e30."""
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
@@ -79,8 +79,8 @@ def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> N
     Args:
         axes: Panel of the curves.
         drawn: Values of each curve.
-        reach: Lower bound of a logarithmic axis's upper end. Such an axis includes 0 if a value is
-            0.
+        reach: Value up to which a logarithmic axis extends at least (default 0). The axis includes
+            0 if a value is 0.
     """
     values = np.concatenate([*drawn, []])
     positive = values[values > 0]

@@ -75,7 +75,7 @@ COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
         {86400.0: "days", 3600.0: "h", 60.0: "min", 1.0: "s"},
     ),
 }
-"""Label of the axis and units of each communication cost, by metric. Units are given by size."""
+"""Axis label and units of each communication cost, by metric. The key of a unit is its size."""
 
 
 class Panel(NamedTuple):

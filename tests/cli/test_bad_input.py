@@ -208,7 +208,7 @@ TABLE = {
     ),
     "data without clients": (
         {"data": {"class_path": "fl_lightning.FederatedDataModule"}},
-        ["the data set does not say its num_classes"],
+        ["the data set does not define its num_classes"],
     ),
     "misspelt loss": ("--model.loss CrossEntropyLos", ["model.loss", "did you mean CrossEntropyLoss"]),
     "argument without a type that is missing": (callback("untyped.Untyped"), ["Untyped.a is missing"]),

@@ -223,7 +223,7 @@ TABLE = [
     ({"model": [1]}, "model: [1] holds no settings such as model.model"),
     ({"model": {}}, "the following arguments are required: model.model, model.client_optimizer"),
     ({"data": [1]}, "data: [1] is a list, not one class; " + DATA),
-    ({"data": {}}, "model.model.init_args.num_classes: the data set does not say its num_classes; set model.model.init_args.num_classes, or num_classes in the data module"),
+    ({"data": {}}, "model.model.init_args.num_classes: the data set does not define its num_classes; set model.model.init_args.num_classes, or num_classes in the data module"),
     ({"ckpt_path": ""}, "ckpt_path: '' is no path of a local or mounted file system; give another path"),
     ({"name": "a\x00b"}, "name: 'a\\x00b' is no folder below run_root runs; use a name such as mine"),
     ({"run_root": "a\x00b"}, "run_root: 'a\\x00b' is no path of a local or mounted file system; give another path"),

@@ -71,7 +71,7 @@ def test_unreachable_server_turns_the_run_offline_with_one_line(offline, monkeyp
     wandb.teardown()
     shown = capsys.readouterr()
     (told,) = [line for line in shown.err.splitlines() if line.startswith("W&B")]
-    assert told.startswith("W&B does not work online, the run goes on offline: ")
+    assert told.startswith("W&B does not work online, the run continues offline: ")
     (folder,) = offline_runs(attempt)
     assert [row["round"] for row in read_run(folder).history] == [0, 1]
 
@@ -111,7 +111,7 @@ def test_online_without_a_usable_key_is_offline_with_one_line(
     attempt = run("--trainer.max_epochs", 1).attempt
     wandb.teardown()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("W&B does not work online, the run goes on offline: ")
+    assert line.startswith("W&B does not work online, the run continues offline: ")
     assert reason in line
     assert len(offline_runs(attempt)) == 1
 
@@ -153,7 +153,7 @@ def test_variable_that_wandb_refuses_is_one_line_and_the_run_goes_on(
     attempt = run("--trainer.max_epochs", 1).attempt
     assert json.loads(attempt.result.read_text())["rounds"] == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("W&B does not work, the run goes on without it: ")
+    assert line.startswith("W&B does not work, the run continues without it: ")
     assert name.removeprefix("WANDB_").lower() in line
 
 
@@ -171,7 +171,7 @@ def test_setting_that_wandb_refuses_is_one_line_and_the_run_goes_on(
     wandb.teardown()
     assert json.loads(attempt.result.read_text())["rounds"] == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("W&B does not work, the run goes on without it: ")
+    assert line.startswith("W&B does not work, the run continues without it: ")
     assert {"project": "'a/b'", "tags": "run_tags"}[setting] in line
 
 

@@ -91,7 +91,7 @@ class RoundWandbLogger(Logger):
                     self._define(tested := contents.tested(self.attempt))
                 # W&B stores files that are not uploaded yet in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # W&B writes a step when the next step begins, so the last round's step is still open
+                # W&B writes a step when the next one begins, so the last round's step is still open
                 self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)

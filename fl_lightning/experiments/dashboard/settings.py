@@ -65,9 +65,9 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
                 sys.modules["wandb"].teardown()  # otherwise the run's id remains in use
         else:
             if wrong:
-                print(f"W&B does not work online, the run goes on offline: {wrong}", file=sys.stderr)
+                print(f"W&B does not work online, the run continues offline: {wrong}", file=sys.stderr)
             return run
-    print(f"W&B does not work, the run goes on without it: {wrong}", file=sys.stderr)
+    print(f"W&B does not work, the run continues without it: {wrong}", file=sys.stderr)
     return None
 
 

@@ -43,7 +43,7 @@ _FIXED = {
         "skipped rounds": ["clients/skipped"],
     },
 }
-"""Metrics of the panels that all tasks share, by section and by title of the panel."""
+"""Panels that every task has: the metrics of each panel, by section and by the panel's title."""
 
 Metrics = Mapping[str, Mapping[str, str]]
 """``label`` and ``best`` (``"max"`` or ``"min"``) of each metric of a task.
@@ -120,7 +120,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
     except Exception as error:  # such as an error of the network
         wrong = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
-            f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes it without W&B"
+            f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes the workspace to a file"
         ) from error
 
 
