@@ -96,7 +96,10 @@ def current_name(path: str) -> str:
 
 
 def _named(path: str) -> object:
-    """Return the object at a dotted path; None if missing, the error message if import fails."""
+    """Return the object at a dotted path, or None if there is no such object.
+
+    If the import of the object fails, return the error message.
+    """
     from pydoc import ErrorDuringImport, locate  # late: slow to import
 
     try:

@@ -144,7 +144,7 @@ def _copied(value: Any) -> Any:
 
 
 def in_words(value: object) -> str:
-    """Format the value of a setting: by :func:`describe` if it has no ``repr`` of its own."""
+    """Format the value of a setting. Use :func:`describe` if its class does not define ``repr``."""
     return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
 
 

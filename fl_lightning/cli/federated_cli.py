@@ -162,9 +162,9 @@ class FederatedCLI(LightningCLI):
         self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
 
     def resolve(self, config: Namespace) -> Config:
-        """Return a configuration as plain values, without linked settings that were not given."""
+        """Return a configuration as built-in types; of linked settings, keep only given ones."""
         resolved = self.plain(config)
-        kind = import_object(config.data.class_path)  # may define a value: CIFAR10 has ten classes
+        kind = import_object(config.data.class_path)  # may set a value itself: CIFAR10 has 10 classes
         for name in _MODEL_LINKS:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):
@@ -172,7 +172,7 @@ class FederatedCLI(LightningCLI):
         return resolved
 
     def plain(self, config: Namespace) -> Config:
-        """Return a parsed configuration as plain values, without linked settings."""
+        """Return a parsed configuration as built-in types, without linked settings."""
         parser = self._parser(self.config.subcommand)
         values: Config = yaml.safe_load(parser.dump(config, "yaml", False, skip_validation=True))
         return values
@@ -222,5 +222,6 @@ class FederatedCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         outputs = [*map(self.model.task.scores, raw)]
-        batches = islice(self.datamodule.predict_dataloader(), len(outputs))  # see limit_predict_batches
+        # trainer.limit_predict_batches may have left out the last batches
+        batches = islice(self.datamodule.predict_dataloader(), len(outputs))
         print(write_predictions(self._predictions, outputs, batches, self.datamodule))

@@ -232,7 +232,7 @@ def base_classes() -> tuple[type, ...]:
 
 
 def _classes(base: type) -> dict[str, type]:
-    """Return the subclasses of a class, by name, that a configuration can name without a path."""
+    """Return the subclasses of a class by name; omit classes that need a dotted path."""
     classes, subclasses = dict[str, type](), list[type](type.__subclasses__(base))
     for kind in subclasses:
         classes |= _classes(kind)
@@ -329,7 +329,7 @@ def _let_the_first_rank_speak() -> None:
 
 
 def _errors() -> TextIO:
-    """Return the stream for errors. Ranks other than 0 print nothing to other streams."""
+    """Return the stream for errors, the only stream to which ranks other than 0 print."""
     return (sys.__stderr__ if launched_rank() else None) or sys.stderr
 
 

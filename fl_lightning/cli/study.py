@@ -192,7 +192,7 @@ class StudyCells:
         return [cell for trial in self.trials for cell in trial]
 
     def extend(self, choices: Sequence[ChoiceFound]) -> bool:
-        """Extend each grid of learning rates at whose edge a value was chosen.
+        """Extend each grid of learning rates if the value at the grid's edge was chosen.
 
         Returns:
             Whether a grid was extended.

@@ -39,8 +39,7 @@ def overlay_figure(
 
     Args:
         images: uint8 ``[H, W, 3]``.
-        truths: Labels ``[H, W]``; a label that is not below the number of classes marks an ignored
-            pixel.
+        truths: Labels ``[H, W]``. Labels ``len(palette)`` and above mark ignored pixels.
         guesses: Predicted labels ``[H, W]``.
         palette: Colour of each class.
         class_names: Name of each class; None to show class numbers.

@@ -75,7 +75,7 @@ COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
         {86400.0: "days", 3600.0: "h", 60.0: "min", 1.0: "s"},
     ),
 }
-"""Axis label and units of each communication cost, by metric. The key of a unit is its size."""
+"""Axis label of each communication cost, and its units by their size. Keys are metrics."""
 
 
 class Panel(NamedTuple):
@@ -190,7 +190,7 @@ def legend_above(axes: "Axes", heading: str | None = None) -> None:
     """Put a legend with a heading above the data if a curve has a label."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
-        columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # by the longest label, so that all fit
+        columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # as many as fit with the longest label
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1),

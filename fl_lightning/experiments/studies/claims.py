@@ -1,5 +1,7 @@
 """Claims of a paper: their syntax, and the pairs of combinations that they compare.
 
+Examples of claims:
+
 - ``"FixBN > GN > BN"`` orders labels of an axis.
 - ``"GN > BN at E=1"`` names labels of other axes after ``at``.
 - ``"E=100 > E=1 at method=BN"`` names the axis of each label.

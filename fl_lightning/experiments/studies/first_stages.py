@@ -38,8 +38,8 @@ def first_stage(config: Config) -> float:
 def family_of(config: Config) -> str:
     """Return a key that is equal for runs with a common first stage.
 
-    The key consists of the hash of the configuration without methods that have T*, the seed, the
-    number of rounds, and the source code.
+    The key consists of the seed, the number of rounds, the source code, and the hash of the
+    configuration. Methods with T* are ignored in all of these.
     """
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
@@ -68,7 +68,7 @@ def _is_shared(entry: Origin, config: Config, folder: Path) -> bool:
         source = Attempt(folder / Path(entry["checkpoint"]).parts[-3]).read_config()
         until = min(first_stage(source), first_stage(config))
         return family_of(source) == family_of(config) and entry["round"] <= until
-    except (ConfigurationError, IndexError, KeyError, TypeError):  # the other run is not in this folder
+    except (ConfigurationError, IndexError, KeyError, TypeError):  # the other run has no configuration here
         return False
 
 

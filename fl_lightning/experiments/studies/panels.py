@@ -52,9 +52,10 @@ class Grid:
             axes.remove()
 
     def curves(self) -> Iterator[tuple["Axes", tuple[str, str, str], str, list[Group]]]:
-        """Yield the panel, the colour, line style and marker, the label and the groups of a curve.
+        """Yield each curve as (panel, look, label, groups).
 
-        The groups are the combinations of labels that the curve shows.
+        The look is colour, line style and marker. The groups are the combinations of labels that
+        the curve shows.
         """
         for axes, curves in zip(self.panels, self._groups.values(), strict=True):
             for label, groups in curves.items():

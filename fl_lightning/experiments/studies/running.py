@@ -125,7 +125,7 @@ class Runner:
         life = left[cell]
         another = states[cell].attempt != life.before
         if states[cell].phase == "stale" and another and not life.status:
-            cell.data = None  # the new result is of the present data
+            cell.data = None  # the new result used the present data
             states[cell] = self._state(cell)
         there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
         if not (life.status or there or time.monotonic() - life.ended > _PATIENCE):
