@@ -143,7 +143,10 @@ class TensorData(InMemorySamples):
         self.in_features = self._data["features"][0].numel()
 
     def class_histograms(self) -> list[list[int]]:
-        """Return ``[i][c]``, the number of samples of class c at client i; empty if no classes."""
+        """Return ``[i][c]``, the number of samples of class c at client i.
+
+        The list is empty if the data have no classes.
+        """
         return super().class_histograms() if self.num_classes is not None else []
 
     def _given_test(self) -> list[Tensor]:

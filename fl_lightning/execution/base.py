@@ -20,11 +20,11 @@ from fl_lightning.recorded import Recorded
 
 
 class Compilation(NamedTuple):
-    """Decision whether the clients' passes are compiled.
+    """Decision whether the clients' forward and backward passes are compiled.
 
     Attributes:
         compiled: Whether the passes are compiled.
-        reason: Reason in a few words; empty if the setting decides.
+        reason: Reason in a few words. Empty if the user's setting decides.
     """
 
     compiled: bool
@@ -35,11 +35,11 @@ class ClientTask(Protocol):
     """The part of the federated module that executors use.
 
     Attributes:
-        model: The server's model, which holds a client's state while its loss is computed.
-        loss: Loss of (outputs, targets).
-        slots: The model's tensors, replaceable by a client's.
+        model: The server's model. It holds a client's state while the client's loss is computed.
+        loss: Loss as a function of (outputs, targets).
+        slots: The model's tensors, which can be replaced by those of a client.
         seed: The run's seed.
-        trainer: Lightning's trainer, whose precision plugin wraps the losses.
+        trainer: Lightning's trainer. Its precision plugin wraps the losses.
     """
 
     model: nn.Module
@@ -59,10 +59,11 @@ class ClientTask(Protocol):
 
 
 class Executor(Recorded, ABC):
-    """Base class: computation of a local step's losses and gradients for rows of a cohort.
+    """Base class of executors. An executor computes losses and gradients of a local step.
 
     Attributes:
-        compilation: Whether passes are compiled, set by the module before the first round.
+        compilation: Decision whether passes are compiled. The module sets it before the first
+            round.
     """
 
     compilation = Compilation(False)
@@ -71,16 +72,16 @@ class Executor(Recorded, ABC):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``.
+        """Write the gradients of some clients to ``cohort.grads``, and update ``cohort.buffers``.
 
         Args:
             module: The federated module.
-            cohort: The round's stacked client state.
+            cohort: The round's cohort, with the stacked state of its clients.
             batch: One batch for each of ``rows``.
-            rows: Indices of the active rows.
+            rows: Rows of the clients that take this local step.
 
         Returns:
-            The local losses, detached, shape ``[len(rows)]``.
+            The clients' losses, detached, shape ``[len(rows)]``.
         """
 
     def decide_compilation(
@@ -90,23 +91,26 @@ class Executor(Recorded, ABC):
 
         Args:
             module: The federated module.
-            client_steps: Local steps of all clients in the run.
+            client_steps: Number of local steps of all clients together in the run.
             batch: Function that returns a client's first batch.
-            before: The checkpoint's decision in a resumed run, else None.
+            before: In a resumed run, the decision in the checkpoint; otherwise None.
         """
         return Compilation(False)
 
     def clients_together(self, clients: int) -> int | None:
-        """Return how many of ``clients`` share one pass; None if each client has its own pass."""
+        """Return how many of ``clients`` clients share one pass, or None for one pass per client."""
         return None
 
     def close(self) -> None:  # not abstract: most executors hold no resources
-        """Release resources held between local steps; the executor can be used again."""
+        """Release resources held between local steps. The executor can be used again later."""
 
 
 @contextmanager
 def computing(module: ClientTask, batch: Any) -> Iterator[None]:
-    """Add model, loss and batch to exceptions of the block; explain inputs that do not fit."""
+    """Add a description of model, loss and batch to exceptions of the block.
+
+    If the inputs do not fit the model, raise an error that explains this.
+    """
     try:
         with doing(lambda: _computation(module, batch)):
             yield
@@ -136,7 +140,7 @@ def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
 
 
 def _computation(module: ClientTask, batch: Any) -> str:
-    """Describe the model, the loss, the batch and valid batches, for an error message."""
+    """Describe the model, the loss, the batch and which batches would be valid."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
     return (
@@ -146,7 +150,7 @@ def _computation(module: ClientTask, batch: Any) -> str:
 
 
 def client_loss(module: ClientTask, batch: Any) -> Tensor:
-    """Return ``module.client_loss(batch)``; PyTorch's errors become errors that name a remedy."""
+    """Return ``module.client_loss(batch)``, and convert PyTorch's errors to errors with a remedy."""
     try:
         with (
             module.trainer.precision_plugin.forward_context(),
@@ -166,14 +170,17 @@ def client_loss(module: ClientTask, batch: Any) -> Tensor:
 
 
 def client_losses(module: ClientTask, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return a client's reported loss, and the loss plus all ``add_loss`` terms, for gradients."""
+    """Return a client's loss as reported, and its loss for gradients.
+
+    The latter includes all terms of ``add_loss``.
+    """
     with collecting() as terms:
         loss = client_loss(module, batch)
     return loss, sum(terms, loss)
 
 
 def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize | None:
-    """Return an error with a remedy if vmap cannot run the model due to ``error``, else None."""
+    """Return an error with a remedy if ``error`` means that vmap cannot run the model, else None."""
     message = str(error)
     if not any(words in message for words in ("atching rule not implemented", "vmap", "functorch transform")):
         return None

@@ -1,4 +1,4 @@
-"""Default number of ranks and default executor of a run."""
+"""Choice of the default executor and the default number of ranks."""
 
 import os
 from collections.abc import Callable
@@ -30,14 +30,14 @@ class Choice(NamedTuple):
 
 
 def choose_executor(module: ClientTask, num_clients: int) -> Choice:
-    """Choose the probably fastest executor; the choice affects only rounding.
+    """Choose the executor that is probably fastest.
 
-    On a GPU, all clients are computed at once if the model and its batches allow it. Otherwise
-    clients are computed one after the other.
+    On a GPU, all clients are computed at once, if the model and the batches allow this. Otherwise
+    clients are computed one after the other. The results of both differ only by rounding.
 
     Args:
         module: The federated module, on its device.
-        num_clients: Clients in a round.
+        num_clients: Number of clients in a round.
     """
     if module.device.type == "cuda":
         reason = f"{num_clients} clients at once on {module.device}"
@@ -56,18 +56,20 @@ def decide_compilation(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> bool:
-    """Decide whether an executor compiles on all ranks; if one rank cannot, none compiles.
+    """Decide whether an executor compiles.
+
+    All ranks decide equally. If one rank cannot compile, no rank compiles.
 
     Args:
         task: The federated module.
-        executor: The executor, whose ``compilation`` is set.
-        ranks: The processes of the run.
-        client_steps: Local steps of all clients in the run.
+        executor: The executor. This function sets its ``compilation``.
+        ranks: The ranks of the run.
+        client_steps: Number of local steps of all clients together in the run.
         batch: Function that returns a client's first batch.
-        before: The checkpoint's decision in a resumed run, else None.
+        before: In a resumed run, the decision in the checkpoint; otherwise None.
 
     Returns:
-        The decision, which checkpoints store.
+        The decision, which is stored in checkpoints.
     """
     choices = ranks.exchange(lambda: executor.decide_compilation(task, client_steps, batch, before))
     executor.compilation = next((choice for choice in choices if not choice.compiled), choices[0])
@@ -75,21 +77,27 @@ def decide_compilation(
 
 
 def cpu_ranks() -> int:
-    """Return the default maximum of ranks on CPUs: one per core that the run may use."""
+    """Return the default maximum number of ranks on CPUs: one per core that the run may use."""
     return 1 if cannot_fork() else cores_of_a_run()
 
 
 def cores_of_a_run() -> int:
-    """Return ``OMP_NUM_THREADS`` if it is set, at most :func:`usable_cores`."""
+    """Return the number of cores that a run may use.
+
+    This is :func:`usable_cores`, or ``OMP_NUM_THREADS`` if that is set and smaller.
+    """
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return min(usable_cores(), int(threads)) if threads.isdecimal() and int(threads) else usable_cores()
 
 
 def usable_cores() -> int:
-    """Return the number of cores in this process's affinity mask, at most its cgroup's quota."""
+    """Return the number of cores that the system allows this process.
+
+    This is the size of its CPU affinity mask, or its cgroup's CPU quota if that is smaller.
+    """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, min(allowed, ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # the file is missing, or it says "max", that is, no quota
+    except (OSError, ValueError):  # the file is missing, or it contains "max", which means no quota
         return allowed

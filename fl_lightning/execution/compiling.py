@@ -13,16 +13,22 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Fewest values in a run's BN layers; at 3 ns each (one thread), ten times compiling's 40 s."""
+"""Fewest values in all BN layers of a run for which compiling saves time.
+
+One thread takes about 3 ns per value. So this many values take ten times the 40 s of compiling.
+"""
 
 _FEWEST_STEPS = 1000
-"""Fewest local steps in a run; with fewer steps, values are not counted."""
+"""Fewest local steps of a run for which compiling can save time. Below, values are not counted."""
 
 _KNOWN = ("fl_lightning", "torch", "torchvision", "timm")
 """Packages whose layers are static and therefore safe to compile."""
 
 _MOST_GRAPHS = 64
-"""Most graphs (one per shape and mode) of a model; more mean that it changes in each step."""
+"""Largest number of compiled graphs of a model.
+
+There is one graph per shape and mode. More graphs mean that the model changes in each step.
+"""
 
 
 def decide(
@@ -32,16 +38,18 @@ def decide(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> Compilation:
-    """Decide whether passes are compiled, from the plan and the machine's compiler alone.
+    """Decide whether passes are compiled.
 
-    The decision ignores timings and the number of ranks, since neither may change results.
+    The decision depends only on the settings, the number of local steps, the model and the
+    machine's compiler. It does not depend on timings or the number of ranks, because neither may
+    change results.
 
     Args:
-        setting: The setting ``compile`` of the executor.
-        module: The federated module, with its slots.
-        client_steps: Local steps of all clients in the run.
+        setting: The executor's setting ``compile``.
+        module: The federated module.
+        client_steps: Number of local steps of all clients together in the run.
         batch: Function that returns a client's first batch.
-        before: The checkpoint's decision in a resumed run, else None.
+        before: In a resumed run, the decision in the checkpoint; otherwise None.
 
     Raises:
         ConfigurationError: ``setting`` is true, and compiling fails on this machine.
@@ -87,9 +95,10 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
 
 
 class _Values(NamedTuple):
-    """Number of input values of BN layers, and of max pooling, in a forward pass.
+    """Numbers of input values of BN layers and of max pooling in a forward pass.
 
-    Compiling saves time per value in BN, but costs twice this time per value in max pooling.
+    Compiling saves time for each value in BN. It costs twice this time for each value in max
+    pooling.
     """
 
     normalised: int
@@ -110,7 +119,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
 
 def _count(module: ClientTask, batch: Any) -> _Values | None:
-    """Count values in a forward pass with fake tensors; None if the model needs real tensors."""
+    """Count the values in a forward pass with fake tensors, or return None if this fails."""
     state = dict([*module.model.named_parameters(), *module.model.named_buffers()])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _Counting() as counting:
         fake = {name: mode.from_tensor(value) for name, value in state.items()}
@@ -123,8 +132,8 @@ def _count(module: ClientTask, batch: Any) -> _Values | None:
 
 
 def _trouble() -> str | None:
-    """Return why compiling fails on this machine, None if compiling works."""
-    # imported late: the import takes a second, and few runs need it
+    """Return why compiling fails on this machine, or None if compiling works."""
+    # imported here, because the import takes a second and few runs need it
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -139,14 +148,18 @@ def _trouble() -> str | None:
 
 @cache
 def _try() -> None:
-    """Compile a small function; later compilations reuse its setup."""
+    """Compile a small function. Later compilations reuse its setup."""
     torch.compile(torch.square)(torch.ones(8))
 
 
 @contextmanager
 def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
-    """Run compiled code for the model's calls, one graph per shape, whatever shapes came before."""
-    # torch's default limit ends compilation; a resumed run would reach it at another step
+    """Let calls of the model run compiled code, with one graph per shape.
+
+    Earlier shapes have no influence on the graph of a shape.
+    """
+    # With torch's default limit on graphs, torch stops compiling at some step. A resumed run would
+    # stop compiling at another step.
     settings = {
         "recompile_limit": _MOST_GRAPHS,
         "accumulated_recompile_limit": 1_000_000,

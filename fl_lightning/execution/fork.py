@@ -1,4 +1,4 @@
-"""Ranks that are forks of this process."""
+"""Start of ranks as forks of this process."""
 
 import ctypes
 import gc
@@ -30,12 +30,12 @@ from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MISSES_ANOTHER = 3  # exit code of a rank that has lost its connection to another rank
 _FOLDER = "fl_lightning-ranks-"  # prefix of the folder's name
-_FRESH = 60.0  # seconds after which the folder of a running run is certainly locked
+_FRESH = 60.0  # age in seconds from which the folder of a live run is certainly locked
 _PIPE_BYTES = 65536  # capacity of a pipe
 
 
 class OneMachine(LightningEnvironment):
-    """Environment of ranks that a run starts itself on one machine, independent of a scheduler.
+    """Cluster environment of ranks that a run itself starts on one machine, without a scheduler.
 
     Attributes:
         own_rank: Rank of this process.
@@ -49,15 +49,16 @@ class OneMachine(LightningEnvironment):
         return self.own_rank
 
     def node_rank(self) -> int:
-        """Return 0, as there is one machine."""
+        """Return 0, because there is only one machine."""
         return 0
 
 
 class ForkLauncher(_Launcher):
-    """Launcher of this machine's other ranks, as forks that share this process's memory.
+    """Launcher of the other ranks on this machine, as forks of this process.
 
-    This process is rank 0 of its machine and alone has loggers, the terminal and signals. The other
-    ranks end with rank 0 or with the launched function. On CPUs every rank uses one thread.
+    Forks share this process's memory. This process is rank 0 of its machine. Only rank 0 writes to
+    loggers and the terminal, and receives signals. The other ranks end when rank 0 or the launched
+    function ends. On CPUs every rank uses one thread.
 
     Args:
         strategy: The ``CohortStrategy`` of the ranks.
@@ -69,7 +70,7 @@ class ForkLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Return True, as notebooks can use the launcher."""
+        """Return True, because notebooks can use this launcher."""
         return True
 
     def launch(
@@ -110,7 +111,7 @@ class ForkLauncher(_Launcher):
                 torch.set_num_threads(threads)
 
     def kill(self, signum: Any) -> None:
-        """Send a signal to the other ranks and wait for their end."""
+        """Send a signal to the other ranks, and wait until they have ended."""
         for pid, pipe in self._others.values():
             with suppress(ProcessLookupError):  # the process may have ended
                 os.kill(pid, signum)
@@ -120,18 +121,22 @@ class ForkLauncher(_Launcher):
         self._others = {}
 
     def _fork(self, rank: int, run: Callable[[], Any], trainer: L.Trainer | None) -> tuple[int, int]:
-        """Fork this process; return the fork's process id and the pipe for its failure report."""
+        """Fork this process.
+
+        Returns:
+            The fork's process id, and the pipe from which its error report can be read.
+        """
         ours, theirs = os.pipe()
-        # the fork blocks these signals for good: only rank 0 decides when a run stops
+        # the fork blocks these signals permanently, because only rank 0 decides when a run stops
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of forks beside threads; a rank needs no lock of a thread
+                # Python 3.12 warns of forks in processes with threads; a rank needs no lock of a thread
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
                 try:
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG, end with the parent
                     self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:
@@ -142,7 +147,10 @@ class ForkLauncher(_Launcher):
         return pid, ours
 
     def why_one_ended(self) -> Exception | None:
-        """Return why a rank of this machine ended, unless it lost another rank; else None."""
+        """Return the error of a rank of this machine that has ended, or None.
+
+        A rank that ended because it lost the connection to another rank is ignored.
+        """
         for rank, (pid, pipe) in self._others.items():
             ended = status = 0
             with suppress(ChildProcessError):
@@ -161,9 +169,10 @@ class ForkLauncher(_Launcher):
 
 @contextmanager
 def _meeting_folder() -> Iterator[str]:
-    """Remove the folders of killed runs, and make a folder in which ranks find each other.
+    """Create a folder in which ranks find each other, and remove the folders of killed runs.
 
-    The folder is locked while its run lives; when the last rank ends, the system releases the lock.
+    The folder is locked as long as a rank of its run is alive. The system releases the lock when
+    the last rank ends.
     """
     for left in Path(gettempdir()).glob(f"{_FOLDER}*"):
         with suppress(OSError), locked(left, folder=True, wait=False, certain=True) as file:
@@ -171,14 +180,14 @@ def _meeting_folder() -> Iterator[str]:
             if state.st_uid == os.getuid() and time.time() - state.st_mtime > _FRESH:
                 shutil.rmtree(left)
     with TemporaryDirectory(prefix=_FOLDER) as folder, ExitStack() as held:
-        # on a file system without locks, folders of killed runs stay
+        # on a file system without locks, the folders of killed runs are not removed
         held.enter_context(locked(Path(folder), folder=True))
         yield folder
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
-    """Run a function as another rank, without loggers and output, and exit."""
-    gc.freeze()  # freeing an earlier run's process group would wait for threads that a fork lacks
+    """Run a function as another rank, without loggers and output. Then exit."""
+    gc.freeze()  # else an earlier run's process group may be freed: it waits for threads, which a fork lacks
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:
@@ -190,8 +199,9 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
     except Exception as error:
         if not is_shared(error):  # the first rank reports a shared error
             report = pickle.dumps(described(error))
-            # a longer write blocks: the reader waits for the end of this process
-            if len(report) > _PIPE_BYTES:
+            if (
+                len(report) > _PIPE_BYTES
+            ):  # a longer write would block, because the pipe is read only after this process has ended
                 report = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
             os.write(pipe, report)
         raise
@@ -199,7 +209,7 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
 
 
 def cannot_fork() -> str | None:
-    """Return why this process cannot fork, None if it can."""
+    """Return why this process cannot fork, or None if it can."""
     if sys.platform != "linux":
         return f"processes cannot be copied on {sys.platform}"
     return "a process that uses a GPU cannot be copied" if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -1,4 +1,4 @@
-"""The executor of a local step in which one forward pass joins the clients of all ranks."""
+"""The executor of a local step with one joint forward pass over the clients of all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +20,8 @@ def joint_executor(method: str, ranks: Ranks | None = None) -> VectorizedExecuto
 
     Args:
         method: Name of the method, for messages.
-        ranks: The participating ranks, each with its clients. A rank without clients computes a
-            client of another rank, but sends no values. None: this process has all clients.
+        ranks: The ranks of the run. Each rank computes its clients. A rank without clients repeats
+            a client of another rank, but sends no values. None: this process computes all clients.
     """
     return _JointExecutor(method, ranks or Ranks())
 
@@ -50,7 +50,10 @@ class _JointExecutor(VectorizedExecutor):
         return stack
 
     def _mean(self, own: Tensor, clients: int) -> Tensor:
-        """Return the mean over all ranks' clients; its gradient is the mean of their gradients."""
+        """Return the mean over the clients of all ranks.
+
+        Its gradient is the mean of the gradients of these clients.
+        """
         mean = own.clone()
         with torch.no_grad():
             mean.copy_(self._mean_of_values(own, clients))

@@ -16,13 +16,16 @@ from fl_lightning.randomness import derive_seed, seed_global
 
 
 class SequentialExecutor(Executor):
-    """Executor of one client after the other: the reference, and the fastest on one core.
+    """Executor that computes one client after the other.
+
+    This executor is the reference for all others, and the fastest on one core.
 
     Args:
-        compile: Whether the model is compiled (``torch.compile``), once for all clients. Compiling
-            takes half a minute at the start, for each new batch shape, and when a method freezes BN
-            statistics. Results differ by rounding. ``"auto"`` compiles on a CPU if the run has
-            enough steps and enough BN. Evaluation is not compiled.
+        compile: Whether the model is compiled with ``torch.compile``, once for all clients.
+            Compiling takes half a minute: at the start, for each new batch shape, and when a method
+            freezes BN statistics. Results differ only by rounding. ``"auto"`` compiles on a CPU if
+            the run has enough local steps and enough values in BN layers. Evaluation is never
+            compiled.
 
     Raises:
         ConfigurationError: ``compile`` is neither true, false nor ``"auto"``.
@@ -40,13 +43,13 @@ class SequentialExecutor(Executor):
         self._compiled: tuple[nn.Module, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the compiled model, as a copy compiles its own."""
+        """Return the state without the compiled model, because a copy compiles the model itself."""
         return {**vars(self), "_compiled": None}
 
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """Decide by ``compile``, see :func:`~fl_lightning.execution.compiling.decide`."""
+        """Decide by the setting ``compile``, see :func:`~fl_lightning.execution.compiling.decide`."""
         return decide(self.compile, module, client_steps, batch, before)
 
     def compiled_for(self, model: nn.Module) -> bool:
@@ -73,16 +76,20 @@ class SequentialExecutor(Executor):
         return compiled_calls(*self._compiled)
 
     def _client(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
-        """Compute a client's step and return its loss; free memory here, against fragmentation."""
+        """Compute a client's local step, and return its loss.
+
+        This is a separate method, so that memory is freed when it returns. That limits
+        fragmentation.
+        """
         state = cohort.row_state(row)
         # seed the model's own random numbers (stochastic depth) by (seed, round, client, step)
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
-            # inside: in a backward pass checkpointed layers and hooks need the client's state
+            # the backward pass runs here, because checkpointed layers and hooks need the client's state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
-        cohort.take_up(row, updated)  # after the backward pass, which may read the replaced tensors
+        cohort.take_up(row, updated)  # not earlier: the backward pass may read the replaced tensors
         cohort.put_gradients(row, gradients)
         return loss.detach()

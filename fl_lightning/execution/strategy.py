@@ -1,4 +1,4 @@
-"""The strategy for several devices or cores: ranks divide the clients and replicate the server."""
+"""The Lightning strategy for runs on several devices or cores."""
 
 import os
 from collections.abc import Callable
@@ -22,29 +22,35 @@ from fl_lightning.execution.choice import usable_cores
 from fl_lightning.execution.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
-_MORE_THAN_CORES = 8  # ranks allowed beyond one per core, to try many ranks on a small machine
+_MORE_THAN_CORES = 8  # this many ranks beyond one per core are allowed, for tests on small machines
 _POLL = 0.1  # seconds between checks whether a rank has ended
 
 
 class CohortStrategy(ParallelStrategy):
-    """Strategy in which ranks divide the clients' local steps; each computes the server's update.
+    """Strategy in which each rank (process) computes the local steps of some of the clients.
 
-    The module is not wrapped: gradients are not reduced, buffers are not broadcast, and samplers
-    are not replaced. With SequentialExecutor, as many threads per rank and the same CPU capability,
-    results equal those of one process bit for bit. Ranks on one machine are forks of the process
-    with one CPU thread each, unless ``torchrun`` or Slurm starts them. CPUs use gloo, GPUs NCCL.
+    Every rank computes the server's update. The module is not wrapped: gradients are not reduced,
+    buffers are not broadcast, and samplers are not replaced. Ranks on one machine are forks of the
+    process, with one CPU thread each, unless ``torchrun`` or Slurm starts them. CPUs communicate by
+    gloo, GPUs by NCCL.
+
+    Results equal those of a single process bit for bit under three conditions: SequentialExecutor
+    computes the clients, every rank has as many threads as the single process, and the CPUs have
+    the same capability.
 
     Args:
-        timeout: Longest wait for another rank.
-        accelerator: The accelerator. The trainer sets this and all further arguments.
+        timeout: Longest time to wait for another rank.
+        accelerator: The accelerator. The trainer sets this argument and all following ones.
         parallel_devices: Devices of this machine's ranks.
         cluster_environment: Addresses and numbers of the ranks.
         checkpoint_io: The plugin that writes checkpoints.
         precision_plugin: The precision plugin.
 
     Attributes:
-        ranks: The ranks of the run; a single rank outside of ``fit``, ``validate`` and ``test``.
-        meeting_place: File in which forked ranks find each other; None: ranks use an address.
+        ranks: The ranks of the run. Outside of ``fit``, ``validate`` and ``test`` this is a single
+            rank.
+        meeting_place: File in which forked ranks find each other. None: ranks find each other by a
+            network address.
     """
 
     is_distributed = True  # Lightning reads it
@@ -67,7 +73,7 @@ class CohortStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
@@ -77,7 +83,7 @@ class CohortStrategy(ParallelStrategy):
         return len(self.parallel_devices or ())
 
     def set_world_ranks(self) -> None:
-        """Tell the environment and Lightning this process's rank and the number of ranks."""
+        """Set this process's rank and the number of ranks in the environment and in Lightning."""
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -109,7 +115,7 @@ class CohortStrategy(ParallelStrategy):
         self.meet()
 
     def meet(self) -> None:
-        """Connect to the other ranks, unless there are none or the ranks are connected.
+        """Connect to the other ranks, unless they are already connected.
 
         Raises:
             ConfigurationError: A rank has ended or does not connect in time.
@@ -118,7 +124,7 @@ class CohortStrategy(ParallelStrategy):
             return
         if not dist.is_initialized():
             store = self._wait_for(self._find_others)
-            if self.root_device.type == "cuda":  # not in a thread: the device is set per thread
+            if self.root_device.type == "cuda":  # no thread here: CUDA sets the device per thread
                 self._join(store)
             else:
                 self._wait_for(lambda: self._join(store))
@@ -127,7 +133,10 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _wait_for(self, compute: Callable[[], Any]) -> Any:
-        """Compute in a thread, as neither signals nor ended ranks interrupt a wait in C++."""
+        """Return the result of ``compute``, which runs in a thread.
+
+        Otherwise a wait in C++ could not be interrupted by a signal or by the end of another rank.
+        """
         future: Future[Any] = Future()
         Thread(target=_fulfil, args=(future, compute), daemon=True).start()
         while not wait([future], _POLL).done:
@@ -147,7 +156,7 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _find_others(self) -> Any:
-        """Return the store for the ranks' addresses, once all ranks have connected to it."""
+        """Wait until all ranks have connected to the store of their addresses, and return it."""
         environment = self.cluster_environment
         assert environment is not None
         store: Any = None
@@ -192,7 +201,7 @@ class CohortStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint on the first rank, which alone needs the file, and broadcast it."""
+        """Load a checkpoint on the first rank, and broadcast it. The other ranks need no file."""
         loaded = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
         checkpoint: dict[str, Any] = self.broadcast(loaded)
         return checkpoint
@@ -212,7 +221,7 @@ class CohortStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor unchanged, as every rank already has the result of the entire run."""
+        """Return the tensor unchanged, because every rank already has the result of all ranks."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -220,7 +229,7 @@ class CohortStrategy(ParallelStrategy):
         return bool(self.broadcast(decision))
 
     def teardown(self) -> None:
-        """Disconnect from the other ranks after a barrier."""
+        """Wait for all ranks, then disconnect from them."""
         if self.launcher is not None:
             self.barrier()
             self.part()

@@ -1,4 +1,4 @@
-"""The executor that computes all clients of a block at once."""
+"""The executor that computes several clients at once."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +21,15 @@ _log = logging.getLogger("fl_lightning")
 
 
 class VectorizedExecutor(Executor):
-    """Executor of all clients of a block at once, with ``torch.func.vmap``.
+    """Executor that computes all clients of a block at once, with ``torch.func.vmap``.
 
-    If a GPU runs out of memory, the block size is halved from then on.
+    If a GPU runs out of memory, the executor halves the block size and continues.
 
     Args:
-        block_size: Clients in a block; None: the whole cohort. Smaller blocks need less memory.
+        block_size: Number of clients in a block. None: the whole cohort. Smaller blocks need less
+            memory.
         where_possible: Whether clients are computed one by one if the model or the shapes of the
-            batches do not allow vectorization. Default: an error.
+            batches do not allow vectorization. Default: False, which raises an error.
 
     Raises:
         ConfigurationError: ``block_size`` is below 1.
@@ -69,7 +70,7 @@ class VectorizedExecutor(Executor):
             except torch.OutOfMemoryError:
                 if size == 1 or not self._in_blocks:
                     raise
-                self._largest, size = size // 2, 0  # the block has written no results: retry it
+                self._largest, size = size // 2, 0  # the block has not written results, so retry it
                 torch.cuda.empty_cache()
             except CannotVectorize as reason:
                 if not self.where_possible:
@@ -78,14 +79,14 @@ class VectorizedExecutor(Executor):
                     self._warned.add(str(reason))
                     _log.warning("one client after the other: %s", reason)
                 one_by_one, size = True, len(rows) - done
-            if one_by_one:  # after the try, whose handlers must not catch errors of this fallback
+            if one_by_one:  # outside of the try, because its handlers must not catch these errors
                 rest = BatchStack(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
             done += size
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def clients_together(self, clients: int) -> int:
-        """Return the size of a block, halved as often as memory required."""
+        """Return the size of a block, after all halvings for lack of memory."""
         return min(self.block_size or clients, self._largest or clients, clients)
 
     def close(self) -> None:
@@ -124,7 +125,7 @@ class VectorizedExecutor(Executor):
         with _numeric_momentum(module.model, buffers), StackedBatchNorm():
             losses, objectives, updated = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
-        try:  # the backward pass runs hooks and checkpointed layers, which may not vectorize
+        try:  # the backward pass runs hooks and checkpointed layers, and these may not vectorize
             gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
             if (refusal := cannot_vectorize(module, error)) is not None:
@@ -148,7 +149,10 @@ class VectorizedExecutor(Executor):
 
 @contextmanager
 def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace ``momentum=None`` (cumulative average) by 1/(k+1), as vmap cannot read counter k."""
+    """Replace ``momentum=None`` (cumulative average) by the number 1/(k+1).
+
+    PyTorch would read k from the batch counter, which is impossible under vmap.
+    """
     seen: dict[str, int] = {}
     cumulative = {name: layer for name, layer in batch_norm_layers(model).items() if layer.momentum is None}
     try:

@@ -1,10 +1,12 @@
 """The networks of the papers, with the norm layer as an argument.
 
-Every model takes images ``[b, in_channels, height, width]`` (``BNProbe``: points ``[b,
-in_features]``) and returns ``[b, num_classes]`` (``SmallDeepLab``: ``[b, num_classes, height,
-width]``). It runs unchanged under ``torch.func.vmap`` over stacked parameters and buffers.
+Most models take images ``[b, in_channels, height, width]`` and return outputs
+``[b, num_classes]``. ``BNProbe`` takes points ``[b, in_features]``. ``SmallDeepLab`` returns
+``[b, num_classes, height, width]``. Every model runs unchanged under ``torch.func.vmap`` over
+stacked parameters and buffers.
+
 :func:`~fl_lightning.models.library.library_model` and
-:func:`~fl_lightning.models.library.deeplab_v3_plus` make models of other libraries.
+:func:`~fl_lightning.models.library.deeplab_v3_plus` create models of other libraries.
 """
 
 from fl_lightning.models.bn_probe import BNProbe

@@ -1,4 +1,7 @@
-"""Residual blocks of He et al., CVPR 2016, with shortcuts A (zero channels) or B (projections)."""
+"""Residual blocks of He et al., CVPR 2016, with shortcuts of option A or B.
+
+Option A appends channels of zeros. Option B is a projection.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -9,12 +12,13 @@ from fl_lightning.models.norm import make_conv, make_norm
 
 
 class ResidualBlock(nn.Module):
-    """A block whose shortcut subsamples and appends zero channels if the shape changes.
+    """Base class of residual blocks with the shortcut of option A.
+
+    If the shape changes, the shortcut subsamples the image and appends channels of zeros.
 
     Args:
         in_channels: Channels of the input.
-        out_channels: Channels of the output, at least ``in_channels``; the shortcut pads with
-            zeros.
+        out_channels: Channels of the output, at least ``in_channels``.
         stride: Stride of the shortcut's subsampling.
 
     Attributes:
@@ -28,7 +32,7 @@ class ResidualBlock(nn.Module):
         self.changes_shape = stride > 1 or self.new_channels > 0
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return the input, subsampled and padded with zero channels if the shape changes."""
+        """Return the input; if the shape changes, subsample it and append channels of zeros."""
         if not self.changes_shape:
             return x
         return F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
@@ -39,8 +43,7 @@ class BasicBlock(ResidualBlock):
 
     Args:
         in_channels: Channels of the input.
-        out_channels: Channels of the output, at least ``in_channels``; the shortcut pads with
-            zeros.
+        out_channels: Channels of the output, at least ``in_channels``.
         stride: Stride of the first convolution and of the shortcut's subsampling.
         norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`.
         groups: Number of groups of a GN layer.
@@ -61,7 +64,10 @@ class BasicBlock(ResidualBlock):
 
 
 class ProjectionBlock(BasicBlock):
-    """A :class:`BasicBlock` whose shortcut is a 1x1 convolution and a norm if the shape changes."""
+    """A :class:`BasicBlock` with the shortcut of option B.
+
+    If the shape changes, the shortcut is a 1x1 convolution and a norm layer.
+    """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, norm: str, groups: int) -> None:
         super().__init__(in_channels, out_channels, stride, norm, groups)
@@ -71,7 +77,7 @@ class ProjectionBlock(BasicBlock):
             self.projection.append(make_norm(norm, out_channels, groups))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return the input, projected if the shape changes."""
+        """Return the input; if the shape changes, its projection."""
         projected: Tensor = self.projection(x)
         return projected
 
@@ -79,12 +85,15 @@ class ProjectionBlock(BasicBlock):
 def make_stages(
     make_block: Callable[[int, int, int], ResidualBlock], width: int, counts: Sequence[int]
 ) -> nn.Sequential:
-    """Build stages of residual blocks; each stage doubles the channels and halves the size.
+    """Build stages of residual blocks.
+
+    The first stage keeps the shape of its input. Each later stage doubles the channels and halves
+    height and width.
 
     Args:
-        make_block: Function of (in_channels, out_channels, stride) that makes a block.
-        width: Channels of the input and of the first stage, which keeps the input's shape.
-        counts: Blocks of each stage.
+        make_block: Function of (in_channels, out_channels, stride) that creates a block.
+        width: Channels of the input and of the first stage.
+        counts: Number of blocks of each stage.
     """
     blocks, channels = nn.Sequential(), width
     for stage, count in enumerate(counts):

@@ -1,4 +1,4 @@
-"""The one-layer network of the FBN paper's toy example: BN of points and a linear classifier."""
+"""The one-layer network of the FBN paper's toy example."""
 
 from torch import Tensor, nn
 
@@ -7,14 +7,15 @@ from fl_lightning.recorded import Recorded
 
 
 class BNProbe(Recorded, nn.Module):
-    """BN of the inputs, without gamma and beta, and a linear classifier, to test separability.
+    """BN of the inputs, without gamma and beta, followed by a linear classifier.
 
-    The statistics depend on the inputs alone, not on the weights (Guerraoui et al.,
-    arXiv 2405.14670, Section 3: "models having a single layer").
+    The model tests whether the normalised points are separable. Its BN statistics depend only on
+    the inputs, not on the weights (Guerraoui et al., arXiv 2405.14670, Section 3: "models having a
+    single layer").
 
     Args:
         num_classes: Number of classes.
-        in_features: Coordinates of a point.
+        in_features: Number of coordinates of a point.
 
     Raises:
         ConfigurationError: A setting is too small.

@@ -10,8 +10,8 @@ def require_images(images: Tensor, in_channels: int, image_size: int | None = No
 
     Args:
         images: A batch ``[b, channels, height, width]``.
-        in_channels: Channels of the model.
-        image_size: Height and width of the model, in pixels; None: any size.
+        in_channels: Number of channels that the model expects.
+        image_size: Height and width in pixels that the model expects. None: any size.
     """
     channels, height, width = images.shape[-3:]
     if channels != in_channels:

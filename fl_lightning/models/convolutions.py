@@ -1,7 +1,8 @@
-"""Convolutions whose filters are computed from the trained tensor, with or without a norm layer.
+"""Convolutions whose filters are computed from a trained tensor by a formula.
 
-The trained tensor has the name ``weight`` and the shape as in ``nn.Conv2d``. Each forward pass
-computes the filters, so gradients pass through the formula and only trained tensors are aggregated.
+The trained tensor has the name ``weight`` and the shape of that in ``nn.Conv2d``. Every forward
+pass computes the filters anew. So gradients flow through the formula, and the server aggregates
+only the trained tensors.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 
 class ComputedConv2d(nn.Conv2d):
-    """A convolution with computed :meth:`filters` and the arguments of ``nn.Conv2d``."""
+    """Base class of convolutions with computed :meth:`filters`; arguments as in ``nn.Conv2d``."""
 
     def filters(self) -> Tensor:
         """Compute the filters ``[out_channels, in_channels / groups, kh, kw]``."""
@@ -26,13 +27,14 @@ class ComputedConv2d(nn.Conv2d):
 class StandardizedConv2d(ComputedConv2d):
     """Weight Standardization: every filter has mean 0 and standard deviation 1.
 
-    Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight
-    Standardization", arXiv 1903.10520: ``(W - mean) / (std + eps)`` per output filter of N values,
-    where the standard deviation has the divisor N - 1. A norm layer must follow, since the scale of
-    the outputs changes.
+    A filter is ``(W - mean) / (std + eps)``. Mean and standard deviation are over the N values of
+    one output filter; the standard deviation has the divisor N - 1. A norm layer must follow,
+    because the scale of the outputs changes. The paper is Qiao, Wang, Liu, Shen, Yuille,
+    "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", arXiv
+    1903.10520.
 
     Attributes:
-        eps: Added to the standard deviation; 1e-5 in the authors' code.
+        eps: Number added to the standard deviation, 1e-5 as in the authors' code.
     """
 
     eps: float = 1e-5
@@ -46,14 +48,16 @@ class StandardizedConv2d(ComputedConv2d):
 class ScaledStandardizedConv2d(ComputedConv2d):
     """Scaled Weight Standardization: filters preserve the signal's variance without norm layers.
 
-    Brock, De, Smith, "Characterizing Signal Propagation to Close the Performance Gap in
-    Unnormalized ResNets", ICLR 2021: ``gain kappa (W - mean) / sqrt(N var + eps)`` per output
-    filter of N values, with one trained gain per filter, initially 1. Zhuang, Lyu, "FedWon", ICLR
-    2024, use it unchanged in federated learning.
+    A filter is ``gain kappa (W - mean) / sqrt(N var + eps)``. Mean and variance are over the N
+    values of one output filter. Each filter has one trained gain, initially 1. The paper is Brock,
+    De, Smith, "Characterizing Signal Propagation to Close the Performance Gap in Unnormalized
+    ResNets", ICLR 2021. Zhuang, Lyu, "FedWon", ICLR 2024, use the formula unchanged in federated
+    learning.
 
     Attributes:
-        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713: undoes ReLU's shrinkage of normal inputs.
-        eps: Term that keeps the root above 0; 1e-4 in Brock et al.
+        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713. ReLU reduces the variance of a normal input;
+            this factor compensates for it.
+        eps: Number that keeps the root above 0, 1e-4 as in Brock et al.
     """
 
     kappa: float = (2 / (1 - 1 / torch.pi)) ** 0.5
@@ -64,19 +68,19 @@ class ScaledStandardizedConv2d(ComputedConv2d):
         self.gain = nn.Parameter(torch.ones(self.out_channels))
 
     def filters(self) -> Tensor:
-        """Return filters with mean 0 and sum of squares ``(gain kappa)^2``."""
+        """Return filters whose mean is 0 and whose sum of squares is ``(gain kappa)^2``."""
         var, mean = torch.var_mean(self.weight, dim=(1, 2, 3), correction=0, keepdim=True)
         scale = self.kappa * self.gain.view(-1, 1, 1, 1) / (self.weight[0].numel() * var + self.eps).sqrt()
         return scale * (self.weight - mean)
 
 
 class WeightNormConv2d(ComputedConv2d):
-    """Weight normalization: a filter is a trained length ``gain`` times a direction ``weight``.
+    """Weight normalization: a filter is a trained length ``gain`` times the direction of ``weight``.
 
-    Salimans, Kingma, "Weight Normalization", NeurIPS 2016, eq. 2: ``gain W / |W|`` with the
-    Euclidean norm per output filter, without their data-dependent initialization. It equals
+    A filter is ``gain W / |W|``, with the Euclidean norm over one output filter (Salimans, Kingma,
+    "Weight Normalization", NeurIPS 2016, eq. 2). This equals
     ``torch.nn.utils.parametrizations.weight_norm``, which vmap does not support. The initial
-    filters are those of ``nn.Conv2d``.
+    filters are those of ``nn.Conv2d``, without the paper's data-dependent initialization.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,10 +90,10 @@ class WeightNormConv2d(ComputedConv2d):
 
     @torch.no_grad()
     def match_gain(self) -> None:
-        """Set the gains to the lengths of ``weight``, so that the filters equal ``weight``."""
+        """Set each gain to the norm of its filter in ``weight``, so that filters equal ``weight``."""
         self.gain.copy_(self.weight.flatten(1).norm(dim=1))
 
     def filters(self) -> Tensor:
-        """Return the filters of length ``gain``."""
+        """Return filters whose Euclidean norm is ``gain``."""
         factors: Tensor = self.gain / self.weight.flatten(1).norm(dim=1)
         return factors.view(-1, 1, 1, 1) * self.weight

@@ -11,21 +11,22 @@ from fl_lightning.recorded import Recorded
 
 
 class SmallDeepLab(Recorded, nn.Module):
-    """DeepLabv3+ for images of 100 to 200 pixels, on a backbone of seven convolutions.
+    """DeepLabv3+ for images of 100 to 200 pixels, with a backbone of seven convolutions.
 
-    The backbone has output stride 8, with dilation in its last two convolutions. Atrous spatial
-    pyramid pooling has a 1x1 convolution, one 3x3 convolution per rate and the mean over the image.
-    The decoder also gets features of stride 4. Default: 241,475 trainable floats, 14 norm layers.
+    The backbone has output stride 8; its last two convolutions are dilated. The atrous spatial
+    pyramid pooling has three kinds of branches: a 1x1 convolution, one 3x3 convolution per rate,
+    and the mean over the image. The decoder also uses features of stride 4. By default the model
+    has 241,475 trainable floats and 14 norm layers.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`.
         groups: Number of groups of every GN layer.
-        width: Channels of the first convolution; later convolutions have up to four times as many.
-        rates: Dilations of the 3x3 convolutions of the pyramid.
-        pooled_norm: Norm of the pyramid's mean over the image; None: ``norm``. BN needs two images
-            per batch there; ``"none"`` or ``"gn"`` allow batches of one image.
+        width: Channels of the first convolution. Later convolutions have up to four times as many.
+        rates: Dilation rates of the 3x3 convolutions of the pyramid.
+        pooled_norm: Norm layer after the pyramid's mean over the image. None: ``norm``. BN needs at
+            least two images per batch there. With ``"none"`` or ``"gn"`` one image is enough.
 
     Raises:
         ConfigurationError: A setting is invalid.

@@ -1,9 +1,9 @@
-"""Dropout whose mask depends on (key, layer, element), and not on the order of calls.
+"""Dropout whose mask does not depend on the order of calls.
 
-torch's dropout draws from a global generator: a client's masks depend on earlier draws and differ
-between ``torch.func.vmap`` and a loop over clients. Here the mask is a hash of the element's index,
-the layer's number and a key from (seed, round, client, step). It is bit-identical for every
-executor, device and dtype.
+torch's dropout draws from a global generator. So a client's masks depend on earlier draws, and
+``torch.func.vmap`` and a loop over clients draw different masks. Here the mask is a hash of the
+element's index, the layer's number and a key from (seed, round, client, step). It is bit-identical
+for every executor, device and dtype.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def dropout_keys(seed: int, round: int, client_ids: Sequence[int], step: int) ->
         seed: The run's seed.
         round: The communication round, from 1.
         client_ids: The clients of the cohort.
-        step: The local step within the round.
+        step: The local step within the round, from 0.
 
     Returns:
         One key per client, shape ``[C]``, int64, each in [0, 2**63).
@@ -37,19 +37,21 @@ def dropout_keys(seed: int, round: int, client_ids: Sequence[int], step: int) ->
 
 
 class Dropout(nn.Module):
-    """Dropout: zeroes elements with probability ``p`` in training, scales others by 1 / (1 - p).
+    """Dropout: in training, zero elements with probability ``p`` and scale the rest by 1 / (1 - p).
 
-    Executors set the buffer ``key`` before every local step (see :func:`dropout_keys`). The mask
-    depends on the key alone: a layer that is called twice in one forward pass drops the same
-    elements, so use one layer per call.
+    Executors set the buffer ``key`` before every local step (see :func:`dropout_keys`). Within a
+    step the mask is always the same. So if a layer is called twice in one forward pass, it drops
+    the same elements twice; use one layer per call.
 
     Args:
         p: Probability in [0, 1] that an element is dropped.
-        dim: Number of trailing dimensions that are dropped together: 0 drops elements; 1, 2 or 3
-            drop channels of ``[b, channels, ...]``, as ``nn.Dropout1d``, ``2d`` and ``3d``.
+        dim: Number of trailing dimensions that are dropped together. 0 drops single elements. 1, 2
+            and 3 drop channels of ``[b, channels, ...]``, as ``nn.Dropout1d``, ``nn.Dropout2d`` and
+            ``nn.Dropout3d`` do.
 
     Attributes:
-        key: Scalar int64 buffer in [0, 2**63), not in the ``state_dict``; ``[C]`` under ``vmap``.
+        key: Scalar int64 buffer in [0, 2**63), not in the ``state_dict``. Under ``vmap`` it is
+            ``[C]``, one key per client.
         layer: Number of this layer in its model, see :func:`convert_dropout`.
 
     Raises:
@@ -77,16 +79,19 @@ class Dropout(nn.Module):
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop elements of one client's activations ``[b, ...]``; in eval mode return ``x``."""
+        """Drop elements of one client's activations ``[b, ...]``. In eval mode return ``x``."""
         if not self.training or self.p == 0:
             return x
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         return torch.where(self.kept(x), x * scale, 0.0)
 
     def kept(self, x: Tensor) -> Tensor:
-        """Return the bool mask of kept elements, in ``x``'s shape but with last ``dim`` sizes 1."""
+        """Return the bool mask of the elements that are not dropped.
+
+        The mask has the shape of ``x``, except that the last ``dim`` dimensions have size 1.
+        """
         shape = x.shape[: x.dim() - self.dim]
-        # two rounds of hashing: after one, masks of two keys would be permutations of each other
+        # hash twice: after one hash, the masks of two keys would be permutations of each other
         low = _mix((self.key & _MASK32) ^ _mix(self.layer + 1))
         high = _mix((self.key >> 32) ^ low)
         words = _mix(_mix(torch.arange(shape.numel(), device=x.device) ^ low) ^ high)
@@ -98,10 +103,10 @@ class Dropout(nn.Module):
 
 
 def _mix(words: _Words) -> _Words:
-    """Hash integers in [0, 2**32) one to one to integers in [0, 2**32); tensors in place.
+    """Hash integers in [0, 2**32) to integers in [0, 2**32), without collisions.
 
-    Multipliers and shifts are those of a two-round hash with low bias from C. Wellons's
-    hash-prospector. Both multipliers are below 2**31, so no product overflows int64.
+    Tensors are changed in place. Multipliers and shifts are those of a low-bias hash from C.
+    Wellons's hash-prospector. Both multipliers are below 2**31, so no product overflows int64.
     """
     words ^= words >> 16
     words *= 0x21F0AAAD
@@ -128,16 +133,17 @@ _OTHERS_THAT_DRAW = (
 
 
 def convert_dropout(model: nn.Module) -> int:
-    """Replace torch's dropout layers by :class:`Dropout` in place and number all dropout layers.
+    """Replace torch's dropout layers by :class:`Dropout`, in place, and number all dropout layers.
 
-    Numbers are 0, 1, ... in the order of ``model.modules()``. A layer that several modules share
-    becomes several layers. Calls of ``F.dropout`` are not replaced.
+    The numbers are 0, 1, ... in the order of ``model.modules()``. If several modules share a layer,
+    each gets a separate layer. Calls of ``F.dropout`` are not replaced.
 
     Returns:
-        Number of dropout layers in the model, including layers that were :class:`Dropout` before.
+        Number of dropout layers in the model, including those that were already :class:`Dropout`.
 
     Raises:
-        ConfigurationError: A layer of torch draws random numbers, and no class here replaces it.
+        ConfigurationError: A torch layer draws random numbers, and :class:`Dropout` cannot replace
+            it.
     """
     for path, module in list(model.named_modules(remove_duplicate=False)):
         inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0

@@ -12,28 +12,28 @@ from fl_lightning.recorded import Recorded
 
 
 class FBNCNN(Recorded, nn.Module):
-    """Four 3x3 convolutions, each with ReLU and then norm, two linear layers and a log-softmax.
+    """The FBN paper's CNN: four 3x3 convolutions, two linear layers and a log-softmax.
 
-    The paper normalises *after* the ReLU. At the defaults the network has 1,310,922 trainable
-    floats, 4 BN layers with 384 channels and 97.19 million multiply-adds for a 32x32 image. All
-    weights have torch's default initialisation.
+    Each convolution is followed by a ReLU and then by a norm layer, as in the paper. By default the
+    network has 1,310,922 trainable floats, 4 BN layers with 384 channels in all, and 97.19 million
+    multiply-adds for a 32x32 image. All weights have torch's default initialisation.
 
-    The output is log-probabilities for the negative log likelihood loss. Cross-entropy gives the
-    same value, because a second log-softmax is the identity.
+    The outputs are log-probabilities for the negative log-likelihood loss. Cross-entropy gives the
+    same value, because log-softmax does not change log-probabilities.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         image_size: Height and width of the images in pixels, at least 4.
-        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
-            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`; the
+        norm: Norm layer: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
+            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`. The
             convolutions always have biases.
         groups: Number of groups of every GN layer.
-        dropout: Probability in [0, 1] of the two dropout layers.
-        width: Channels of the first two convolutions. The next two and the first linear layer have
-            twice as many.
-        order: ``"relu_bn"`` as in the paper, or ``"bn_relu"`` as in ResNets: the norm before the
-            ReLU.
+        dropout: Drop probability in [0, 1] of the two dropout layers.
+        width: Channels of the first two convolutions. The next two convolutions and the first
+            linear layer have twice as many.
+        order: ``"relu_bn"``: ReLU before norm, as in the paper. ``"bn_relu"``: norm before ReLU, as
+            in ResNets.
 
     Raises:
         ConfigurationError: A setting is invalid.

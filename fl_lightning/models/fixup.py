@@ -8,27 +8,30 @@ from fl_lightning.models.blocks import ResidualBlock
 
 
 class ScalarBias(nn.Module):
-    """A trained scalar shift, initially 0; its parameter is in the group ``scalars``."""
+    """A trained scalar that is added to the input, initially 0.
+
+    Its parameter belongs to the parameter group ``scalars``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shift ``x`` of any shape."""
+        """Add the scalar to ``x`` of any shape."""
         return x + self.bias
 
 
 class FixupBlock(ResidualBlock):
-    """A block without norms: ``relu(x + scale conv2(relu(conv1(x + b1a) + b1b) + b2a) + b2b)``.
+    """A residual block without norm layers.
 
-    The biases ``b..`` and the scale are scalars. If the shape changes, the shortcut also starts
-    from ``x + b1a``, as in the authors' code.
+    It computes ``relu(x + scale conv2(relu(conv1(x + b1a) + b1b) + b2a) + b2b)``. The four biases
+    and the scale are trained scalars. If the shape changes, the shortcut is applied to ``x + b1a``
+    instead of ``x``, as in the authors' code.
 
     Args:
         in_channels: Channels of the input.
-        out_channels: Channels of the output, at least ``in_channels``; the shortcut pads with
-            zeros.
+        out_channels: Channels of the output, at least ``in_channels``.
         stride: Stride of the first convolution and of the shortcut's subsampling.
     """
 
@@ -49,10 +52,11 @@ class FixupBlock(ResidualBlock):
 
 @torch.no_grad()
 def initialise_fixup(network: nn.Module, classifier: nn.Linear) -> None:
-    """Set the classifier and each block's last convolution to 0, and scale the first convolution.
+    """Initialise a network as FixUp does.
 
-    The first convolution has He's initialisation (normal, variance 2 / fan-out) times
-    ``L^(-1 / (2m - 2))`` for L blocks with m = 2 convolutions each. All initial logits are 0.
+    The classifier and the last convolution of each block are set to 0, so all initial logits are 0.
+    The first convolution of each block has He's initialisation (normal, variance 2 / fan-out),
+    scaled by ``L^(-1 / (2m - 2))`` for L blocks of m = 2 convolutions.
     """
     blocks = [module for module in network.modules() if isinstance(module, FixupBlock)]
     shrink = len(blocks) ** -0.5

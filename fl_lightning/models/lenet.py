@@ -1,4 +1,4 @@
-"""LeNet of FixBN (Section 3.2) and Hsieh et al., ICML 2020: Caffe's cifar10-quick and norms."""
+"""LeNet of FixBN (Section 3.2) and Hsieh et al., ICML 2020: Caffe's cifar10-quick with norms."""
 
 from torch import Tensor, nn
 
@@ -9,18 +9,19 @@ from fl_lightning.recorded import Recorded
 
 
 class LeNet(Recorded, nn.Module):
-    """Three 5x5 convolutions, each halving the image by a 3x3 pooling, and one linear layer.
+    """LeNet: three 5x5 convolutions and one linear layer.
 
-    The first convolution is pooled (maximum) before its norm layer, the other two (average) after
-    their ReLU. 12.30 million multiply-adds for a 32x32 image. Initial weights are torch's defaults.
+    A 3x3 pooling after each convolution halves the image. Max pooling follows the first convolution
+    and precedes its norm layer. Average pooling follows the ReLU of the other two convolutions. A
+    32x32 image takes 12.30 million multiply-adds. All weights have torch's default initialisation.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         image_size: Height and width of the images in pixels, at least 8.
-        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
-            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`; without a
-            norm layer the convolutions have biases.
+        norm: Norm layer: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
+            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`. Without a
+            norm layer, convolutions have biases.
         groups: Number of groups of every GN layer.
 
     Raises:
@@ -40,7 +41,7 @@ class LeNet(Recorded, nn.Module):
         check_at_least(8, image_size=image_size)
         self.in_channels = in_channels
         self.image_size = image_size
-        # ceil_mode: Caffe rounds pooled sizes up, so 32 gives 16, with a window beyond the border
+        # ceil_mode: Caffe rounds pooled sizes up (32 to 16); the last window exceeds the border
         self.features = nn.Sequential(
             make_conv(norm, in_channels, 32, 5, padding=2),
             nn.MaxPool2d(3, stride=2, ceil_mode=True),

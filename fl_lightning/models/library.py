@@ -12,7 +12,13 @@ from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
-    """A library's arguments for the numbers of classes and channels (None: always 3); defaults."""
+    """Names of a library's arguments, and defaults for other arguments.
+
+    Attributes:
+        num_classes: Name of the argument for the number of classes.
+        in_channels: Name of the argument for the number of channels. None: images have 3 channels.
+        defaults: Values of other arguments unless the user gives them.
+    """
 
     num_classes: str = "num_classes"
     in_channels: str | None = "in_channels"
@@ -22,7 +28,7 @@ class _Library(NamedTuple):
 _LIBRARIES = {
     "torchvision": _Library(in_channels=None),
     "timm": _Library(in_channels="in_chans"),
-    # None: the library's default would download weights
+    # the library's default would download weights
     "segmentation_models_pytorch": _Library("classes", defaults={"encoder_weights": None}),
 }
 
@@ -36,22 +42,24 @@ def library_model(
     groups: int = 2,
     settings: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Make a model of torchvision, timm, segmentation_models_pytorch or a user, and set its norm.
+    """Create a model of another library, or of a user, and set its norm layers.
 
-    Weights are only downloaded if ``settings`` ask for it. To load a local file, use
-    ``initial_weights`` of :class:`~fl_lightning.round.module.FederatedModule`.
+    The libraries are torchvision, timm and segmentation_models_pytorch. Weights are only downloaded
+    if ``settings`` ask for it. To load a local file, set ``initial_weights`` of
+    :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
-        function: Dotted path of the function or class that makes the model, such as
+        function: Dotted path of the function or class that creates the model, such as
             ``"torchvision.models.resnet18"``, ``"timm.create_model"`` or
             ``"segmentation_models_pytorch.Unet"``.
-        num_classes: Number of classes; None: the library's default.
-        in_channels: Channels of the images; None: the library's default. torchvision's models take
-            3.
+        num_classes: Number of classes. None: the library's default.
+        in_channels: Channels of the images. None: the library's default. torchvision's models take
+            3 channels.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
-        settings: Further arguments, such as ``{"model_name": "resnet18"}`` for timm.
+        settings: Further arguments of the function, such as ``{"model_name": "resnet18"}`` for
+            timm.
 
     Raises:
         ConfigurationError: The library is missing or does not know the function or its settings, or
@@ -103,25 +111,25 @@ def deeplab_v3_plus(
     pooled_norm: str | None = None,
     encoder_weights: str | None = None,
 ) -> nn.Module:
-    """Make the DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch.
+    """Create the DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch.
 
-    Needs the extra ``segmentation``. Height and width of images must be divisible by
-    ``output_stride``; the logits have the images' size. With 19 classes the model has 4,383,139
-    trainable floats on MobileNet-v2 and 26,682,211 on ResNet-50.
+    Install ``fl_lightning[segmentation]`` first. Height and width of images must be divisible by
+    ``output_stride``. The logits have the size of the image. With 19 classes the model has
+    4,383,139 trainable floats with MobileNet-v2 as encoder, and 26,682,211 with ResNet-50.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         encoder: Name of the encoder, such as ``"mobilenet_v2"`` or ``"resnet50"``.
-        output_stride: Size of the image divided by the size of the encoder's features.
+        output_stride: Ratio of the image's size to the size of the encoder's last features.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
-        pooled_norm: Norm of the pyramid's mean over the image; None: ``norm``. BN needs two images
-            per batch there; ``"none"`` or ``"gn"`` allow batches of one image.
+        pooled_norm: Norm layer after the pyramid's mean over the image. None: ``norm``. BN needs at
+            least two images per batch there. With ``"none"`` or ``"gn"`` one image is enough.
         encoder_weights: File with the encoder's weights, such as torchvision's for ImageNet, see
-            :func:`~fl_lightning.models.weights.load_weights`; the classifier is ignored. None:
-            random weights.
+            :func:`~fl_lightning.models.weights.load_weights`. A classifier in the file is ignored.
+            None: random weights.
 
     Raises:
         ConfigurationError: The library is missing or does not know the encoder, the weights do not

@@ -8,17 +8,21 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 _OPEN: list[list[Tensor]] = []
-"""The terms of the current passes; a list, which a compiled pass can trace within one graph."""
+"""Loss terms of the current forward passes, one list per pass.
+
+This is a list, because a compiled pass can trace a list within one graph.
+"""
 
 
 def add_loss(term: Tensor) -> None:
-    """Add a term to the loss of the current local step, for its gradient only.
+    """Add a term to the loss of the current local step.
 
-    A layer calls the function in its forward pass. The reported training loss lacks the term.
-    Outside of local steps, as in evaluations and passes over the data, terms are ignored.
+    A layer calls this function in its forward pass. The term changes the gradient, but the reported
+    training loss excludes it. Outside of local steps (in evaluations and passes over the data)
+    terms are ignored.
 
     Args:
-        term: A scalar, a function of activations, parameters or buffers of one client.
+        term: A scalar tensor, computed from activations, parameters or buffers of one client.
 
     Raises:
         ConfigurationError: The term is not a scalar.
@@ -34,7 +38,7 @@ def add_loss(term: Tensor) -> None:
 
 @contextmanager
 def collecting() -> Iterator[list[Tensor]]:
-    """Yield the list of the terms that :func:`add_loss` adds inside the block."""
+    """Yield a list that collects all terms added by :func:`add_loss` inside the block."""
     _OPEN.append([])
     try:
         yield _OPEN[-1]

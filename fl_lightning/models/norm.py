@@ -16,7 +16,7 @@ NORMS = {
     "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
     "none": "No layer.",
 }
-"""Norms of all models, with a description; the CIFAR ResNets also take ``"fixup"``."""
+"""Names of norm layers, each with a description. The CIFAR ResNets also take ``"fixup"``."""
 _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
     "gn_ws": StandardizedConv2d,
     "weight_norm": WeightNormConv2d,
@@ -25,16 +25,16 @@ _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
 
 
 def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
-    """Make a norm layer for feature maps ``[b, channels, height, width]``.
+    """Create a norm layer for feature maps ``[b, channels, height, width]``.
 
-    All norms except ``"bn"`` treat images independently: with one local step per round, federated
-    training then equals training on the union of the clients' batches.
+    All norms except ``"bn"`` treat images independently. So with one local step per round,
+    federated training equals training on the union of the clients' batches.
 
     Args:
-        norm: One of :data:`NORMS`; ``"in"`` needs maps of more than one pixel.
+        norm: One of :data:`NORMS`. ``"in"`` needs maps of more than one pixel.
         channels: Number of channels.
-        groups: Number of groups (not of channels in a group) of a GN layer; 2 in Hsieh et al., "The
-            Non-IID Data Quagmire", ICML 2020, and in FixBN, App. B.4.
+        groups: Number of groups of a GN layer, not of channels in a group. It is 2 in Hsieh et al.,
+            "The Non-IID Data Quagmire", ICML 2020, and in FixBN, App. B.4.
 
     Raises:
         ConfigurationError: ``norm`` is unknown, or ``groups`` does not divide the channels.
@@ -56,15 +56,17 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
 
 
 def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
-    """Replace all BN layers of a model, found by type, by another kind of norm layer.
+    """Replace all BN layers of a model by another kind of norm layer.
 
-    The new layers keep the affine parameters and ``eps``; shared layers stay shared. Convolutions
-    are unchanged: with ``"none"``, a convolution without bias stays without it. Further operations
-    of a BN layer (dropout and activation in timm's ``BatchNormAct2d``) become modules.
+    BN layers are found by type. The new layers keep the affine parameters and ``eps``. Shared
+    layers stay shared. Convolutions do not change; so with ``"none"``, a convolution without bias
+    still has no bias. Some BN layers do more, such as dropout and activation in timm's
+    ``BatchNormAct2d``; these operations become separate modules.
 
     Args:
         model: The model, changed in place.
-        norm: ``"gn"``, ``"ln"``, ``"in"``, ``"none"`` (:func:`make_norm`), or ``"bn"``: no change.
+        norm: ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`make_norm`. ``"bn"`` changes
+            nothing.
         groups: Number of groups of every GN layer.
 
     Raises:
@@ -96,16 +98,16 @@ def make_conv(
     padding: int = 0,
     bias: bool | None = None,
 ) -> nn.Conv2d:
-    """Make the convolution before a norm layer: ``nn.Conv2d`` for most norms.
+    """Create the convolution before a norm layer: ``nn.Conv2d`` for most norms.
 
     Args:
         norm: The norm layer, see :func:`make_norm`.
         in_channels: Channels of the input.
         out_channels: Channels of the output.
         kernel_size: Height and width of the filters.
-        stride: Step of the filters.
-        padding: Zeros around the input.
-        bias: Whether the convolution has a bias; None: only if no norm layer adds a shift.
+        stride: Stride of the convolution.
+        padding: Width of the zero padding around the input.
+        bias: Whether the convolution has a bias. None: a bias only if no norm layer adds a shift.
     """
     if bias is None:
         bias = norm in ("none", "weight_norm", "scaled_ws")

@@ -19,28 +19,32 @@ from fl_lightning.recorded import Recorded
 class CIFARResNet(Recorded, nn.Module):
     """A ResNet of depth 6n+2: convolution, three stages of n blocks, global mean, linear layer.
 
-    Depth 20 at the defaults has 269,722 trainable floats, 19 BN layers with 688 channels and 40.55
-    million multiply-adds for a 32x32 image. Convolutions start as in He et al., ICCV 2015, eq. 10
-    (normal, variance 2 / fan-in, zero bias); the linear layer keeps torch's default initialisation.
+    With depth 20 and other defaults, the model has 269,722 trainable floats, 19 BN layers with 688
+    channels in all, and 40.55 million multiply-adds for a 32x32 image. Convolutions are initialised
+    as in He et al., ICCV 2015, eq. 10 (normal, variance 2 / fan-in, zero bias). The linear layer
+    keeps torch's default initialisation.
 
-    ``norm="fixup"`` gives the FixUp ResNet of Zhang, Dauphin, Ma, ICLR 2019, with 268,393 trainable
-    floats at depth 20: blocks without norm layers, scalar biases after the first convolution and
-    before the linear layer, and FixUp's initialisation (torch's for the first convolution). The
-    authors train the scalars at a tenth of the learning rate: ``parameter_groups: {scalars:
-    {lr_scale: 0.1}}`` of :class:`~fl_lightning.round.module.FederatedModule`.
+    ``norm="fixup"`` is the FixUp ResNet of Zhang, Dauphin, Ma, ICLR 2019, with 268,393 trainable
+    floats at depth 20. Its blocks have no norm layers. It has scalar biases after the first
+    convolution and before the linear layer. The weights have FixUp's initialisation, except that
+    the first convolution keeps torch's. The authors train the scalars at a tenth of the learning
+    rate. To do so, set ``parameter_groups: {scalars: {lr_scale: 0.1}}`` of
+    :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
         depth: Number of weighted layers, 6n+2.
         num_classes: Number of classes.
-        in_channels: Channels of the images, which may have any size.
-        norm: ``"fixup"``, ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
-            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`; without a
-            norm layer the convolutions have biases.
+        in_channels: Channels of the images. The images may have any size.
+        norm: Norm layer: ``"fixup"``, ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``,
+            ``"weight_norm"``, ``"scaled_ws"`` or ``"none"``, see
+            :func:`fl_lightning.models.norm.make_norm`. Without a norm layer, convolutions have
+            biases.
         groups: Number of groups of every GN layer.
-        width: Channels of the first stage; the other stages have two and four times as many.
-        init: ``"he"``, or ``"xavier"``: Glorot, Bengio, AISTATS 2010, eq. 16 (uniform) for
-            convolutions and the linear layer, with zero biases, as in the code of FedBE (Chen, Chao,
-            ICLR 2021). ``norm="fixup"`` has its own initialisation and accepts only ``"he"``.
+        width: Channels of the first stage. The other stages have two and four times as many.
+        init: Initialisation. ``"he"``: as described above. ``"xavier"``: Glorot, Bengio, AISTATS
+            2010, eq. 16 (uniform), for convolutions and the linear layer, with zero biases, as in
+            the code of FedBE (Chen, Chao, ICLR 2021). ``norm="fixup"`` requires ``"he"``, and uses
+            FixUp's initialisation.
 
     Raises:
         ConfigurationError: A setting is invalid.
@@ -84,14 +88,8 @@ class CIFARResNet(Recorded, nn.Module):
         return logits
 
 
-def initialise(model: nn.Module, init: str) -> None:
-    """Initialise a model's weights; biases become 0.
-
-    Args:
-        model: The model, changed in place.
-        init: ``"he"``: He et al., ICCV 2015, eq. 10 (normal, variance 2 / fan-in) for convolutions;
-            ``"xavier"``: Glorot, Bengio, AISTATS 2010, eq. 16 for convolutions and linear layers.
-    """
+def initialise_he(model: nn.Module) -> None:
+    """Initialise convolutions as He et al., ICCV 2015, eq. 10: normal, variance 2 / fan-in, bias 0."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d if init == "he" else nn.Conv2d | nn.Linear):
             if init == "he":
@@ -105,21 +103,21 @@ def initialise(model: nn.Module, init: str) -> None:
 
 
 class ResNet8(CIFARResNet):
-    """:class:`CIFARResNet` of depth 8: one block per stage, default 75,290 trainable floats."""
+    """:class:`CIFARResNet` of depth 8: one block per stage, by default 75,290 trainable floats."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(8, *args, **settings)
 
 
 class ResNet20(CIFARResNet):
-    """:class:`CIFARResNet` of depth 20: three blocks per stage, default 269,722 trainable floats."""
+    """:class:`CIFARResNet` of depth 20: 3 blocks per stage, by default 269,722 trainable floats."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(20, *args, **settings)
 
 
 class ResNet32(CIFARResNet):
-    """:class:`CIFARResNet` of depth 32: five blocks per stage, default 464,154 trainable floats."""
+    """:class:`CIFARResNet` of depth 32: 5 blocks per stage, by default 464,154 trainable floats."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(32, *args, **settings)

@@ -14,21 +14,22 @@ from fl_lightning.recorded import Recorded
 
 
 class ResNet18(Recorded, nn.Module):
-    """Four stages of two basic blocks with projections (option B), global mean, linear layer.
+    """ResNet-18: four stages of two basic blocks, global mean, linear layer.
 
-    The defaults have 11,173,962 trainable floats, 20 BN layers with 4,800 channels and 555.42
-    million multiply-adds for a 32x32 image; ``stem="imagenet"`` with 1000 classes has 11,689,512
-    floats, as torchvision's ``resnet18``. Convolutions start as in He et al., ICCV 2015, eq. 10.
+    Blocks have projections (option B). By default the model has 11,173,962 trainable floats, 20 BN
+    layers with 4,800 channels in all, and 555.42 million multiply-adds for a 32x32 image. With
+    ``stem="imagenet"`` and 1000 classes it has 11,689,512 floats, as torchvision's ``resnet18``.
+    Convolutions are initialised as in He et al., ICCV 2015, eq. 10.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images, which may have any size.
-        norm: See :func:`fl_lightning.models.norm.make_norm`; without a norm, convolutions have
-            biases.
+        in_channels: Channels of the images. The images may have any size.
+        norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`. Without a norm layer,
+            convolutions have biases.
         groups: Number of groups of every GN layer.
-        stem: ``"cifar"``: a 3x3 convolution of stride 1; ``"imagenet"``: a 7x7 convolution and a
-            3x3 max pooling, both of stride 2.
-        width: Channels of the first stage; the other stages have two, four and eight times as many.
+        stem: First layers. ``"cifar"``: a 3x3 convolution of stride 1. ``"imagenet"``: a 7x7
+            convolution and a 3x3 max pooling, both of stride 2.
+        width: Channels of the first stage. The other stages have two, four and eight times as many.
 
     Raises:
         ConfigurationError: A setting is invalid.

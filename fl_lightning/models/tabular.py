@@ -10,11 +10,11 @@ from fl_lightning.recorded import Recorded
 
 
 class TabularMLP(Recorded, nn.Module):
-    """Linear layers, each followed by a norm and a ReLU, and a linear output layer.
+    """Multilayer perceptron: linear layers with norm and ReLU, and a linear output layer.
 
     Args:
         num_classes: Number of outputs. Default: 1, for regression.
-        in_features: Number of features of a sample, which may have any shape.
+        in_features: Number of features of a sample. The sample may have any shape.
         hidden: Width of each hidden layer.
         norm: ``"bn"`` (BatchNorm1d), ``"gn"``, ``"ln"`` or ``"none"``.
         groups: Number of groups of every GN layer.

@@ -20,16 +20,18 @@ def load_weights(
 ) -> str:
     """Load the weights of a file into a model.
 
+    If a tensor of the classifier has another number of classes in the file, it keeps its initial
+    values.
+
     Args:
         model: The model, changed in place.
-        path: A state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint with the
-            server's model. Tensors of the model that differ from the file's only in the number of
-            classes keep their initial values.
-        setting: The setting that names the file, for messages.
+        path: File with a state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint,
+            which holds the server's model.
+        setting: Name of the setting that gives the path, for messages.
         without: Prefixes of tensors to ignore, such as ``("fc.",)`` for a classifier.
 
     Returns:
-        A line about the file and the tensors that keep their initial values.
+        A line that names the file, and the tensors that keep their initial values.
 
     Raises:
         ConfigurationError: The file is missing or damaged, or its content does not fit the model.
@@ -37,7 +39,7 @@ def load_weights(
     read = _read(setting, user_path(setting, path))
     weights = {name: value for name, value in read.items() if not name.startswith(without)}
     counters = {name for name, kind in buffer_kinds(model).items() if kind == "counter"} - weights.keys()
-    # counters may be missing, as early releases of torch had no BN batch counter
+    # counters may be missing, because early releases of torch did not count the batches of BN
     differing = {name: shapes for name, shapes in misfits(weights, model).items() if name not in counters}
     if differing and not _are_heads(differing):
         raise misfit_error(f"{setting}: {path}", "file", model, differing)
@@ -52,12 +54,12 @@ def load_weights(
 
 
 def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tensor]:
-    """Return the weights of a file whose tensors must be exactly the model's.
+    """Return the weights of a file that fits a model exactly.
 
     Args:
-        model: The model, unchanged.
+        model: The model, which does not change.
         path: A file as in :func:`~fl_lightning.models.weights.load_weights`.
-        setting: The setting that names the file, for messages.
+        setting: Name of the setting that gives the path, for messages.
 
     Raises:
         ConfigurationError: The file is missing or damaged, or its content does not fit the model.
@@ -72,10 +74,10 @@ def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tens
 def _expect_numbers(
     place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
 ) -> None:
-    """Raise a ``ConfigurationError`` if a tensor is not finite, or its kind of number differs.
+    """Raise a ``ConfigurationError`` for non-finite tensors, and for another kind of number.
 
-    torch would silently convert one kind to another, such as complex to real. Buffers, such as a
-    mask, may be infinite.
+    torch would silently convert one kind to another, such as complex to real. Buffers may be
+    infinite, as in a mask.
 
     Args:
         place: Name of the file or checkpoint, for the message.
@@ -148,17 +150,17 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
     """Load a file of ``torch.save`` after a check of its integrity.
 
     Args:
-        what: The noun for the file in the message.
+        what: Noun for the file in the message.
         path: The file.
-        map_location: As in ``torch.load``; None: the CPU.
-        weights_only: As in ``torch.load``; None: True, tensors and plain values only.
+        map_location: As in ``torch.load``. None: the CPU.
+        weights_only: As in ``torch.load``. None: True, which allows only tensors and plain values.
 
     Raises:
         ConfigurationError: The file is damaged or holds more than ``weights_only`` allows.
     """
     try:
         with path.open("rb") as file:
-            is_legacy = file.read(2) == b"\x80\x02"  # a pickle: the format until torch 1.5
+            is_legacy = file.read(2) == b"\x80\x02"  # start of a pickle, the format until torch 1.5
         if not is_legacy:
             with zipfile.ZipFile(path) as archive:
                 # torch.load ignores CRC errors, and gives uninitialised memory for "folder" entries
@@ -174,7 +176,12 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
 
 
 def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
-    """Return shapes (in the weights, in the model) of differing tensors; None if missing."""
+    """Return the tensors whose shape differs between weights and model.
+
+    Returns:
+        By name: the shape in the weights and the shape in the model. None stands for a missing
+        tensor.
+    """
     current = model.state_dict()
     shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, current)]
     pairs = {name: (shapes[0].get(name), shapes[1].get(name)) for name in {**current, **weights}}
@@ -199,7 +206,10 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
 
 
 def _are_heads(differing: _Shapes) -> bool:
-    """Return whether tensors differ only in the first dimension, and equally, as classifiers do."""
+    """Return whether all differing tensors look like classifiers with another number of classes.
+
+    Their shapes differ only in the first dimension, with the same two sizes for all tensors.
+    """
     shapes = [(old, new) for old, new in differing.values() if old and new]
     alike = {(old[0], new[0]) for old, new in shapes}
     return (
