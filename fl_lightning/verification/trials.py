@@ -21,20 +21,10 @@ from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.randomness import seeded
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.testing import fit
 from fl_lightning.testing.federation import SIZES, Disturbance, federation, reference_model
 from fl_lightning.verification.comparison import Violated
 from fl_lightning.verification.observation import Run
-
-_TRAINER: dict[str, Any] = {
-    "accelerator": "cpu",
-    "precision": "64-true",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "check_val_every_n_epoch": 2,
-    "log_every_n_steps": 1,
-}
 
 CLIENTS = tuple(range(len(SIZES)))
 EVERYONE = (CLIENTS,) * 4
@@ -234,26 +224,18 @@ class Trials:
             callbacks.insert(0, Disturb(setup.disturbance))
         if setup.observed:
             callbacks = [Observer(method), *callbacks, Observer(method)]
-        saved = setup in SAVED
-        if saved:
+        if setup in SAVED:
             folder = self.folder / str(SAVED.index(setup))
             callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
-        processes: dict[str, Any] = {}
+        trainer: dict[str, Any] = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}
         if setup.ranks > 1:  # timeout: a rank that waits for a minute is in a deadlock
-            processes = {"devices": setup.ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
+            trainer |= {"devices": setup.ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with seeded(0), warnings.catch_warnings():
             # ignore warnings of Lightning about tiny data sets
             warnings.simplefilter("ignore")
             try:
-                trainer = L.Trainer(
-                    max_epochs=len(setup.script),
-                    callbacks=callbacks,
-                    enable_checkpointing=saved,
-                    **_TRAINER,
-                    **processes,
-                )
-                trainer.fit(run, datamodule=data, ckpt_path=source)
-            except Exception as error:  # noqa: BLE001  # any exception of a method is a finding
+                fit(run, data, len(setup.script), callbacks, source, **trainer)
+            except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding
                 run.error = error
         return run
