@@ -131,7 +131,11 @@ def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
             )
         optimizer = name.endswith("_optimizer") and x is not None
         arguments[name] = _optimizer(x, walk) if optimizer else as_plain(x, hints.get(name), walk)
-    return {"class_path": full_name(made.maker), "init_args": arguments, **_code_of_local(made.maker, walk)}
+    return _node(made.maker, arguments, walk)
+
+
+def _node(maker: Any, arguments: Mapping[str, object], walk: Walk | None = None) -> dict[str, object]:
+    return {"class_path": full_name(maker), "init_args": arguments, **_code_of_local(maker, walk)}
 
 
 def class_name(thing: Any) -> str:
@@ -178,11 +182,7 @@ def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
     known = {n: p.default for n, p in parameters(maker).items() if p.default is not inspect.Parameter.empty}
     arguments = {name: as_plain(x, hints.get(name), walk) for name, x in (known | thing.keywords).items()}
     positional = {"*": as_plain(list(given), None, walk)} if given else {}
-    return {
-        "class_path": full_name(maker),
-        "init_args": positional | arguments,
-        **_code_of_local(maker, walk),
-    }
+    return _node(maker, positional | arguments, walk)
 
 
 def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
@@ -198,7 +198,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
         settings |= {name: x for name, x in vars(optimizer).items() if name not in _TORCH_OWN}
     hints = _hints(kind)
     arguments = {name: as_plain(x, hints.get(name)) for name, x in settings.items() if name[:1] != "_"}
-    return {"class_path": full_name(kind), "init_args": arguments, **_code_of_local(kind)}
+    return _node(kind, arguments)
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -228,13 +228,10 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
     if _says_itself(thing):
         return str(thing)
     kind: Any = type(thing)
-    settings = (
-        {name: x for name, x in vars(thing).items() if name in parameters(kind)}
-        if hasattr(thing, "__dict__")
-        else {}
-    )
     plain = {
-        name: as_plain(x) for name, x in settings.items() if isinstance(x, bool | int | float | str | None)
+        name: as_plain(x)
+        for name, x in getattr(thing, "__dict__", {}).items()
+        if name in parameters(kind) and isinstance(x, bool | int | float | str | None)
     }
     content = tree_digest(_state(thing, walk or Walk()))
     return {
