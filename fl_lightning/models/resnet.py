@@ -88,8 +88,14 @@ class CIFARResNet(Recorded, nn.Module):
         return logits
 
 
-def initialise_he(model: nn.Module) -> None:
-    """Initialise convolutions as He et al., ICCV 2015, eq. 10: normal, variance 2 / fan-in, bias 0."""
+def initialise(model: nn.Module, init: str) -> None:
+    """Initialise a model's weights. Biases become 0.
+
+    Args:
+        model: The model, changed in place.
+        init: ``"he"``: He et al., ICCV 2015, eq. 10 (normal, variance 2 / fan-in) for convolutions.
+            ``"xavier"``: Glorot and Bengio, AISTATS 2010, eq. 16 for convolutions and linear layers.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d if init == "he" else nn.Conv2d | nn.Linear):
             if init == "he":

@@ -47,7 +47,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
                 free = 1 + max(seed for row in study.combinations() for seed in study.seeds(row))
                 raise ConfigurationError(
                     f"choose: seed {choice.seed} of the trials is a seed of the table too, so "
-                    f"{choice.axis} would be chosen on the tested runs; name another seed, such as {_free(study)}"
+                    f"{choice.axis} would be chosen on the tested runs; name another seed, such as {free}"
                 )
             if tuple(labels[axis] for axis in choice.by) not in tried:
                 raise ConfigurationError(
