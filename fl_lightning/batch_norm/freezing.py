@@ -1,4 +1,4 @@
-"""Frozen BN layers, which normalise with their running statistics and do not update them."""
+"""Switch of BN layers between batch statistics and frozen running statistics."""
 
 from collections.abc import Collection, Mapping
 
@@ -8,15 +8,16 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 
 
 def freeze_statistics(model: nn.Module, layers: Collection[nn.Module], treatments: Mapping[str, str]) -> None:
-    """Let BN layers normalise with their running statistics or with the statistics of batches.
+    """Set each BN layer to frozen running statistics or to batch statistics, for one round.
 
-    The function is called in every round, as FixBN (Zhong et al. 2023) freezes the statistics after
-    round T*. A layer with frozen running statistics normalises with them and does not update them.
+    A layer with frozen running statistics normalises with them and does not update them. The
+    function is called in every round, because a method may freeze statistics in any round. FixBN
+    (Zhong et al. 2023), for example, freezes them after round T*.
 
     Args:
         model: The model.
-        layers: The BN layers that track statistics.
-        treatments: The treatment of each buffer by name.
+        layers: The BN layers that have running statistics.
+        treatments: Treatment of each buffer by name, such as ``"frozen"``.
     """
     tracking = {id(layer) for layer in layers}
     for name, layer in batch_norm_layers(model).items():

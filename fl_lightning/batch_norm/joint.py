@@ -1,4 +1,4 @@
-"""The mean over clients within a forward pass, where no other operation combines clients."""
+"""The mean over clients within a forward pass. No other operation there combines clients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ from fl_lightning.errors import ConfigurationError
 
 
 def mean_of_all(stacked: Tensor, clients: int) -> Tensor:
-    """Return the mean over the rows of ``stacked [C, ...]``, expanded to all rows.
+    """Return the mean over the rows of ``stacked``, repeated for every row, ``[C, ...]``.
 
     Args:
-        stacked: The clients' tensors.
-        clients: Required number of rows C.
+        stacked: The clients' tensors, ``[C, ...]``.
+        clients: Number of clients in the cohort.
 
     Raises:
-        ConfigurationError: C differs from ``clients``.
+        ConfigurationError: The number of rows C differs from ``clients``.
     """
     if len(stacked) != clients:
         raise ConfigurationError(
@@ -33,20 +33,22 @@ _mean: ContextVar[Callable[[Tensor, int], Tensor]] = ContextVar("_mean", default
 
 @torch.library.custom_op("fl_lightning::cohort_mean", mutates_args=())
 def cohort_mean(own: Tensor, clients: int) -> Tensor:
-    """Return a tensor's mean over the cohort in a joint forward pass (``needs_joint_forward``).
+    """Return the mean of a tensor over all clients of the cohort, in a joint forward pass.
 
-    Its gradient is the mean of the clients' gradients, as if the server averaged them in the
-    backward pass. All clients have equal weight, as their batches have equal shapes.
+    A method requests a joint forward pass by ``needs_joint_forward``. The gradient of the mean is
+    the mean of the clients' gradients, as if the server averaged the gradients in the backward
+    pass. All clients have equal weight, because their batches have equal shapes.
 
     Args:
-        own: A client's tensor, any shape.
-        clients: Size of the cohort; the function raises for a mean over a part of the cohort.
+        own: The client's tensor, any shape.
+        clients: Number of clients in the cohort.
 
     Returns:
-        The mean over the clients, same shape.
+        The mean over the clients, with the shape of ``own``.
 
     Raises:
-        ConfigurationError: Called outside of a joint forward pass, or with a part of the cohort.
+        ConfigurationError: The function is called outside of a joint forward pass, or the pass
+            does not run all clients of the cohort.
     """
     raise ConfigurationError(
         "cohort_mean: a client runs by itself, but the mean needs one forward pass over the whole cohort; use it in the "
@@ -61,7 +63,7 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
 
 @contextmanager
 def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    """Let ``cohort_mean`` call ``mean`` with the stacked rows and the cohort's size."""
+    """Let :func:`cohort_mean` call ``mean`` inside the block, with the stacked rows and their number."""
     token = _mean.set(mean)
     try:
         yield

@@ -1,6 +1,6 @@
-"""The kinds of a model's state, found by module type and never by name.
+"""The kinds of a model's state. The type of a module decides the kind, never its name.
 
-A method declares what happens in a round to each kind of a model's state:
+For each kind, a method declares what a round does with it:
 
 =========== ==========================================================================
 ``weight``  trainable parameters outside of BN layers
@@ -31,7 +31,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
 
 
 def buffer_kinds(model: nn.Module) -> dict[str, str]:
-    """Return the kind of each buffer by its qualified name, in the order of ``named_buffers``."""
+    """Return the kind of each buffer by name, in the order of ``named_buffers``."""
     layers = batch_norm_layers(model)
     persistent = model.state_dict(keep_vars=True).keys()
     kinds = {}
@@ -45,20 +45,22 @@ def buffer_kinds(model: nn.Module) -> dict[str, str]:
 
 
 KINDS = ("weight", "affine", "mean", "var", "counter", "buffer")
-"""The kinds of state that the server holds, in the order of the policy table."""
+"""Kinds of state that the server holds, in the order of the policy table."""
 
 
 TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
-"""Treatments of a kind in a round.
+"""Treatments: what a round does with a kind of state.
 
-- ``averaged`` and ``max``: sent by the clients and aggregated (``max`` is the counters' rule).
-- ``frozen``: constant on the server. With frozen statistics BN layers train in eval mode; frozen
-  parameters are not trained.
-- ``local``: kept by the client and not sent. The callback that declares it stores and restores it
-  (``Cohort.remember`` and ``Cohort.recall``). The server's copy, used only in evaluation, is the
-  mean over the round's cohort.
-- ``pooled``: aggregated by the callback that declares it.
-- ``reset``: discarded after the round.
+- ``averaged``: The clients send the state, and the server aggregates it.
+- ``max``: The clients send the state, and the server takes the maximum. This is the rule for
+  counters.
+- ``frozen``: The state does not change. Frozen parameters are not trained. BN layers with frozen
+  statistics train in eval mode.
+- ``local``: The clients keep the state and do not send it. The callback that declares this
+  treatment stores and restores the state (``Cohort.remember`` and ``Cohort.recall``). The server
+  has a copy for evaluation only: the mean over the round's cohort.
+- ``pooled``: The callback that declares this treatment aggregates the state.
+- ``reset``: The state is discarded after the round.
 """
 
 
@@ -79,8 +81,8 @@ def state_label(kind: str) -> str:
 
 
 STATISTICS = ("mean", "var", "counter")
-"""The kinds of a BN layer's running statistics."""
+"""Kinds of a BN layer's running statistics."""
 
 
 JOINT_LABELS = KIND_LABELS | dict.fromkeys(STATISTICS, "BN statistics")
-"""Labels in tables that show running means, variances and counters together."""
+"""Labels for tables that show running means, variances and counters together."""

@@ -1,4 +1,4 @@
-"""Batch Normalization layers of a model, found by module type and never by name."""
+"""Batch Normalization layers of a model. The type of a module decides, never its name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +12,21 @@ ONE_VALUE = (
     "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images, norm: gn or, for a DeepLab, "
     "pooled_norm: none"
 )
-"""End of the message about a BN layer that gets a batch of one value per channel."""
+"""End of the error message for a BN layer that gets a single value per channel."""
 
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return a model's BN layers (``BatchNorm1d/2d/3d``, ``SyncBatchNorm``, subclasses) by name."""
+    """Return a model's BN layers by name.
+
+    These are ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``, ``SyncBatchNorm`` and subclasses.
+    """
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
 def require_batch_norm(
     model: nn.Module, method: str, *, statistics: bool = True, momentum: bool = False
 ) -> dict[str, _BatchNorm]:
-    """Return the BN layers of a model, after a check of a method's requirements.
+    """Return the BN layers of a model, or raise an error if they do not fit a method.
 
     Args:
         model: The model.
@@ -32,8 +35,8 @@ def require_batch_norm(
         momentum: Whether the method uses the layers' momentum.
 
     Raises:
-        ConfigurationError: The model has no BN layer, or a layer lacks running statistics or
-            momentum.
+        ConfigurationError: The model has no BN layer, or a layer has no running statistics or no
+            momentum although the method needs them.
     """
     layers, kind = batch_norm_layers(model), type(model).__name__
     if not layers:
@@ -53,7 +56,9 @@ def require_batch_norm(
 
 
 def set_momentum(model: nn.Module, momentum: float) -> None:
-    """Set all BN layers' momentum: ``run <- (1 - momentum) run + momentum batch``, as in PyTorch.
+    """Set the momentum of all BN layers, in PyTorch's convention.
+
+    The moving average is ``run <- (1 - momentum) run + momentum batch``.
 
     Raises:
         ConfigurationError: The momentum is outside (0, 1].
@@ -66,7 +71,7 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
 
 @contextmanager
 def explain_batch_of_one() -> Iterator[None]:
-    """Convert PyTorch's "expected more than 1 value per channel" to an error with remedies."""
+    """Convert PyTorch's error "expected more than 1 value per channel" to an error with remedies."""
     try:
         yield
     except ValueError as error:

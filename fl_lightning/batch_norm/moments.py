@@ -1,4 +1,4 @@
-"""Means and variances of a union of samples from the moments of its parts."""
+"""Mean and variance of a union of samples, computed from the moments of its parts."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,14 @@ from fl_lightning.aggregation import weighted_mean
 def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and variance of a union of samples by the law of total variance.
 
-    The variance is the mean of the variances plus the variance of the means. With biased
-    variances and weights K_i / N it is exactly the biased variance of the union.
+    The result's variance is the mean of the variances plus the variance of the means. If the
+    variances are biased and the weights are K_i / N, for K_i of the N samples in part i, it is
+    exactly the biased variance of the union.
 
     Args:
         means: Mean of each part, shape ``[n, d]``.
         variances: Variance of each part, shape ``[n, d]``.
-        weights: Shares of the parts, shape ``[n]``, sum 1.
+        weights: Weight of each part, shape ``[n]``, sum 1.
 
     Returns:
         Mean and variance of the union, each ``[d]``.
@@ -26,26 +27,30 @@ def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[T
 
 @torch.no_grad()
 def moments(values: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return K, the mean and the sum of squared deviations from it, without a gradient.
+    """Return the number of values per channel, their mean and their sum of squared deviations.
+
+    The results have no gradient.
 
     Args:
-        values: Shape ``[channels, K]``.
+        values: K values of each channel, shape ``[channels, K]``.
 
     Returns:
-        K and two tensors ``[channels]``.
+        K, the mean ``[channels]``, and the sum of squared deviations from the mean, ``[channels]``.
     """
     return values.shape[1], values.mean(1), values.var(1, correction=0) * values.shape[1]
 
 
 @torch.no_grad()
 def merge_(count: Tensor, mean: Tensor, m2: Tensor, *new: *tuple[int, Tensor, Tensor]) -> None:
-    """Merge :func:`moments` into running moments, in place (Chan, Golub and LeVeque 1983).
+    """Merge the moments of new values into running moments, in place.
+
+    The formula is that of Chan, Golub and LeVeque (1983).
 
     Args:
-        count: Number of values of a channel so far, a scalar or ``[channels]``.
-        mean: Mean of these values, shape ``[channels]``.
-        m2: Sum of their squared deviations from the mean, ``[channels]``.
-        new: Moments of the new values.
+        count: Number of earlier values of each channel, a scalar or ``[channels]``.
+        mean: Mean of the earlier values, ``[channels]``.
+        m2: Sum of squared deviations of the earlier values from their mean, ``[channels]``.
+        new: Moments of the new values, as :func:`moments` returns them.
     """
     new_count, new_mean, new_m2 = new
     total = count + new_count

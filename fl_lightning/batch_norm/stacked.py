@@ -1,8 +1,9 @@
-"""BN of all clients at once under ``torch.func.vmap``, as one layer with clients x channels.
+"""BN of all clients at once under ``torch.func.vmap``.
 
-By default ``vmap`` normalises first, and scales and shifts in separate operations. This doubles the
-passes over the activations and the memory for the backward pass. As channels are independent, BN of
-``C`` clients with ``F`` channels equals one layer with ``C F`` channels, up to rounding.
+By default ``vmap`` normalises in one operation, and scales and shifts in others. This doubles the
+passes over the activations, and the memory for the backward pass. But BN treats channels
+independently. So BN of ``C`` clients with ``F`` channels equals, up to rounding, one BN layer with
+``C F`` channels, which is a single operation.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,15 +53,18 @@ def _batch_norm(
 
 
 class _Stacked(torch.autograd.Function):
-    """Function with only a ``vmap`` rule; autograd differentiates the operations of the rule."""
+    """Function that has only a ``vmap`` rule. Autograd differentiates the operations in the rule."""
 
     @staticmethod
     def setup_context(*args: Any) -> None:
-        """Do nothing: torch requires this method before it looks for ``vmap``."""
+        """Do nothing. torch requires that this method exists."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        """Normalise stacked inputs; ``in_dims`` are the clients' dimensions of ``args``."""
+        """Normalise the stacked inputs of all clients.
+
+        ``in_dims`` has the client dimension of each argument, or None if all clients share it.
+        """
         stacked = args[0].movedim(in_dims[0], 1)
         batch, clients, channels, *space = stacked.shape
         training, momentum, eps = args[5:]
@@ -85,7 +89,7 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 
 def _joined(vector: Tensor | None, dim: int | None, clients: int) -> Tensor | None:
-    """Return the concatenated vectors of all clients, as a view if the memory layout allows it."""
+    """Concatenate the vectors of all clients. The result is a view if the memory layout allows it."""
     if vector is None:
         return None
     return (vector.expand(clients, -1) if dim is None else vector.movedim(dim, 0)).reshape(-1)

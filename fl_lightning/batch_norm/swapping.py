@@ -1,4 +1,4 @@
-"""Replacement of the forward pass of BN layers by a method, and temporary modes of a model."""
+"""Replacement of BN layers' forward pass by that of a method, and temporary modes of a model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,14 @@ from fl_lightning.errors import ConfigurationError
 
 
 class SwappedBatchNorm(_BatchNorm):
-    """A BN layer with a method's forward pass: the base class of :func:`swap_batch_norm`'s mixins.
+    """Base class of BN layers with a method's forward pass, for :func:`swap_batch_norm`.
 
     Attributes:
         method: Name of the method's callback.
-        scratch: Names of attributes or non-persistent buffers that :meth:`prepare` adds. A buffer
-            starts each round as a copy of the server's, one per client; it is never sent or saved.
-        original: The layer's class before the swap.
+        scratch: Names of attributes or non-persistent buffers that :meth:`prepare` adds. Each
+            client has a copy of such a buffer, which starts each round from the server's buffer. It
+            is never sent or saved.
+        original: Class of the layer before the swap.
 
     Example:
         >>> class HalvedNorm(SwappedBatchNorm):
@@ -38,7 +39,7 @@ class SwappedBatchNorm(_BatchNorm):
     original: ClassVar[type[_BatchNorm]]
 
     def prepare(self) -> None:
-        """Add ``scratch``; by default, non-persistent buffers ``[channels]`` of zeros."""
+        """Add the attributes in ``scratch``. Default: non-persistent buffers ``[channels]`` of zeros."""
         assert self.running_mean is not None
         for name in self.scratch:
             self.register_buffer(name, torch.zeros_like(self.running_mean), persistent=False)
@@ -47,19 +48,20 @@ class SwappedBatchNorm(_BatchNorm):
 def swap_batch_norm(
     model: nn.Module, forward: type[SwappedBatchNorm], *, momentum: bool = False
 ) -> list[Any]:
-    """Replace the forward pass of every BN layer in place; parameters and buffers are unchanged.
+    """Replace the forward pass of every BN layer, in place. Parameters and buffers do not change.
 
     Args:
         model: The model.
-        forward: A mixin with the ``forward`` of the method.
+        forward: A subclass of :class:`SwappedBatchNorm` with the method's ``forward``.
         momentum: Whether the method uses the layers' momentum.
 
     Returns:
-        The layers, now instances of ``forward`` and of their original class.
+        The layers, which are now instances of both ``forward`` and their original class.
 
     Raises:
-        ConfigurationError: The model has no BN layer, or a layer lacks running statistics or
-            momentum, has a custom forward pass, or was swapped by another method.
+        ConfigurationError: The model has no BN layer. Or a layer has no running statistics, has no
+            momentum although the method uses it, has a custom forward pass, or was already swapped
+            by another method.
     """
     layers = require_batch_norm(model, forward.method, momentum=momentum)
     for name, layer in layers.items():
@@ -81,7 +83,7 @@ def swap_batch_norm(
 
 
 def restore_batch_norm(model: nn.Module) -> None:
-    """Undo :func:`swap_batch_norm`: restore the class and remove the ``scratch`` of every layer."""
+    """Undo :func:`swap_batch_norm`: restore every layer's class, and remove its ``scratch``."""
     for layer in batch_norm_layers(model).values():
         if isinstance(layer, SwappedBatchNorm):
             for name in layer.scratch:
@@ -91,7 +93,7 @@ def restore_batch_norm(model: nn.Module) -> None:
 
 @contextmanager
 def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let BN layers, swapped or not, normalise with the statistics of their input."""
+    """Let BN layers normalise with batch statistics inside the block, whether swapped or not."""
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:
         for layer in layers:
@@ -107,7 +109,7 @@ def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set a model to eval mode within the block; restore every module's mode afterwards."""
+    """Set a model to eval mode inside the block, and restore every module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

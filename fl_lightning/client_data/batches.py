@@ -10,10 +10,11 @@ from fl_lightning.errors import CannotVectorize, doing
 
 
 class BatchStack:
-    """The batches of one local step, one for each active client of a cohort.
+    """The batches of one local step, one for each client that takes the step.
 
-    The batches are stored as a list or stacked (every tensor ``[C, b, ...]``), and converted on
-    demand. A batch is any tree of tensors, usually ``(inputs, targets)``.
+    A batch is any tree of tensors, usually ``(inputs, targets)``. The batches are stored as a list,
+    or as one stacked tree whose tensors are ``[C, b, ...]``. One form is converted to the other
+    when it is needed.
     """
 
     def __init__(self, *, batches: Sequence[Any] | None = None, stack: Any = None) -> None:
@@ -21,7 +22,7 @@ class BatchStack:
         self._stack = stack
 
     def map(self, function: Callable[[Any], Any]) -> "BatchStack":
-        """Apply a function of a batch (such as a device transfer) to the list or to the stack."""
+        """Apply a function of a batch, such as a device transfer, to the list or to the stack."""
         if self._batches is None:
             return BatchStack(stack=function(self._stack))
         return BatchStack(batches=[function(batch) for batch in self._batches])
@@ -46,7 +47,7 @@ class BatchStack:
         return self._batches
 
     def stack(self) -> Any:
-        """Return one tree whose tensors have the client axis first, shape ``[C, b, ...]``.
+        """Return one tree of stacked tensors ``[C, b, ...]``, with the client as first dimension.
 
         Raises:
             CannotVectorize: The clients' batches differ in shape.
@@ -60,7 +61,7 @@ class BatchStack:
         return self._stack
 
     def union(self) -> "BatchStack":
-        """Concatenate all batches along their first dimension to one batch of a single client."""
+        """Concatenate all batches along their first dimension; return the batch of one client."""
         if self._batches is None:
             return BatchStack(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return BatchStack(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
@@ -70,16 +71,16 @@ class Source(Protocol):
     """One client's training data."""
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step`` (from 0, counted over the entire training)."""
+        """Return the batch of local step ``step``, counted from 0 over the entire training."""
 
 
 def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
     """Draw the batches of one local step.
 
     Args:
-        source: Function that returns a client's training data.
+        source: Function that returns a client's training data, given the client's id.
         client_ids: The clients that take the step.
-        steps: Local step of each client, from 0, counted over the entire training.
+        steps: Local step of each client, counted from 0 over the entire training.
     """
     batches = []
     for client_id, step in zip(client_ids, steps, strict=True):
@@ -95,7 +96,7 @@ def require_one(shapes: Iterable[Any]) -> None:
 
 
 def describe_batch(batch: Any) -> str:
-    """Return a batch in words, such as ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
+    """Describe a batch, such as ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
     return " and ".join(_describe(leaf) for leaf in tree_leaves(batch))
 
 

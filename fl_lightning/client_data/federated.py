@@ -1,7 +1,8 @@
 """The federated data module, which holds one ``LightningDataModule`` per client.
 
-A client's batch depends only on (seed, client, step), with local steps counted from the start of
-training. So any round can be computed alone, and a resumed run draws the same batches.
+A client's batch depends only on (seed, client, step). The local step is counted from the start of
+training. So any round can be computed without earlier rounds, and a resumed run draws the same
+batches.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,18 +30,19 @@ class PartitionDigests(TypedDict):
 
 
 class PartitionRecord(TypedDict):
-    """The partition of samples over the clients.
+    """Record of a partition of samples over the clients.
 
     Attributes:
-        partition: The partition in words.
-        num_clients: The number of clients.
-        sizes: The number of training examples of each client.
+        partition: Description of the partition.
+        num_clients: Number of clients.
+        sizes: Number of training samples of each client.
         heterogeneity: Measures of class heterogeneity, if the classes are known.
-        class_histogram: ``[i][c]``, number of samples of class c at client i, if known.
-        clients: The names of the clients, if they have names.
-        seed: The seed of the partition.
-        val_size: The number of samples held out for validation.
-        sha256: Digests of each client's indices (``clients``) and of all indices (``total``).
+        class_histogram: ``[i][c]``, the number of samples of class c at client i, if known.
+        clients: Names of the clients, if they have names.
+        seed: Seed of the partition.
+        val_size: Number of samples held out for validation.
+        sha256: Digest of each client's sample indices (``clients``), and one digest of all clients'
+            indices (``total``).
     """
 
     partition: str
@@ -55,15 +57,15 @@ class PartitionRecord(TypedDict):
 
 
 class ClientDataModule(L.LightningDataModule):
-    """One client of a shipped federated data set: a data module with random access to its batches.
+    """Base class of clients: a data module whose training batches can be read in any order.
 
-    ``train_dataloader()`` at epoch e yields ``train_batch(e * steps_per_epoch)``,
-    ``train_batch(e * steps_per_epoch + 1)``, ...
+    In epoch e, ``train_dataloader()`` yields ``train_batch(e * steps_per_epoch)``,
+    ``train_batch(e * steps_per_epoch + 1)``, and so on.
 
     Attributes:
         client_id: Position of the client in ``FederatedDataModule.clients``.
-        num_examples: Number of training examples of this client.
-        steps_per_epoch: Number of batches in one pass over the examples.
+        num_examples: Number of training samples of this client.
+        steps_per_epoch: Number of batches in one pass over the samples.
 
     Example:
         >>> import torch
@@ -81,31 +83,33 @@ class ClientDataModule(L.LightningDataModule):
     steps_per_epoch: int
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step`` (from 0, counted over the entire training)."""
+        """Return the batch of local step ``step``, counted from 0 over the entire training."""
         raise NotImplementedError(f"{type(self).__name__} must define train_batch(step)")
 
 
 class FederatedDataModule(Recorded, L.LightningDataModule):
     """The clients of a federation and the server's evaluation data.
 
-    Pass one ``LightningDataModule`` per client, or subclass it and build the clients in
+    Pass one ``LightningDataModule`` per client. Or write a subclass that creates the clients in
     :meth:`setup`, as the shipped data sets do.
 
     Args:
-        clients: One data module per client, whose ``train_dataloader()`` must have a length.
+        clients: One data module per client. Its ``train_dataloader()`` must have a length.
         server: Data module of the server's validation and test data.
         seed: Seed of the data's partition, order and augmentation.
 
     Attributes:
-        fit_split: Data evaluated in ``fit``: ``"val"``, or ``"test"`` if there are no validation data.
-        num_classes: Number of classes, None for data without classes.
-        class_names: Name of each class in label order; None for the labels themselves.
-        in_channels: Channels of an image, None for other data.
-        image_size: Height and width of an image in pixels, None for other data.
-        in_features: Features of a sample, None for images.
-        drawn_splits: The evaluation data, ``"val"`` or ``"test"``, that are drawn from the clients'
-            samples. With another seed they may contain samples that clients were trained on.
-        loaded: Digest of all loaded data, independent of the seed; None if unknown.
+        fit_split: The data that ``fit`` evaluates: ``"val"``, or ``"test"`` if there are no
+            validation data.
+        num_classes: Number of classes. None: the data have no classes.
+        class_names: Name of each class, in the order of the labels. None: the labels are the names.
+        in_channels: Channels of an image. None: the data are not images.
+        image_size: Height and width of an image in pixels. None: the data are not images.
+        in_features: Number of features of a sample. None: the data are images.
+        drawn_splits: Evaluation data (``"val"``, ``"test"``) that are drawn at random from the same
+            samples as the clients' training data. With another seed they may contain samples that
+            clients were trained on.
+        loaded: Digest of all loaded data. It does not depend on the seed. None: not known.
 
     Example:
         >>> from fl_lightning.testing import ArrayClient
@@ -140,12 +144,12 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     @property
     def clients(self) -> Sequence[L.LightningDataModule]:
-        """One data module per client, in the order of ids; shipped data sets make them in setup."""
+        """One data module per client, by id. Shipped data sets create them in ``setup``."""
         return self._clients
 
     @property
     def num_clients(self) -> int:
-        """Number of clients of the federation (not of one round's cohort)."""
+        """Number of all clients, not only of those in a round's cohort."""
         return len(self.clients)
 
     def prepare_data(self) -> None:
@@ -154,7 +158,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             datamodule.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Set up the server once per stage, and for ``"fit"`` also the clients."""
+        """Set up the server's data once per stage; for ``"fit"`` also set up the clients."""
         if stage in self._prepared:
             return
         if self.server is not None:
@@ -165,15 +169,15 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         self._prepared.add(stage)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Return one item per epoch; an epoch is a round, which draws the clients' batches."""
+        """Return a loader with one item per epoch. An epoch is a round and draws its own batches."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
 
     def val_dataloader(self) -> Any:
-        """Return the server's validation data, an empty list by default."""
+        """Return the server's validation data. Default: an empty list."""
         return self._of_server("val_dataloader")
 
     def test_dataloader(self) -> Any:
-        """Return the server's test data, an empty list by default."""
+        """Return the server's test data. Default: an empty list."""
         return self._of_server("test_dataloader")
 
     def _of_server(self, loader: str) -> Any:
@@ -184,7 +188,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return self.test_dataloader()
 
     def num_examples(self, client_id: int) -> int:
-        """Return the number of a client's training examples."""
+        """Return the number of a client's training samples."""
         return self._source(client_id).num_examples
 
     def steps_per_epoch(self, client_id: int) -> int:
@@ -192,7 +196,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return self._source(client_id).steps_per_epoch
 
     def samples_per_step(self, client_id: int) -> float:
-        """Return the mean number of training samples in a client's batches over one pass."""
+        """Return the mean batch size of a client over one pass over its training data."""
         source = self._source(client_id)
         if isinstance(source, LoaderBatches):
             return source.samples_per_step
@@ -202,20 +206,20 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         """Draw the batches of one local step.
 
         Args:
-            client_ids: The active clients of the cohort.
-            steps: Local step of each client, from 0, counted over the entire training.
+            client_ids: The clients that take the step.
+            steps: Local step of each client, counted from 0 over the entire training.
         """
         return draw(self._source, client_ids, steps)
 
     def keep_on(self, device: torch.device) -> None:
-        """Move the data to the device, if the data set supports it; called before training."""
+        """Move the data to the device if the data set supports this. Called before training."""
 
     def describe_partition(self) -> str:
-        """Return a short description of the partition, for tables."""
+        """Return a short description of the partition for tables."""
         return f"{self.num_clients} clients with data of their own"
 
     def partition_record(self) -> PartitionRecord:
-        """Return the content of the run's ``partition.json``; subclasses may add entries."""
+        """Return the content of the run's ``partition.json``. Subclasses may add entries."""
         record: PartitionRecord = {
             "partition": self.describe_partition(),
             "num_clients": self.num_clients,
@@ -225,10 +229,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {**record, "heterogeneity": heterogeneity(histograms)} if histograms else record
 
     def fingerprint(self) -> dict[str, str]:
-        """Return digests of the data, by which a resumed run detects changed data.
+        """Return digests of the data. A resumed run uses them to detect changed data.
 
-        The digest of data in memory covers their contents. Other digests cover labels, some
-        samples, and paths and contents of files. Batching, loading and file times have no effect.
+        For data in memory, the digest includes the complete content. For other data, it includes
+        the labels, some samples, and the paths and contents of files. Batching, loading and the
+        modification times of files do not change it.
 
         Returns:
             Digests of ``"training"`` data, ``"evaluation"`` data and ``"partition"``.
@@ -250,28 +255,31 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {"training": digest(training), "evaluation": evaluation, "partition": partition}
 
     def evaluation_digests(self) -> Collection[str]:
-        """Return the possible ``"evaluation"`` digests of :meth:`fingerprint`, without the clients.
+        """Return the two possible values of the ``"evaluation"`` digest of :meth:`fingerprint`.
 
-        There are two: the digest covers samples only if the clients have fewer than 32 data sets.
+        The digest includes samples only if the clients have fewer than 32 data sets. This method
+        does not read the clients' data, so it returns the digest with samples and the digest
+        without.
         """
         with doing("reading the server's evaluation data"):
             dataset = getattr(self.val_dataloader(), "dataset", None)
-            many = dict.fromkeys(range(-32, 0), "")  # 32 data sets, with ids that no object has
+            many = dict.fromkeys(range(-32, 0), "")  # as after 32 data sets; no object has such an id
             return [dataset_digest(dataset, known) for known in ({}, many)]
 
     def class_histograms(self) -> list[list[int]]:
-        """Return ``[i][c]``, client i's number of examples of class c; empty if unknown."""
+        """Return ``[i][c]``, the number of samples of class c at client i; empty if unknown."""
         return []
 
     def own_dataloader(self, client_id: int, split: str) -> Any:
         """Return a client's own evaluation data, for methods with personal models.
 
         Args:
-            client_id: The client.
-            split: ``"val"`` or ``"test"``.
+            client_id: Id of the client.
+            split: The evaluation data, ``"val"`` or ``"test"``.
 
         Returns:
-            The client's ``val_dataloader()`` or ``test_dataloader()``, None if the client has none.
+            The client's ``val_dataloader()`` or ``test_dataloader()``, or None if the client has no
+            such loader.
         """
         client = self.clients[client_id]
         if not is_overridden(f"{split}_dataloader", client):

@@ -1,4 +1,4 @@
-"""Digests of a run's data for checkpoints: equal data have equal digests in any process."""
+"""Digests of a run's data for checkpoints. Equal data have equal digests in every process."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ from fl_lightning.files import write_json
 from fl_lightning.randomness import seeded
 
 LARGE = 2**30
-"""Bytes of files above which their digests are cached between runs."""
+"""Total size of files in bytes above which their digests are cached between runs."""
 
 
 def digest(*parts: Any) -> str:
-    """Return 16 hex digits of SHA-256 over trees of tensors, arrays, images, numbers and text.
+    """Return the first 16 hex digits of the SHA-256 of tensors, arrays, images, numbers and text.
 
-    Of other objects only the class is hashed.
+    The parts may be trees of these. For any other object, only its class is hashed.
     """
     state = hashlib.sha256()
     for part in parts:
@@ -68,15 +68,20 @@ def _feed(state: Any, part: Any) -> None:
 
 
 def dataset_digest(dataset: Any, known: dict[int, str]) -> str:
-    """Return the digest of a data set: tensors, or else length, labels, files and some samples.
+    """Return the digest of a data set.
 
-    Labels are the attribute ``targets`` or ``labels``. Files are the pairs (path, class) of
-    ``samples``, as in torchvision, or the paths of ``files``; paths and contents are hashed. Eight
-    samples of each of the first 32 data sets are hashed.
+    If the data set has tensors, they are hashed. Otherwise these are hashed:
+
+    - Its length.
+    - Its labels: the attribute ``targets`` or ``labels``.
+    - Paths and contents of its files: the pairs (path, class) of the attribute ``samples``, as in
+      torchvision, or the paths of the attribute ``files``.
+    - Eight samples, for each of the first 32 data sets.
 
     Args:
         dataset: The data set.
-        known: Digests by the id of a data set, so that a shared data set is read only once.
+        known: Digests of earlier data sets by their ``id()``, so that a shared data set is read
+            only once.
     """
     if id(dataset) not in known:
         known[id(dataset)] = digest(_parts(dataset, known))
@@ -104,14 +109,15 @@ def _files(dataset: Any) -> str | list[Any]:
     pairs, root = getattr(dataset, "samples", None), Path(str(getattr(dataset, "root", "")))
     if files is None and isinstance(pairs, list) and all(isinstance(pair, tuple) and pair for pair in pairs):
         files = [Path(part) for pair in pairs for part in pair if isinstance(part, str | Path)]
-    # empty list: digests in older checkpoints include it for data sets without files
+    # without files return an empty list, because digests in older checkpoints include it
     return files_digest([x for x in files if x.is_file()], root) if files and isinstance(files, list) else []
 
 
 def files_digest(files: Sequence[Path], root: Path) -> str:
-    """Return the digest of files: their paths below ``root`` and their content.
+    """Return the digest of the files' paths below ``root`` and their contents.
 
-    Above :data:`LARGE` bytes the digests of files are cached by size and modification time.
+    If the files have more than :data:`LARGE` bytes, their digests are cached by size and
+    modification time.
     """
     states = [path.stat() for path in files]
     size = sum(state.st_size for state in states)
@@ -126,18 +132,18 @@ def files_digest(files: Sequence[Path], root: Path) -> str:
     unread = [place for place in now if known.get(place, [None])[:-1] != now[place]]
     if unread:
         print(
-            f"data: {len(unread):,} files, such as {unread[0]}, are read once for their digests, which {cache} keeps by size and "
-            "time of change",
+            f"data: reading {len(unread):,} files, such as {unread[0]}, for their digests; {cache} stores each digest until "
+            "the file changes",
             flush=True,
         )
         known |= {place: [*now[place], file_digest(Path(place))] for place in unread}
-        with suppress(ConfigurationError):  # cache not writable: the next run reads the files again
+        with suppress(ConfigurationError):  # without a cache, the next run reads the files again
             write_json(cache, known)
     return digest([(name, known[place][-1]) for name, place in zip(names, places, strict=True)])
 
 
 def sample(read: Callable[[], Any]) -> str | None:
-    """Return the digest of samples read under a fixed seed; None if two reads differ."""
+    """Return the digest of samples read under a fixed seed, or None if two reads differ."""
 
     def once() -> str:
         with seeded(0):

@@ -6,13 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Histogram = Sequence[Sequence[int]]
-"""``[i][c]``: samples of class c at client i."""
+"""``[i][c]``: number of samples of class c at client i."""
 
 
 def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
-    """Return the effective number of classes ``[clients]``, exp of the class entropy (Hill 1973).
+    """Return the effective number of classes of each client, ``[clients]``.
 
-    It is k for k equally frequent classes, less if some classes are rare, and 0 without samples.
+    This is the exponential of the class entropy (Hill 1973). For k equally frequent classes it is
+    k. If some classes are rare, it is smaller. Without samples it is 0.
     """
     shares = _shares(histogram)
     logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
@@ -21,10 +22,11 @@ def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
 
 
 def distance_to_union(histogram: Histogram) -> NDArray[np.float64]:
-    """Return each client's total variation distance ``[clients]`` from the union's classes.
+    """Return the distance of each client's class distribution from that of all data, ``[clients]``.
 
-    ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]: the share of a client's samples whose class must
-    change so that its class distribution equals the union's.
+    This is the total variation distance ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]. p_i is the class
+    distribution of client i, and p that of all clients together. The distance is the share of the
+    client's samples whose class would have to change to make both distributions equal.
     """
     union = _shares([np.sum(histogram, axis=0)])
     distance: NDArray[np.float64] = np.abs(_shares(histogram) - union).sum(1) / 2
@@ -35,8 +37,9 @@ def heterogeneity(histogram: Histogram) -> dict[str, dict[str, float]]:
     """Return the measures of a partition.
 
     Returns:
-        ``classes`` and ``effective_classes`` (``min``, ``median``, ``max`` over the clients), and
-        ``distance_to_union`` (``mean``, weighted by size, and ``max``).
+        Three measures by name. ``classes`` and ``effective_classes`` have ``min``, ``median`` and
+        ``max`` over the clients. ``distance_to_union`` has ``mean``, weighted by client size, and
+        ``max``.
     """
     counts, distance = np.asarray(histogram), distance_to_union(histogram)
     numbers = {"classes": (counts > 0).sum(1), "effective_classes": effective_classes(histogram)}

@@ -1,4 +1,4 @@
-"""Batches of a client from its own DataLoader."""
+"""Training batches from a client's DataLoader."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -20,26 +20,29 @@ from fl_lightning.randomness import derive_seed, seeded
 
 
 class LoaderBatches:
-    """Random access to the batches of a ``LightningDataModule``'s ``train_dataloader()``.
+    """Training batches of a ``LightningDataModule``, readable in any order.
 
-    All generators (the loader's, and the global ones of torch, numpy and Python) are seeded from
-    (seed, client, epoch) for an epoch's order, and (seed, client, epoch, position) for a batch. So
-    shuffling and augmentation depend only on the position. The global generators are restored
-    afterwards. Map-style data sets without worker processes have random access; other loaders are
-    iterated.
+    The batches come from ``train_dataloader()``. Two seeds make a batch independent of earlier
+    batches: the order of an epoch is drawn under a seed from (seed, client, epoch), and a batch is
+    read under a seed from (seed, client, epoch, position in the epoch). Each seed sets the global
+    generators of torch, numpy and Python, which are restored afterwards. The loader's own generator
+    is seeded once per epoch.
+
+    A batch of a map-style data set without worker processes is read directly. With any other loader
+    the epoch is iterated up to the batch.
 
     Args:
         datamodule: The client's data module, already set up.
-        client_id: The client's number, for seeds and messages.
+        client_id: Id of the client, for seeds and messages.
         seed: The run's seed.
 
     Attributes:
-        num_examples: Number of different training examples from which the sampler draws.
-        steps_per_epoch: Number of batches in one pass over the examples.
-        samples_per_step: Mean number of samples in a batch over a pass.
+        num_examples: Number of different training samples from which the sampler draws.
+        steps_per_epoch: Number of batches in one pass over the data.
+        samples_per_step: Mean batch size over one pass over the data.
 
     Raises:
-        ConfigurationError: The loader has no length or no batch.
+        ConfigurationError: The loader has no length, or yields no batch.
     """
 
     def __init__(self, datamodule: L.LightningDataModule, client_id: int, seed: int) -> None:
@@ -70,7 +73,7 @@ class LoaderBatches:
             self._count()
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step`` (from 0, counted over the entire training)."""
+        """Return the batch of local step ``step``, counted from 0 over the entire training."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._at_random:
             if epoch != self._epoch:
@@ -85,13 +88,13 @@ class LoaderBatches:
         return self._fetch(epoch, index)
 
     def _count(self) -> None:
-        """Count the examples from which the sampler draws, and the samples of an epoch."""
+        """Set ``num_examples`` and ``samples_per_step``."""
         sampler = self.loader.batch_sampler or self.loader.sampler
         if type(sampler) is BatchSampler:
             self.num_examples = self._drawn_from(sampler.sampler)
             steps = sampler.drop_last and sampler.batch_size
             self.samples_per_step = steps or len(sampler.sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized, as the loader is
-        elif self.loader.batch_sampler is not None:  # a user's batch sampler: count its first epoch
+        elif self.loader.batch_sampler is not None:  # a user's batch sampler: count in one epoch
             batches = self._first_epoch(sampler)
             self.num_examples = len({index for batch in batches for index in batch})
             self.samples_per_step = sum(map(len, batches)) / len(batches)
@@ -100,7 +103,10 @@ class LoaderBatches:
             self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
 
     def _drawn_from(self, sampler: Any) -> int:
-        """Return from how many samples a sampler draws (a user's sampler: in its first epoch)."""
+        """Return the number of samples from which a sampler draws.
+
+        For a user's sampler this is the number of different samples in its first epoch.
+        """
         kind = type(sampler)
         if kind is RandomSampler:
             return len(sampler.data_source)

@@ -137,7 +137,7 @@ def _trouble() -> str | None:
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    AsyncCompile.pool.cache_clear()  # a fork inherits the pool, but not its threads
+    AsyncCompile.pool.cache_clear()  # a forked rank inherits the pool, but not its threads
     try:
         get_cpp_compiler()
         _try()

@@ -131,7 +131,7 @@ class ForkLauncher(_Launcher):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of forks in processes with threads; a rank needs no lock of a thread
+                # Python 3.12 warns of forks if there are threads; a rank needs no lock of a thread
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -187,7 +187,7 @@ def _meeting_folder() -> Iterator[str]:
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
     """Run a function as another rank, without loggers and output. Then exit."""
-    gc.freeze()  # else an earlier run's process group may be freed: it waits for threads, which a fork lacks
+    gc.freeze()  # to free an earlier run's process group would wait for threads that a fork lacks
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:
@@ -201,7 +201,7 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
             report = pickle.dumps(described(error))
             if (
                 len(report) > _PIPE_BYTES
-            ):  # a longer write would block, because the pipe is read only after this process has ended
+            ):  # a longer write would block: the pipe is read only after this process has ended
                 report = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
             os.write(pipe, report)
         raise

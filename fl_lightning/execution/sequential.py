@@ -87,7 +87,7 @@ class SequentialExecutor(Executor):
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
-            # the backward pass runs here, because checkpointed layers and hooks need the client's state
+            # inside of the block: hooks and checkpointed layers need the client's state in backward
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
         cohort.take_up(row, updated)  # not earlier: the backward pass may read the replaced tensors

@@ -137,7 +137,7 @@ class VectorizedExecutor(Executor):
         }
         if unused := [name for name, g in zip(trained, gradients, strict=True) if g is None]:
             cohort.leave_out(rows, unused)
-        for block, layout in cohort.params.layout.items():  # write changes of the forward pass
+        for block, layout in cohort.params.layout.items():  # the forward pass may change parameters
             if any(params[name]._version != versions[name] for name in layout.shapes):
                 cohort.params.write(index, block, params)
         for block in cohort.trained_blocks:

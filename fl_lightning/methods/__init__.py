@@ -1,4 +1,4 @@
-"""The hooks of methods, the reports of callbacks, and base classes of several methods."""
+"""Base classes of federated methods and of observers, and functions that methods share."""
 
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.fine_tuning import fine_tuned

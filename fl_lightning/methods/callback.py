@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class FederatedCallback(Recorded, Declarations, L.Callback):
-    """A method: it declares the treatment of state (``policy``) and changes a round by hooks.
+    """Base class of federated methods. A method changes the algorithm of a run.
 
-    Without the method a run is another algorithm. One round is ::
+    A method declares in ``policy`` how a round treats each kind of state, and changes the round by
+    hooks. One round is ::
 
         setup                                          # once: configure_batch_norm(pl_module)
         for round in 1, 2, ..., total_rounds:
@@ -36,28 +37,32 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             server <- one step of the server optimizer
             on_round_end(trainer, pl_module, cohort)
 
-    The first dimension of every tensor of the cohort is the client. State of clients that a method
-    keeps between rounds belongs in its ``state_dict()``, as tensors and numbers by client id.
+    The first dimension of every tensor of the cohort is the client. If a method keeps state of
+    clients between rounds, this state belongs in its ``state_dict()``, as tensors and numbers by
+    client id.
 
-    With ``on_divergence: drop`` clients with a non-finite update are left out before and after
-    ``on_before_aggregate``. Later hooks get the remaining clients, with rows ``cohort.rows``. If
-    too few clients report or remain, ``on_round_skipped(trainer, pl_module)`` replaces the
-    remaining hooks.
+    With ``on_divergence: drop`` a client with a non-finite update is left out, both before and
+    after ``on_before_aggregate``. Later hooks get the remaining clients, whose rows are
+    ``cohort.rows``. If too few clients report or remain, the round is skipped: then
+    ``on_round_skipped(trainer, pl_module)`` is called instead of the remaining hooks.
 
-    Before each hook torch's global generator is seeded from (seed, class, hook, round, step), so
-    random numbers depend on neither the executor nor earlier draws, and are equal after a resume.
+    Before each hook, torch's global generator is seeded from (seed, class, hook, round, step). So
+    random numbers do not depend on the executor or on earlier draws. They are the same after a
+    resume.
 
-    Runs on several ranks and on one rank give the same numbers if hooks follow these rules:
+    Runs on several ranks give the same numbers as runs on one rank if hooks follow these rules:
 
-    - ``on_round_start``, ``on_before_aggregate``, ``on_after_aggregate``, ``on_round_end`` and
-      Lightning's hooks get the entire cohort, and must do the same on every rank: without clocks,
-      rank numbers, or random numbers except torch's global ones.
-    - ``on_after_local_backward`` and ``on_local_step_end`` get the rank's rows ``cohort.rows``,
-      possibly none, and change only these rows; ``cohort.mean`` raises an error. State for local
-      steps is not kept on ``self`` but in ``cohort.extra``, which ``on_round_start`` fills with
-      tensors ``[C, ...]``. Random numbers come from ``cohort.generators``.
+    - Four hooks get the entire cohort: ``on_round_start``, ``on_before_aggregate``,
+      ``on_after_aggregate`` and ``on_round_end``. These hooks and Lightning's hooks must do the
+      same on every rank. So they must not use clocks, rank numbers, or random numbers of generators
+      other than torch's global generator.
+    - Two hooks get only the rows of their rank, ``cohort.rows``: ``on_after_local_backward`` and
+      ``on_local_step_end``. There may be no such row. These hooks may change only these rows. They
+      cannot call ``cohort.mean``, which raises an error. They keep state of local steps in
+      ``cohort.extra``, not on ``self``; ``on_round_start`` fills ``cohort.extra`` with tensors
+      ``[C, ...]``. Their random numbers come from ``cohort.generators``.
 
-    A class with an unknown hook name (``on_rond_start``), even from a mixin, is an error.
+    A hook with an unknown name, such as ``on_rond_start``, raises an error, even in a mixin.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -78,16 +83,22 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                 )
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Swap BN modules of ``pl_module.model``, the only allowed change of a forward pass."""
+        """Replace BN layers of ``pl_module.model``, or check the model.
+
+        No other change of the forward pass is allowed.
+        """
 
     def change_batches(
         self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: BatchStack
     ) -> BatchStack:
-        """Return changed ``batches`` of an attack; called only if the role is ``attack``."""
+        """Return the clients' batches as an attack changes them.
+
+        The method is called only if the class attribute ``role`` is ``"attack"``.
+        """
         return batches
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act before the local steps, when every row is a copy of the server's state."""
+        """Act before the local steps. Every row is a copy of the server's state."""
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
@@ -100,20 +111,21 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Act after the client optimizer has taken local step ``step`` (from 0)."""
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act after the last local step; the hook may change the rows, which the clients send."""
+        """Act after the last local step. The hook may change the rows, which the clients send."""
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Correct the server's update, ``cohort.pseudo_gradient`` or averaged ``server_buffers``."""
+        """Correct the aggregates: ``cohort.pseudo_gradient`` and ``cohort.server_buffers``."""
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act after the server step."""
+        """Act after the step of the server optimizer."""
 
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Act if the round is skipped, instead of in the remaining hooks.
+        """Act in a skipped round. This hook replaces the remaining hooks of the round.
 
         Returns:
-            The floats by client (see ``extra_traffic``), and exchanges (see ``extra_exchanges``).
+            Floats that each client sends and receives (see ``extra_traffic``), and the number of
+            exchanges (see ``extra_exchanges``).
         """
         return {}, 0

@@ -1,4 +1,4 @@
-"""Fine-tuning of copies of the server's model on the training data of clients, for evaluations."""
+"""Fine-tuning of copies of the server's model on clients' training data, for evaluations."""
 
 from typing import TYPE_CHECKING
 
@@ -14,17 +14,20 @@ if TYPE_CHECKING:
 
 
 def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[str, Tensor]:
-    """Return a copy of the server's state after training on a client's data, on the CPU, by name.
+    """Train a copy of the server's model on a client's data, and return its state.
 
-    The client optimizer steps all trainable parameters at its initial learning rate, without
-    ``parameter_groups`` and dropout, and with the terms of ``add_loss``. BN layers are in training
-    mode, also after a freeze of their statistics. The server's model and the random numbers of
-    training do not change.
+    The client optimizer trains all trainable parameters at its initial learning rate. The settings
+    ``parameter_groups`` and dropout are not used. The loss includes the terms of ``add_loss``. BN
+    layers are in training mode, even if the run has frozen their statistics. The server's model and
+    the random numbers of training do not change.
 
     Args:
         pl_module: The federated module.
-        client: The client.
-        epochs: Passes over the client's training data, >= 0.
+        client: Id of the client.
+        epochs: Number of passes over the client's training data, at least 0.
+
+    Returns:
+        Parameters and buffers by name, on the CPU.
     """
     model, data, layers = pl_module.model, pl_module.data, pl_module.tracking_layers
     modes = [layer.training for layer in layers]

@@ -1,4 +1,4 @@
-"""Freezing of BN state after a round T*: the base class of methods that choose T*."""
+"""Base classes of methods that freeze BN state after a round T*."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 _HARMLESS = frozenset(
     {"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes", "logs"}
 )
-"""Attributes that a subclass may override without a change to the rounds until T*."""
+"""Attributes that a subclass may override; the rounds up to T* then stay the same."""
 
 
 class Freezing(FederatedCallback):
-    """A method that trains with batch statistics up to round T*, then freezes server BN state.
+    """A method that trains with batch statistics up to round T*, and then freezes BN state.
 
-    Subclasses define T*.
+    A subclass defines T* in :meth:`last_batch_round`.
 
     Attributes:
-        kinds: The kinds of state that freeze (see ``fl_lightning.round.policy``).
+        kinds: Kinds of state that are frozen (see ``fl_lightning.round.policy``).
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -46,17 +46,21 @@ class Freezing(FederatedCallback):
 
     @abstractmethod
     def last_batch_round(self, total_rounds: int) -> int | None:
-        """Return T*, the last round that trains with batch statistics; None while it is unknown."""
+        """Return T*, the last round with batch statistics, or None if T* is not known yet."""
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare the kinds averaged until round T* and frozen after it."""
+        """Declare that the kinds are averaged up to round T* and frozen after it."""
         last = self.last_batch_round(total_rounds)
         if last is not None and round_number > last:
             return dict.fromkeys(self.kinds, "frozen")
         return {kind: "averaged" for kind in self.kinds if kind != "counter"}
 
     def same_until(self, total_rounds: int) -> int | None:
-        """Return T* if it is known before training and the subclass overrides only its choice."""
+        """Return T*: up to this round a run equals, bit for bit, a run without this method.
+
+        Return None if T* is not known before training, or if the subclass overrides more than the
+        choice of T*.
+        """
         checked = [name for name in dir(Freezing) if not name.startswith("_") and name not in _HARMLESS]
         if any(getattr(type(self), name) != getattr(Freezing, name) for name in checked):
             return None
@@ -67,12 +71,13 @@ class Freezing(FederatedCallback):
         """Check that the model has the state to freeze.
 
         Raises:
-            ConfigurationError: The model has no BN layer, or BN without statistics.
+            ConfigurationError: The model has no BN layer. If statistics are frozen, also if a BN
+                layer has no running statistics.
         """
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
-        """Print a line if no round of this fit comes after T*."""
+        """Print a line if training ends before BN state is frozen."""
         if self.remark(pl_module):
             last, rounds = self.last_batch_round(pl_module.planned_rounds), _last_round(pl_module)
             name = type(self).__name__
@@ -81,14 +86,14 @@ class Freezing(FederatedCallback):
             )
 
     def remark(self, module: RunContext) -> str:
-        """Return "nothing frozen" if no round comes after T*."""
+        """Return "nothing frozen" if training ends before BN state is frozen, else ""."""
         if module.total_rounds is None:
             return ""
         last = self.last_batch_round(module.planned_rounds)
         return "nothing frozen" if last is not None and last >= _last_round(module) else ""
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Log T*."""
+        """Log T* if it is known."""
         last = self.last_batch_round(pl_module.planned_rounds)
         if last is not None:
             pl_module.log("fixbn/freeze_round", float(last))
@@ -103,17 +108,17 @@ class FoundFreezing(Freezing):
     """A freezing method that finds T* during training.
 
     Attributes:
-        freeze_round: T*, None until the method finds it; part of ``state_dict()``.
+        freeze_round: T*, or None until the method finds it. It is part of ``state_dict()``.
     """
 
     freeze_round: int | None = None
 
     def last_batch_round(self, total_rounds: int) -> int | None:
-        """Return T*, None until the method finds it."""
+        """Return T*, or None until the method finds it."""
         return self.freeze_round
 
     def undecided(self) -> Mapping[str, str]:
-        """Declare, until the method finds T*, that the kinds will freeze."""
+        """Declare that the kinds may freeze in a later round. Once T* is found, declare nothing."""
         return dict.fromkeys(self.kinds, "frozen") if self.freeze_round is None else {}
 
     def freeze_after(self, pl_module: "FederatedModule", round_number: int) -> None:
@@ -128,5 +133,5 @@ class FoundFreezing(Freezing):
         return {"freeze_round": self.freeze_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load T* from a checkpoint."""
+        """Restore T* from a checkpoint."""
         self.freeze_round = state_dict["freeze_round"]

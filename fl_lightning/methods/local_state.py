@@ -23,20 +23,21 @@ if TYPE_CHECKING:
 
 
 class PersonalEvaluation(VariantEvaluation):
-    """A method whose clients have models of their own, as variants named by client id.
+    """Base class of methods whose clients have models of their own.
 
-    A subclass defines ``variants`` for :meth:`evaluated_clients`. Every evaluation of the server's
-    model also evaluates the clients' models, except in a centralised run:
+    A subclass defines ``variants``: the model of each client in :meth:`evaluated_clients`, named by
+    the client's id. Every evaluation of the server's model also evaluates these models, except in
+    a centralised run. Two metrics are logged under ``val/`` or ``test/``:
 
-    - ``val/personal_accuracy`` (or ``test/``): mean accuracy of the clients' models on the server's
-      data.
-    - ``val/own_accuracy``: mean accuracy of the clients' models, each on the client's
-      ``val_dataloader()`` (or ``test_dataloader()``). Without one, each on the server's data, with
-      classes weighted by the client's class histogram. Without both, the metric is left out.
+    - ``personal_accuracy``: Mean accuracy of the clients' models on the server's evaluation data.
+    - ``own_accuracy``: Mean accuracy of the clients' models on the clients' own evaluation data.
+      These are the client's ``val_dataloader()`` or ``test_dataloader()``. If there is no such
+      loader, the server's evaluation data are used, with classes weighted as in the client's class
+      histogram. If there is no class histogram either, the metric is left out.
 
     Args:
-        evaluate_clients: Number of clients' models to evaluate, evenly spaced by id. Each costs as
-            much as an evaluation of the server. Default: all.
+        evaluate_clients: Number of clients' models to evaluate, evenly spaced by id. Each of them
+            costs as much as an evaluation of the server's model. Default: all.
 
     Raises:
         ConfigurationError: ``evaluate_clients`` is below 1.
@@ -66,7 +67,7 @@ class PersonalEvaluation(VariantEvaluation):
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Return ``personal_<metric>`` and ``own_<metric>`` of quality and ``model.metrics``."""
+        """Return ``personal_<metric>`` and ``own_<metric>`` for each metric of the evaluation."""
         quality = pl_module.task.quality
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
 
@@ -91,22 +92,24 @@ class PersonalEvaluation(VariantEvaluation):
 
 
 class LocalState(PersonalEvaluation):
-    """A method whose clients keep some state locally, neither sent nor averaged.
+    """Base class of methods whose clients keep some state locally. Clients do not send this state.
 
-    A subclass defines ``kinds``. A client starts a round with its last local state, or with the
-    initial state. A client's model is the server's model with the client's local state. The
-    server's copy of local state is the mean over the round's clients.
+    A subclass defines ``kinds``. A client starts a round with its local state from its last round,
+    or in its first round with the initial state. A client's model is the server's model with the
+    client's local state. The server has a copy of the local state: the mean over the clients of the
+    last round.
 
     Args:
         evaluate_clients: Number of clients' models to evaluate. Default: all.
 
     Raises:
-        ConfigurationError: ``evaluate_clients`` is below 1, or the model lacks the state.
+        ConfigurationError: ``evaluate_clients`` is below 1, or the model has no state of ``kinds``.
 
     Attributes:
-        kinds: The kinds of state and parts of the model that clients keep (see
+        kinds: Kinds of state, and parts of the model, that clients keep (see
             ``fl_lightning.round.policy``).
-        memory: Local state by client id, a row ``[columns]`` per block; ``SERVER``: initial state.
+        memory: Local state by client id, a row ``[columns]`` for each block. The id ``SERVER``
+            holds the initial state.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -124,11 +127,11 @@ class LocalState(PersonalEvaluation):
         self.memory = ClientMemory()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare the state of ``kinds`` local."""
+        """Declare that state of ``kinds`` is local."""
         return dict.fromkeys(self.kinds, "local")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has the state of ``kinds``."""
+        """Check that the model has state of ``kinds``."""
         model = pl_module.model
         parts = [kind for kind in self.kinds if kind not in KINDS]
         match_parts(model, parts, type(self).__name__)
@@ -155,13 +158,13 @@ class LocalState(PersonalEvaluation):
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the clients' local state."""
+        """Restore the clients' local state from a checkpoint."""
         self.memory = ClientMemory(state_dict["memory"])
 
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the local state of each evaluated client by id; empty before the first round."""
+        """Return each evaluated client's local state by client id; empty before the first round."""
         layout = {
             **parameter_layout(pl_module.model, pl_module.parameter_groups, pl_module.parts),
             **buffer_layout(pl_module.model, pl_module.parts),

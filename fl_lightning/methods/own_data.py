@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 Adaptation = Callable[[nn.Module, Iterable[Any]], object]
-"""A function that adapts a copy of the server's model, in eval mode, in place to batches of inputs.
+"""Function of (model, batches) that adapts a model in place to the inputs of evaluation data.
 
-The batches have no labels and can be read once. Gradients are enabled.
+The model is a copy of the server's model in eval mode. The batches have no labels, and can be read
+only once. Gradients are enabled.
 """
 
 
@@ -27,21 +28,21 @@ def adapted_state(
 ) -> dict[str, Tensor]:
     """Return the parameters and buffers of an adapted copy of the server's model, by name.
 
-    The model and the random numbers of training do not change.
+    The server's model and the random numbers of training do not change.
 
     Args:
         pl_module: The federated module.
         adapt: The adaptation.
-        loader: Batches of evaluation data; only the inputs, their first entries, are used.
+        loader: Batches of evaluation data. Only their first entries, the inputs, are used.
         name: Name of the adaptation. Its random numbers depend on seed, name, round and client.
-        client: The client that owns the data, -1 for the server.
+        client: Id of the client that owns the data, or -1 for the server.
     """
 
     def inputs() -> Iterator[Any]:
         for batch in loader:
             batch = pl_module.on_device(batch)
             batch = batch[0] if isinstance(batch, list | tuple) else batch
-            # clone: autograd rejects tensors that an evaluation has cached in inference mode
+            # clone: autograd rejects tensors that were created in inference mode and cached
             yield tree_map_only(Tensor, torch.clone, batch)
 
     with (
@@ -62,17 +63,17 @@ def evaluate_client(
     split: str,
     evaluate: Callable[[Any, ServerEvaluation], None],
 ) -> ServerEvaluation | None:
-    """Evaluate a model on a client's own data, only on the calling rank.
+    """Evaluate a model on a client's own data, on the calling rank alone.
 
     Args:
         pl_module: The federated module.
-        client: The client.
-        split: ``"val"`` or ``"test"``.
-        evaluate: Function that adds a batch to an evaluation. The function and the loader run under
-            a seed from (seed, client).
+        client: Id of the client.
+        split: The evaluation data, ``"val"`` or ``"test"``.
+        evaluate: Function that adds a batch to an evaluation. The function and the loader draw
+            random numbers from a seed that depends on (seed, client).
 
     Returns:
-        The finished evaluation, None if the client has no data of this split.
+        The finished evaluation, or None if the client has no such data.
     """
     evaluation = ServerEvaluation()
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
@@ -89,11 +90,11 @@ def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[f
     """Return the accuracy on data with the given class proportions.
 
     Args:
-        class_accuracy: Accuracy of each class; None leaves the class out.
-        weights: Frequency of each class, in any unit.
+        class_accuracy: Accuracy of each class. A class with None is left out.
+        weights: Frequency of each class, with any sum.
 
     Returns:
-        The accuracy; None if every class is left out or has weight 0.
+        The accuracy, or None if every class is left out or has weight 0.
     """
     known = [(a, w) for a, w in zip(class_accuracy, weights, strict=False) if a is not None]
     total = sum(weight for _, weight in known)

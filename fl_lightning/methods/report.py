@@ -1,4 +1,4 @@
-"""Pictures, tables, histograms and result lines that a callback adds to a run's report."""
+"""Figures, tables, histograms and result lines that a callback adds to a run's report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, float]]
-"""Rows of ``metrics.jsonl``: the metrics of a round by name."""
+"""Rows of ``metrics.jsonl``. A row holds the metrics of a round by name."""
 
 Drawing = Callable[[Sequence[str]], "Figure"]
-"""A function of title lines that draws a figure, see ``fl_lightning.pictures.style``."""
+"""Function that draws a figure under given title lines, see ``fl_lightning.pictures.style``."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Table:
     """A table of numbers and strings.
 
     Attributes:
-        columns: The names of the columns.
-        rows: One sequence of cells per row, as long as ``columns``.
+        columns: Names of the columns.
+        rows: Rows of the table. A row has one cell for each column.
 
     Example:
         >>> Table(["client", "accuracy"], [[0, 0.5], [1, 0.75]]).columns
@@ -32,11 +32,12 @@ class Table:
 
 
 class Report:
-    """A mixin for callbacks that add to the report of a run.
+    """Mixin for callbacks that add figures, tables or numbers to the report of a run.
 
-    Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and W&B keys
-    (``<name>``, ``<name>_table``), so a picture and its table may share a name. All methods are
-    called when a fit ends, stops or fails, possibly before the first round.
+    The names of figures and tables become files in the run's folder (``<name>.png``,
+    ``<name>.csv``) and W&B keys (``<name>``, ``<name>_table``). So a figure and a table may have
+    the same name. All methods are called when a fit ends, stops or fails, perhaps before the first
+    round.
 
     Example:
         >>> class Steps(Report):
@@ -47,10 +48,10 @@ class Report:
     """
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
-        """Return pictures by name.
+        """Return figures by name.
 
         Args:
-            rows: Rows of ``metrics.jsonl``, including those of the run that this run resumed.
+            rows: Rows of ``metrics.jsonl``. If the run was resumed, they include the earlier rows.
         """
         return {}
 
@@ -59,7 +60,7 @@ class Report:
         return {}
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Return values by name; W&B shows their histogram."""
+        """Return lists of values by name. W&B shows a histogram of each list."""
         return {}
 
     def result(self) -> Mapping[str, float]:

@@ -29,13 +29,13 @@ def set_server_statistics(cohort: "Cohort", mean: Tensor, variance: Tensor) -> N
 def split_statistics(
     buffers: Mapping[str, Tensor], kinds: Mapping[str, str], mean: Tensor, variance: Tensor
 ) -> dict[str, Tensor]:
-    """Split means and variances, each ``[channels]``, into buffers by qualified name.
+    """Split concatenated statistics into running means and variances by buffer name.
 
     Args:
-        buffers: A model's buffers by name, which give the sizes.
-        kinds: The buffers' kinds, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
-        mean: Means of all layers, concatenated.
-        variance: Variances of all layers, concatenated.
+        buffers: A model's buffers by name. They give the sizes.
+        kinds: Kinds of the buffers, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
+        mean: Means of all layers, concatenated, ``[channels]``.
+        variance: Variances of all layers, concatenated, ``[channels]``.
     """
     pieces: dict[str, Tensor] = {}
     for names, joined in zip(_names(kinds), (mean, variance), strict=True):

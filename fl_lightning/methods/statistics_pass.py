@@ -21,24 +21,32 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
-"""The average that :func:`collect` takes.
+"""Batches and formula of the statistics that :func:`collect` measures.
 
-- ``pooled``: the mean over union batches; batch k is the union of all clients' k-th batches
-  (HeteroFL; needs the data in one place).
-- ``pooled_total_variance``: the moments of all values of the union batches.
-- ``per_client``: the mean over all clients' batches, which misses the variance between clients.
-- ``per_client_total_variance``: the clients' moments, merged by the law of total variance.
+Union batch k is the union of all clients' k-th batches.
 
-In the first BN layer both total variances equal the variance of all clients' data. Deeper layers
-differ: normalisation removes differences between clients from their own batches, but not from
-union batches, as in training on the union.
+- ``pooled``: Mean over the union batches of each batch's mean and variance. As in HeteroFL, all
+  data must be in one place.
+- ``pooled_total_variance``: Mean and variance of all values in the union batches.
+- ``per_client``: Mean over all clients' batches of each batch's mean and variance. It leaves out
+  the variance between clients.
+- ``per_client_total_variance``: Mean and variance of all values in the clients' batches, merged
+  from the clients' moments by the law of total variance.
+
+In the first BN layer both total variances equal the variance of all clients' data. In deeper layers
+they differ. There the inputs come from BN layers that have normalised with a batch: a client's
+batch loses the differences between clients, a union batch keeps them.
 """
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
-"""Mean and variance ``[channels]`` by the qualified name of the BN layer."""
+"""Mean and variance of each BN layer's inputs, ``[channels]`` each, by layer name."""
 
 Sums = tuple[Tensor, Tensor, Tensor]
-"""Count, mean, sum of squared deviations; or number of batches, sum of means, sum of variances."""
+"""Sums from which statistics are computed.
+
+For a total variance: number of values, their mean, and their sum of squared deviations. Otherwise:
+number of batches, sum of their means, and sum of their variances.
+"""
 
 
 @torch.inference_mode(mode=False)  # data modules may cache tensors here that training needs later
@@ -46,16 +54,19 @@ Sums = tuple[Tensor, Tensor, Tensor]
 def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     """Measure the inputs of BN layers in one pass over the training data of all clients.
 
-    The pass uses the server's weights and leaves the model unchanged. BN layers normalise with the
-    batch; BN layers in eval mode are not measured. All other layers are in eval mode, so dropout is
-    off, as in evaluations (HeteroFL's pass is in training mode, but its networks have no dropout).
-    The batches are each client's first epoch, augmented as in training; ``drop_last`` drops a
-    remainder. The statistics depend only on weights, data and the data's seed.
+    The pass uses the server's weights, and does not change the model. BN layers normalise with the
+    batch. Frozen BN layers are not measured. All other layers are in eval mode, so there is no
+    dropout. (HeteroFL's pass is in training mode, but its networks have no dropout.)
+
+    The batches are those of each client's first epoch, augmented as in training. With ``drop_last``
+    an incomplete last batch is dropped. The statistics depend only on the weights, the data and the
+    data's seed.
 
     Args:
-        pl_module: The federated module, in a trainer with federated data set up.
-        mode: The average, see :data:`Mode`. ``pooled`` and ``per_client`` average the unbiased
-            variances of batches, like BN with ``momentum=None``. Total variances are biased.
+        pl_module: The federated module, attached to a trainer, with its data set up.
+        mode: Batches and formula, see :data:`Mode`. ``pooled`` and ``per_client`` average the
+            unbiased variances of batches, as BN with ``momentum=None`` does. The total variances
+            are biased.
 
     Returns:
         Mean and variance of each BN layer's inputs.
@@ -83,14 +94,14 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
 
 @torch.no_grad()
 def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
-    """Measure the inputs of BN layers in a pass over the server's evaluation data, without labels.
+    """Measure the inputs of BN layers in one pass over the server's evaluation data.
 
-    As in :func:`collect`, the pass uses the server's weights, and BN layers normalise with the
-    batch. Mean and variance are over all values, as in AdaBN (Li et al., "Revisiting Batch
-    Normalization For Practical Domain Adaptation", arXiv 1603.04779).
+    The pass uses no labels. As in :func:`collect`, it uses the server's weights, and BN layers
+    normalise with the batch. Mean and variance are over all values, as in AdaBN (Li et al.,
+    "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779).
 
     Args:
-        pl_module: The federated module, in a trainer with federated data set up.
+        pl_module: The federated module, attached to a trainer, with its data set up.
         split: The evaluation data, ``"val"`` or ``"test"``.
 
     Returns:
@@ -116,10 +127,15 @@ def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
 def measured_statistics(
     trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode | Literal["evaluation"]
 ) -> dict[str, Tensor]:
-    """Return measured running statistics for an evaluation, by the buffer's name.
+    """Measure running statistics for an evaluation, and return them by buffer name.
 
-    :func:`collect` measures them, or for ``"evaluation"`` :func:`collect_evaluation` on the data of
-    the current evaluation. Before the first round the mapping is empty.
+    Before the first round (in Lightning's sanity check) the result is empty.
+
+    Args:
+        trainer: The trainer.
+        pl_module: The federated module.
+        mode: Data and formula. For ``"evaluation"`` :func:`collect_evaluation` measures the data of
+            the current evaluation. For all other modes :func:`collect` measures training data.
     """
     if trainer.sanity_checking:
         return {}
@@ -138,7 +154,16 @@ def measured_statistics(
 def _measuring(
     pl_module: "FederatedModule", forward: Callable[[Any], object], total: bool
 ) -> Iterator[Callable[[int, Iterable[Any]], dict[str, Sums]]]:
-    """Yield a function of (index, batches) that returns sums for each BN layer, float64 on the CPU."""
+    """Let BN layers measure their inputs inside the block.
+
+    Yield a function that passes batches through the model, and returns the sums of each BN layer in
+    float64 on the CPU. Its arguments are an index, for the seed, and the batches.
+
+    Args:
+        pl_module: The federated module.
+        forward: Function that passes a batch through the model.
+        total: Whether the sums are those of a total variance, see :data:`Sums`.
+    """
     model, precision, sums = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
@@ -155,7 +180,7 @@ def _measuring(
 
     def measure(index: int, batches: Iterable[Any]) -> dict[str, Sums]:
         sums.clear()
-        # seeded: a model that draws random numbers must not advance the global generators
+        # seeded: models may draw random numbers, but must not change the global generators
         with seeded(derive_seed(pl_module.seed, "statistics pass", index)):
             for batch in batches:
                 forward(pl_module.on_device(batch))
@@ -174,7 +199,7 @@ def _measuring(
 
 
 def _joined(pl_module: "FederatedModule", parts: list[dict[str, Sums]], total: bool) -> Statistics:
-    """Return the mean and variance of each BN layer's inputs from the sums of all parts."""
+    """Compute the mean and variance of each BN layer's inputs from the sums of all parts."""
     statistics = {}
     for layer in dict.fromkeys(layer for part in parts for layer in part):
         seen = zip(*(part[layer] for part in parts if layer in part), strict=True)

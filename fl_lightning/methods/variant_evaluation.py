@@ -1,4 +1,4 @@
-"""Evaluation of variants of the server's model, on the same batches as the server's model."""
+"""Evaluation of variants of the server's model."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,21 +20,23 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
-"""The variant whose BN layers normalise with the batch and ignore running statistics."""
+"""Variant in which BN layers normalise with the batch and ignore running statistics."""
 
 
 class VariantEvaluation(FederatedCallback):
-    """A method or observer that evaluates variants: the server's model with some state replaced.
+    """Base class of methods and observers that evaluate variants of the server's model.
 
-    Every evaluation of the server's model (before training, in ``fit``, ``validate`` and ``test``)
-    evaluates each variant on the same batches by the same rules: in eval mode, non-finite outputs
-    count as wrong. The metrics of a variant ``calibrated`` are ``val/accuracy_calibrated`` and
+    A variant is the server's model with some state replaced. Every evaluation of the server's model
+    (before training, in ``fit``, ``validate`` and ``test``) also evaluates each variant, on the
+    same batches and by the same rules: the model is in eval mode, and non-finite outputs count as
+    wrong. The metrics of a variant named ``calibrated`` are ``val/accuracy_calibrated`` and
     ``val/loss_calibrated``. Variants do not affect training.
 
-    A variant may also be an :data:`~fl_lightning.methods.own_data.Adaptation`, a function that
-    adapts a copy of the server's model to the inputs of the evaluation data before the evaluation.
-    Then ``val/own_accuracy_calibrated`` is the mean over clients of the accuracy on the client's
-    own evaluation data, by a copy that was adapted to these data.
+    A variant may also be an :data:`~fl_lightning.methods.own_data.Adaptation`: a function that
+    adapts a copy of the server's model to the inputs of the evaluation data. The copy is then
+    evaluated. In this case ``val/own_accuracy_calibrated`` is logged, too. It is the mean accuracy
+    over the clients: each client's own evaluation data are evaluated with a copy that was adapted
+    to these data.
 
     A subclass defines :meth:`variants`, and may override :meth:`variant_metrics`.
 
@@ -48,11 +50,11 @@ class VariantEvaluation(FederatedCallback):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor] | Adaptation]:
-        """Return the variants to evaluate; called at the start of each evaluation.
+        """Return the variants to evaluate. This method is called at the start of each evaluation.
 
         Returns:
-            By variant: tensors that replace the server's parameters or buffers of the same
-            qualified name and shape, or :data:`BATCH_STATISTICS`, or an adaptation.
+            The variants by name. A variant is :data:`BATCH_STATISTICS`, an adaptation, or a mapping
+            of tensors that replace the server's parameters and buffers of the same name and shape.
         """
         raise NotImplementedError(f"{type(self).__name__} must define variants(trainer, pl_module)")
 
@@ -67,7 +69,8 @@ class VariantEvaluation(FederatedCallback):
             evaluations: The finished evaluation of each variant.
 
         Returns:
-            Numbers by name without the split. Default: loss and accuracy of each variant.
+            Metrics by name, without the prefix ``val/`` or ``test/``. Default: loss and accuracy of
+            each variant.
         """
         return {
             f"{metric}_{name}": value
@@ -83,7 +86,7 @@ class VariantEvaluation(FederatedCallback):
         variants = self.variants(trainer, pl_module)
         self._adaptations = {name: variant for name, variant in variants.items() if callable(variant)}
         loader = f"{'test' if trainer.testing else pl_module.data.fit_split}_dataloader"
-        # tensors from a checkpoint are on the CPU
+        # move the tensors to the device, because those from a checkpoint are on the CPU
         self._tensors = {
             name: adapted_state(pl_module, variant, getattr(pl_module.data, loader)(), name)
             if callable(variant)
@@ -103,9 +106,9 @@ class VariantEvaluation(FederatedCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Evaluate every variant on a batch, without effect on the server's evaluation."""
+        """Evaluate every variant on a batch. The server's evaluation does not change."""
         with isolate_rng():
-            # turn: spreads the variants of a batch over the ranks, as there may be few batches
+            # turn: the ranks share the variants of a batch, because there may be few batches
             for turn, (name, tensors) in enumerate(self._tensors.items()):
                 evaluate = partial(self.evaluate, pl_module, tensors)
                 self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
@@ -125,7 +128,7 @@ class VariantEvaluation(FederatedCallback):
     def _adapted_to_clients(
         self, pl_module: "FederatedModule", split: str, name: str, adapt: Adaptation
     ) -> dict[str, float]:
-        """Return the means over clients of quality and ``model.metrics`` on own evaluation data."""
+        """Return mean metrics over the clients, each evaluated on its data after adaptation."""
 
         def own(client: int) -> tuple[Mapping[str, float], bool]:
             loader = pl_module.data.own_dataloader(client, split)

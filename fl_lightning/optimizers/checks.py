@@ -14,9 +14,9 @@ from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 
 
 def check_elementwise(factory: OptimizerCallable) -> None:
-    """Raise an error if an optimizer mixes clients that are rows of one tensor.
+    """Raise an error if an optimizer mixes the rows of a tensor. The rows are clients.
 
-    Two steps on a block of two rows must equal two steps on each row alone, bit for bit.
+    Two steps on a tensor of two rows must equal two steps on each row alone, bit for bit.
 
     Raises:
         ConfigurationError: The optimizer cannot be made or is not elementwise (Adafactor, Muon,
@@ -48,7 +48,7 @@ def check_elementwise(factory: OptimizerCallable) -> None:
 
 def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
     """Take a trial step on a zero pseudo-gradient; raise a ``ConfigurationError`` if it fails."""
-    # leaves in the model's shapes, as a factory may sort parameters by shape
+    # use the model's shapes, because a factory may group parameters by shape
     leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
@@ -69,7 +69,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
             raise ConfigurationError(
                 f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be finite and at least 0 (0 freezes the group)"
             )
-        # use the constructor: torch checks its values, but not those of parameter groups
+        # pass the values to the constructor, because torch does not check values of parameter groups
         values = ", ".join(f"{key}: {value}" for key, value in settings.items())
         arguments = {
             key: value for key, value in {**optimizer.defaults, **settings}.items() if key in accepted
@@ -79,7 +79,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
 
 
 def _finite(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer; raise ``ValueError`` for settings that make updates infinite or NaN."""
+    """Return the optimizer, or raise a ``ValueError`` if a setting makes updates infinite or NaN."""
     for key, value in optimizer.defaults.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
@@ -91,7 +91,7 @@ def _finite(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def _refusals(place: str, remedy: str = "") -> Iterator[None]:
-    """Convert an optimizer's exceptions to an error in one line that names the setting."""
+    """Convert an optimizer's exceptions to one-line errors that name the setting."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:

@@ -1,8 +1,8 @@
 """One torch optimizer for the local steps of all clients of a cohort.
 
-Its parameters are blocks ``[C, columns]``. An elementwise optimizer (SGD in all variants, Adam,
-AdamW, RMSprop, Adagrad, ...) then equals one optimizer per client exactly;
-``fl_lightning.optimizers.checks`` refuses all others.
+Its parameters are blocks ``[C, columns]``, with one row per client. If the optimizer is elementwise
+(SGD in all variants, Adam, AdamW, RMSprop, Adagrad, ...), this equals one optimizer per client
+exactly. ``fl_lightning.optimizers.checks`` refuses other optimizers.
 """
 
 from collections.abc import Mapping
@@ -34,13 +34,14 @@ class ClientOptimizer:
         factory: Function that makes the optimizer from parameter groups.
         blocks: Parameter blocks ``[C, columns]``, by name.
         gradients: Gradient blocks of the same names and shapes.
-        overrides: Settings by block name that replace the optimizer's defaults.
+        overrides: Settings that replace the optimizer's defaults, by block name.
         lr_factor: Factor on every learning rate.
-        rows: Rows that this process steps; None for all rows.
+        rows: Rows that this process updates. None: all rows.
 
     Attributes:
         torch: The torch optimizer.
-        initial_steps: Initial step counts of this round by block, int64 ``[C]``; empty: zeros.
+        initial_steps: Step counts at the start of the round, int64 ``[C]``, by block name. Empty:
+            all counts are 0.
     """
 
     def __init__(
@@ -71,7 +72,10 @@ class ClientOptimizer:
 
     @cached_property
     def _keys(self) -> dict[str, list[str]]:
-        """Names of each block's state, such as ``["momentum_buffer"]``, found by a trial step."""
+        """Names of the state tensors of each block, such as ``["momentum_buffer"]``.
+
+        A trial step finds these names.
+        """
         leaves = {name: torch.zeros(1) for name in self._blocks}
         for leaf in leaves.values():
             leaf.grad = torch.ones(1)
@@ -83,15 +87,15 @@ class ClientOptimizer:
         }
 
     def step(self) -> None:
-        """Take one local step of every row."""
+        """Take one local step for every row of this process."""
         self.torch.step()
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state by name and block, as writable tensors ``[C, columns]``.
+        """Return the optimizer's state by name and block, as writable tensors ``[C, columns]``.
 
-        Before the first local step of a round the state is zero. Rows that other processes step
-        have the values last written to them. State that all rows share (step counts, NAdam's
-        ``mu_product``) is left out.
+        Before the first local step of a round the state is zero. Rows of other processes have the
+        values that were last written to them. State that all rows share is left out, such as step
+        counts and NAdam's ``mu_product``.
 
         Raises:
             ConfigurationError: The state does not start from zeros.
@@ -116,7 +120,10 @@ class ClientOptimizer:
         return self._states
 
     def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
-        """Return a state ``[C, columns]``; the optimizer's own state becomes a view of it."""
+        """Return a state tensor for all rows, ``[C, columns]``.
+
+        The optimizer's own tensor, for the rows of this process, becomes a view of the result.
+        """
         rows = state[key]
         if len(rows) == self._clients:
             return rows
@@ -128,8 +135,11 @@ class ClientOptimizer:
     def refuse_other_counts(self, name: str) -> None:
         """Raise a ``ConfigurationError`` if the optimizer counts steps.
 
-        All rows and tensors of a block share one count, which is wrong for a parameter ``name``
-        that had no gradient in an earlier step.
+        This is called for a parameter that had no gradient in an earlier step. All rows and
+        parameters of a block share one step count, and this count is wrong for such a parameter.
+
+        Args:
+            name: Name of the parameter, for the message.
         """
         if any("step" in keys for keys in self._keys.values()):
             raise ConfigurationError(
@@ -138,9 +148,13 @@ class ClientOptimizer:
             )
 
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
-        """Set the step counts ``[C]`` of each block's rows, for optimizers that count steps (Adam).
+        """Set the step count of each row, for optimizers that count steps, such as Adam.
 
-        Adam has one count per parameter, so each row becomes a parameter; its arithmetic is equal.
+        Such an optimizer has one count per parameter. So each row becomes a separate parameter. The
+        arithmetic stays the same.
+
+        Args:
+            steps: Step counts of the rows, ``[C]``, by block name.
         """
         self.initial_steps = dict(steps)
         states = self.states()

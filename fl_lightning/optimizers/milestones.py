@@ -4,22 +4,23 @@ from fl_lightning.errors import ConfigurationError
 
 
 def round_at(milestone: int | float, total_rounds: int) -> int:
-    """Return the last round before a milestone.
+    """Return the round of a milestone.
 
     Args:
-        milestone: The round itself (int), or a fraction of all rounds (float):
-            ``floor(milestone * total_rounds)``, with a tolerance for rounding.
+        milestone: The round itself (int), or a fraction of all rounds (float). A fraction gives the
+            round ``floor(milestone * total_rounds)``, with a tolerance for rounding errors.
         total_rounds: Number of planned rounds.
     """
     return milestone if isinstance(milestone, int) else int(milestone * total_rounds + 1e-9)
 
 
 def in_run(milestone: int | float, *, ends: bool = False) -> bool:
-    """Return whether a milestone (see :func:`round_at`) is within a run.
+    """Return whether a milestone lies within a run.
 
     Args:
-        milestone: A round (int) or a fraction of all rounds (float).
-        ends: Whether the start (round 0, fraction 0) and the end (fraction 1) are within the run.
+        milestone: A round (int) or a fraction of all rounds (float), see :func:`round_at`.
+        ends: Whether the start of the run (round 0 or fraction 0) and its end (fraction 1) count as
+            within the run.
     """
     if isinstance(milestone, int):
         return milestone >= (0 if ends else 1)
@@ -29,14 +30,14 @@ def in_run(milestone: int | float, *, ends: bool = False) -> bool:
 def one_milestone(
     owner: str, name: str, round_number: int | None, fraction: float | None, default: float
 ) -> int | float:
-    """Return the milestone that a setting ``<name>_round`` or ``<name>_fraction`` gives.
+    """Return the milestone from a pair of settings, ``<name>_round`` and ``<name>_fraction``.
 
     Args:
-        owner: Name of the class, for messages.
+        owner: Name of the class that has the settings, for messages.
         name: Prefix of both settings, such as ``"freeze"``.
-        round_number: A round >= 0, or None.
-        fraction: A fraction of all rounds in [0, 1], or None.
-        default: The fraction if both settings are None.
+        round_number: Value of the first setting: a round, at least 0, or None.
+        fraction: Value of the second setting: a fraction of all rounds in [0, 1], or None.
+        default: Fraction if both settings are None.
 
     Raises:
         ConfigurationError: Both settings are given, or a value is out of range.

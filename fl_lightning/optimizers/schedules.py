@@ -1,4 +1,4 @@
-"""Client learning rates as a function of the communication round."""
+"""Schedules of the client learning rate over the communication rounds."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ from fl_lightning.recorded import Recorded
 
 
 class LRSchedule(Recorded, ABC):
-    """A factor on the client learning rate for each communication round."""
+    """Base class of schedules. A schedule gives a factor on the client learning rate per round."""
 
     @abstractmethod
     def __call__(self, round_number: int, total_rounds: int) -> float:
@@ -23,7 +23,11 @@ class LRSchedule(Recorded, ABC):
 
 
 def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, total_rounds: int) -> float:
-    """Return a schedule's factor, 1 without a schedule; refuse non-finite or negative factors."""
+    """Return a schedule's factor, or 1 without a schedule.
+
+    Raises:
+        ConfigurationError: The factor is negative or not finite.
+    """
     if schedule is None:
         return 1.0
     with doing(f"calling model.client_lr_schedule with round {round_number} of {total_rounds}"):
@@ -39,12 +43,12 @@ class MultiStep(LRSchedule):
     """Multiplication of the learning rate by ``gamma`` after each milestone.
 
     Args:
-        milestones: Rounds (int) or fractions of all rounds in (0, 1) (float). Round m still has the
-            old rate, round m + 1 the new rate: ``0.5`` decays when ``FixBN(freeze_fraction=0.5)``
-            freezes.
+        milestones: Rounds (int), or fractions of all rounds in (0, 1) (float). Round m still has
+            the old rate, and round m + 1 has the new rate. So the milestone ``0.5`` decays the rate
+            in the round from which ``FixBN(freeze_fraction=0.5)`` freezes.
         gamma: Factor at each milestone, positive and finite.
-        first_round: Further factor in round 1, positive and finite; 0.5 in the code of FedBE (Chen,
-            Chao, ICLR 2021).
+        first_round: Additional factor in round 1, positive and finite. It is 0.5 in the code of
+            FedBE (Chen, Chao, ICLR 2021).
 
     Raises:
         ConfigurationError: A milestone is neither a round >= 1 nor a fraction in (0, 1), or a
@@ -71,20 +75,20 @@ class MultiStep(LRSchedule):
         self.first_round = first_round
 
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """Return ``gamma ** (number of past milestones)``, in round 1 times ``first_round``."""
+        """Return ``gamma ** (number of past milestones)``; in round 1 multiply by ``first_round``."""
         factor = self.gamma ** sum(round_number > round_at(m, total_rounds) for m in self.milestones)
         return factor * self.first_round if round_number == 1 else factor
 
 
 class InverseSteps(LRSchedule):
-    """Division of the learning rate by 2, 3, ... after one, two, ... periods.
+    """Division of the learning rate by k + 1 after k periods.
 
-    The factor is ``1 / (1 + floor(t / period))`` with t = round - 1, as in the FBN paper (Guerraoui
-    et al., arXiv 2405.14670, Table 2): rates of 0.1, 0.05 and 0.033 for 1,000 steps each.
+    The factor is ``1 / (1 + floor(t / period))`` with t = round - 1. In the FBN paper (Guerraoui et
+    al., arXiv 2405.14670, Table 2) the rates are 0.1, 0.05 and 0.033 for 1,000 steps each.
 
     Args:
-        period: Number of rounds (int), or fraction of all rounds in (0, 1) (float). A period's last
-            round still has the old rate, as with a milestone of :class:`MultiStep`.
+        period: Number of rounds (int), or fraction of all rounds in (0, 1) (float). The last round
+            of a period still has the old rate, as with a milestone of :class:`MultiStep`.
 
     Raises:
         ConfigurationError: The period is neither an int >= 1 nor a fraction in (0, 1).
@@ -102,6 +106,6 @@ class InverseSteps(LRSchedule):
         self.period = period
 
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """Return 1 / (1 + number of past periods)."""
+        """Return ``1 / (1 + number of past periods)``."""
         length = self.period if isinstance(self.period, int) else self.period * total_rounds
         return 1 / math.ceil(round_number / length - 1e-9)

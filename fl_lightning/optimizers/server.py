@@ -14,17 +14,21 @@ from fl_lightning.recorded import Recorded
 
 
 class AdaptiveServer(Recorded, Optimizer, ABC):
-    """Algorithm 2 of the paper; the clients' mean change Delta is minus the pseudo-gradient.
+    """Base class of adaptive server optimizers (Algorithm 2 of the paper).
 
-    ``m <- beta1 m + (1 - beta1) Delta``, then v from Delta^2, then ``theta <- theta + lr m /
-    (sqrt(v) + tau)``. There is no bias correction, and v starts at tau^2. Parameters without a
-    gradient (frozen or local) are skipped.
+    Delta is the clients' mean change, which is minus the pseudo-gradient. A step has three parts:
+
+    1. ``m <- beta1 m + (1 - beta1) Delta``.
+    2. The second moment v is updated from Delta^2, see :meth:`second_moment`. It starts at tau^2.
+    3. ``theta <- theta + lr m / (sqrt(v) + tau)``.
+
+    There is no bias correction. Parameters without a gradient (frozen or local ones) do not change.
 
     Args:
         params: The server's parameters or parameter groups.
         lr: The server's learning rate, at least 0.
         betas: beta1 and beta2, each in [0, 1).
-        tau: Degree of adaptivity, above 0; a smaller tau adapts more.
+        tau: Degree of adaptivity, above 0. A smaller value adapts more.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -45,17 +49,17 @@ class AdaptiveServer(Recorded, Optimizer, ABC):
     @staticmethod
     @abstractmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Return the new v from the current v and Delta^2."""
+        """Return the new second moment from the current one, Delta^2 and beta2."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one server step.
 
         Args:
-            closure: Function that computes the loss, for Lightning.
+            closure: Function that computes the loss. Lightning passes it.
 
         Returns:
-            The closure's result.
+            The result of the closure.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -96,5 +100,5 @@ class FedYogi(AdaptiveServer):
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Move v towards Delta^2 by a fraction of Delta^2, independent of their distance."""
+        """Return v moved towards Delta^2 by ``(1 - beta2) Delta^2``, whatever their distance is."""
         return v - (1 - beta2) * square * (v - square).sign()
