@@ -1,4 +1,4 @@
-"""Base class of attacks, with three hooks that change the behaviour of Byzantine clients."""
+"""Base class of attacks. Three hooks change the behaviour of Byzantine clients."""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +10,14 @@ from fl_lightning.recorded import Recorded
 
 
 class Message(NamedTuple):
-    """A vector that every client of the cohort sends, as the attackers know it.
+    """One vector of each client of the cohort, as the attackers know it before they attack.
 
     Attributes:
-        honest: Vectors of the honest clients, shape ``[h, d]``; for parameters, the updates.
-        own: Vectors from the attackers' own local steps, shape ``[f, d]``.
-        weights: Aggregation weights of the honest clients, then the attackers, ``[h + f]``, sum 1.
-        rule: The server's aggregation rule for the vector.
+        honest: Vectors of the h honest clients, ``[h, d]``. For parameters these are updates.
+        own: Vectors of the f attackers, computed by ordinary local steps, ``[f, d]``.
+        weights: Aggregation weights, first of the honest clients, then of the attackers,
+            ``[h + f]``, sum 1.
+        rule: The server's aggregation rule for this vector.
     """
 
     honest: Tensor
@@ -25,23 +26,28 @@ class Message(NamedTuple):
     rule: Aggregator
 
     def aggregate(self, sent: Tensor) -> Tensor:
-        """Return the aggregate ``[d]`` if all attackers send ``sent [d]``."""
+        """Return the aggregate ``[d]`` for the case that all attackers send ``sent``, ``[d]``."""
         rows = torch.cat([self.honest, sent.expand(len(self.own), -1).to(self.honest.dtype)])
         return self.rule(rows, self.weights)
 
 
 class Attack(Recorded):
-    """The behaviour of Byzantine clients; by default they are honest.
+    """Base class of attacks: the behaviour of Byzantine clients. By default they behave honestly.
 
     Attributes:
-        least_honest: Honest clients that :meth:`messages` needs; with fewer, attackers send their
-            ``own``.
+        least_honest: Least number of honest clients for which :meth:`messages` is called. With
+            fewer honest clients, attackers send their unchanged vectors.
     """
 
     least_honest: int = 0
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return the attackers' vectors for each message: one ``[d]`` for all, or ``[f, d]``."""
+        """Return what the attackers send instead of each message.
+
+        Returns:
+            For each message: one vector ``[d]`` for all attackers, or one vector per attacker,
+            ``[f, d]``.
+        """
         return [message.own for message in messages]
 
     def gradient(self, gradient: Tensor) -> Tensor:
@@ -52,7 +58,7 @@ class Attack(Recorded):
         """Return the batch that an attacker trains on.
 
         Args:
-            batch: A batch of its data, ``(inputs, targets)`` for shipped attacks.
-            num_classes: Number of classes of the data set; None if unknown.
+            batch: Batch of the attacker's data. Shipped attacks expect ``(inputs, targets)``.
+            num_classes: Number of classes of the data set. None: not known.
         """
         return batch

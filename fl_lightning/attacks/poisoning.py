@@ -1,4 +1,4 @@
-"""Attacks without knowledge of other clients: on labels, images, gradients and update scales."""
+"""Attacks that need no knowledge of other clients, on data, gradients or the size of updates."""
 
 import math
 from typing import Any
@@ -11,10 +11,13 @@ from fl_lightning.errors import ConfigurationError
 
 
 class LabelFlip(Attack):
-    """Labels ``num_classes - 1 - y`` (Tolpegin et al. 2020, arXiv 2007.08432; ByzFL, Blades)."""
+    """Flipped labels: attackers train with the label ``num_classes - 1 - y`` instead of ``y``.
+
+    See Tolpegin et al. 2020, arXiv 2007.08432. ByzFL and Blades use the same formula.
+    """
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """Return the batch with flipped labels; labels of no class, such as 255 or -100, stay."""
+        """Return the batch with flipped labels. Ignored labels (such as 255 or -100) stay."""
         if num_classes is None:
             raise ConfigurationError(
                 "LabelFlip: the data do not say how many classes they have (num_classes)"
@@ -28,16 +31,17 @@ class LabelFlip(Attack):
 class Backdoor(Attack):
     """Backdoor: the model learns to classify images with a trigger, a bright square, as ``target``.
 
-    The first images of each of the attackers' batches get the trigger in the lower right corner
-    and the label ``target`` (Gu et al. 2017, "BadNets", arXiv 1708.06733). Evaluations log
-    ``attack_success``: the share of images of other classes that the model classifies as
-    ``target`` after the trigger is added.
+    The first images of each batch of an attacker get the trigger in the lower right corner, and the
+    label ``target`` (Gu et al. 2017, "BadNets", arXiv 1708.06733). Evaluations log
+    ``attack_success``. For this metric the trigger is added to all images of other classes;
+    ``attack_success`` is the share of these images that the model classifies as ``target``.
 
     Args:
         target: Label of images with the trigger.
-        fraction: Share of each batch that is poisoned, in (0, 1], rounded up to whole images.
-        size: Side of the square, in pixels.
-        value: Value of the square in all channels, in the units of the normalised images.
+        fraction: Share of each batch that is poisoned, in (0, 1]. The number of images is rounded
+            up.
+        size: Side length of the square in pixels.
+        value: Value of the square in all channels, after normalisation of the images.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -52,7 +56,7 @@ class Backdoor(Attack):
         self.target, self.fraction, self.size, self.value = target, fraction, size, value
 
     def triggered(self, images: Tensor) -> Tensor:
-        """Return the images ``[b, c, h, w]`` with the trigger."""
+        """Return images ``[b, c, h, w]`` with the trigger added."""
         images = images.clone()
         images[..., -self.size :, -self.size :] = self.value
         return images
@@ -78,7 +82,9 @@ class Backdoor(Attack):
 
 
 class GradientAscent(Attack):
-    """Local steps with ``-scale`` times the gradient, to increase the loss (sign flip of Blades).
+    """Gradient ascent: local steps with ``-scale`` times the gradient, which increase the loss.
+
+    Blades calls this attack sign flip.
 
     Args:
         scale: Factor on the negated gradient.
@@ -93,11 +99,12 @@ class GradientAscent(Attack):
 
 
 class ModelReplacement(Attack):
-    """Updates scaled up (Bagdasaryan et al. 2020, arXiv 1807.00459).
+    """Model replacement: attackers scale their updates.
 
-    With the factor n / f the attackers' update replaces the mean over n clients if the honest
-    updates cancel. If the same clients have a ``Backdoor``, listed before this attack, the model
-    learns the backdoor within a few rounds.
+    The paper is Bagdasaryan et al. 2020, arXiv 1807.00459. Let f of n clients attack. With the
+    factor n / f, the mean over all clients is the attackers' update, if the honest updates cancel.
+    To plant a backdoor within a few rounds, give the same clients the attack ``Backdoor``, and list
+    it before this attack.
 
     Args:
         scale: Factor on the update.
@@ -107,5 +114,5 @@ class ModelReplacement(Attack):
         self.scale = scale
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return the attackers' vectors times ``scale``."""
+        """Return the attackers' vectors, multiplied by ``scale``."""
         return [self.scale * message.own for message in messages]

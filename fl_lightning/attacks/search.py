@@ -10,13 +10,16 @@ GRID = [step / 20 for step in range(101)]
 
 
 def search(harm: Callable[[float], float], how: Search) -> float:
-    """Return the factor with the greatest harm found, at least the harm of the factor 0.
+    """Search for the factor with the greatest harm.
+
+    The returned factor does at least as much harm as the factor 0.
 
     Args:
-        harm: Harm of a factor, such as the distance between the aggregate and the honest mean.
-        how: ``"grid"``: all of :data:`GRID`. ``"byzfl"``: the heuristic of the ByzFL library, 20
-            evaluations from 0 upwards. The step starts at 10 and doubles until a step does not
-            increase the harm; then each step is 0.8 times the previous one.
+        harm: Function that returns the harm of a factor, such as the distance between the aggregate
+            and the honest mean.
+        how: ``"grid"``: try all factors of :data:`GRID`. ``"byzfl"``: the heuristic of the ByzFL
+            library. It evaluates 20 factors, from 0 upwards. The step starts at 10 and doubles as
+            long as the harm increases. After that each step is 0.8 times the previous one.
     """
     if how == "grid":
         return max(GRID, key=harm)

@@ -1,7 +1,8 @@
-"""Attacks on messages, by omniscient attackers: they know the messages of the honest clients.
+"""Attacks on messages. The attackers are omniscient: they know the messages of honest clients.
 
-Each attack has a function from the honest rows ``[h, d]`` to the vector ``[d]`` that all attackers
-send, and a class for configurations. ``origin`` selects the formula of a paper or library.
+Most attacks have a function and a class. The function computes, from the vectors ``[h, d]`` of the
+h honest clients, the vector ``[d]`` that all attackers send. The class is for configurations. Its
+argument ``origin`` selects the formula of a paper or library.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +24,12 @@ _SEARCHES = ("fixed", "byzfl", "grid")
 
 
 def sign_flip(honest: Tensor) -> Tensor:
-    """Return the negated mean (Allen-Zhu et al. 2021, arXiv 2012.14368), ``[h, d] -> [d]``."""
+    """Return the negated mean of the rows (Allen-Zhu et al. 2021, arXiv 2012.14368), ``[d]``."""
     return -honest.mean(0)
 
 
 def fall_of_empires(honest: Tensor, tau: float = 2.0) -> Tensor:
-    """Return ``-tau`` times the mean (Xie et al. 2020, arXiv 1903.03936), ``[h, d] -> [d]``."""
+    """Return ``-tau`` times the mean of the rows (Xie et al. 2020, arXiv 1903.03936), ``[d]``."""
     return -tau * honest.mean(0)
 
 
@@ -36,12 +37,12 @@ def a_little_is_enough(honest: Tensor, tau: float = 1.5, *, ddof: int = 1) -> Te
     """Return the mean plus ``tau`` standard deviations (Baruch et al. 2019, arXiv 1902.06156).
 
     Args:
-        honest: Vectors of the honest clients, ``[h, d]``.
-        tau: Number of standard deviations; may be negative.
-        ddof: The divisor of the standard deviation is h - ddof.
+        honest: Vectors of the h honest clients, ``[h, d]``.
+        tau: Number of standard deviations. It may be negative.
+        ddof: Number that makes the divisor of the standard deviation ``h - ddof``.
 
     Raises:
-        ConfigurationError: h is ``ddof`` or less.
+        ConfigurationError: h is not greater than ``ddof``.
     """
     if len(honest) <= ddof:
         raise ConfigurationError(
@@ -51,17 +52,19 @@ def a_little_is_enough(honest: Tensor, tau: float = 1.5, *, ddof: int = 1) -> Te
 
 
 def a_little_factor(num_clients: int, f: int) -> float:
-    """Return the paper's factor z, beyond which s honest clients are expected.
+    """Return the paper's factor z of the standard deviation (Baruch et al., Section 3.2).
 
-    ``z = Phi^-1((n - f - s) / (n - f))``, where ``s = floor(n/2) + 1 - f`` honest clients and the
-    attackers form a majority (Baruch et al., Section 3.2).
+    The f attackers need ``s = floor(n/2) + 1 - f`` honest clients to form a majority of the n
+    clients. With ``z = Phi^-1((n - f - s) / (n - f))``, s honest clients are expected to deviate
+    from the mean by more than z standard deviations, in the attack's direction.
 
     Args:
-        num_clients: Clients in the round, n.
-        f: Attackers in the round.
+        num_clients: Number n of clients in the round.
+        f: Number of attackers in the round.
 
     Raises:
-        ConfigurationError: The attackers are a majority alone, or need all honest clients for one.
+        ConfigurationError: The attackers alone are a majority, or they need all honest clients to
+            form one.
     """
     honest = num_clients - f
     supporters = num_clients // 2 + 1 - f
@@ -75,7 +78,7 @@ def a_little_factor(num_clients: int, f: int) -> float:
 def gaussian(
     honest: Tensor, mean: float = 0.0, std: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw a vector of independent normal numbers of the rows' width, ``[h, d] -> [d]``."""
+    """Return a vector of independent normal random numbers, ``[d]`` for rows ``[h, d]``."""
     drawn = torch.randn(honest.shape[1], generator=generator, dtype=honest.dtype)
     return (mean + std * drawn).to(honest.device)
 
@@ -85,13 +88,13 @@ def mimic(honest: Tensor, client: int = 0) -> Tensor:
 
     Args:
         honest: Vectors of the honest clients, ``[h, d]``.
-        client: Index of the client, from 0, modulo h.
+        client: Index of the client among the h honest clients, from 0. It is taken modulo h.
     """
     return honest[client % len(honest)]
 
 
 class SignFlip(Attack):
-    """The negated honest mean (Allen-Zhu et al. 2021, arXiv 2012.14368)."""
+    """Sign flip: attackers send the negated honest mean (Allen-Zhu et al., arXiv 2012.14368)."""
 
     least_honest = 1
 
@@ -101,15 +104,16 @@ class SignFlip(Attack):
 
 
 class Scaled(Attack, ABC):
-    """An attack with a fixed or searched factor, which is the same for all messages.
+    """Base class of attacks with a factor, which is fixed or found by a search.
 
-    A search maximises the distance between the messages' aggregates and honest means. It ignores
-    messages whose rule is a weighted mean, as their distance has no maximum. If all messages are
-    ignored, the fixed factor is used.
+    All messages have the same factor. A search maximises the distance between the aggregate and the
+    honest mean, over all messages together. It ignores messages whose aggregation rule is a
+    weighted mean, because their distance has no maximum. If all messages are ignored, the fixed
+    factor is used.
 
     Args:
-        tau: Fixed factor; default: the factor of ``origin``.
-        search: ``"fixed"`` for ``tau``; ``"byzfl"`` or ``"grid"`` for a search, see
+        tau: Fixed factor. Default: the factor of ``origin``.
+        search: ``"fixed"`` uses ``tau``. ``"byzfl"`` and ``"grid"`` search for a factor, see
             :func:`~fl_lightning.attacks.search.search`.
         origin: Source of the formula: ``"byzfl"``, ``"paper"`` or ``"blades"``.
 
@@ -137,7 +141,7 @@ class Scaled(Attack, ABC):
         return self.factors[self.origin] if self.tau is None else self.tau
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return the attackers' vector for each message, with one factor for all."""
+        """Return the attackers' vector for each message. All messages have the same factor."""
         if not messages:
             return []
         factor = self.fixed(messages[0])
@@ -158,10 +162,10 @@ class Scaled(Attack, ABC):
 
 
 class FallOfEmpires(Scaled):
-    """``-tau`` times the honest mean (Xie et al. 2020, "Fall of Empires", arXiv 1903.03936).
+    """Fall of Empires: attackers send ``-tau`` times the honest mean.
 
-    ``tau`` defaults to 2 for the origin ``"byzfl"``, 1 for ``"blades"``, 0.1 for ``"paper"``
-    (epsilon).
+    The paper is Xie et al. 2020, arXiv 1903.03936. The default of ``tau`` is 2 for the origin
+    ``"byzfl"``, and 1 for ``"blades"``. For ``"paper"`` it is 0.1; the paper calls it epsilon.
     """
 
     factors: ClassVar = {"byzfl": 2.0, "blades": 1.0, "paper": 0.1}
@@ -172,15 +176,20 @@ class FallOfEmpires(Scaled):
 
 
 class ALittleIsEnough(Scaled):
-    r"""The honest mean and ``tau`` standard deviations (Baruch et al. 2019, arXiv 1902.06156).
+    r"""A Little Is Enough: attackers send the mean plus or minus ``tau`` standard deviations.
 
-    ================  =======  =====================================  ============  ==========================================
-    origin            sign     tau                                    divisor       mean and deviation of
-    ================  =======  =====================================  ============  ==========================================
-    ``"byzfl"``       \+       1.5                                    h - 1         the honest clients
-    ``"blades"``      \+       :func:`a_little_factor`                h - 1         the honest clients
-    ``"paper"``       \-       1.5                                    f             the attackers' own vectors
-    ================  =======  =====================================  ============  ==========================================
+    The paper is Baruch et al. 2019, arXiv 1902.06156. The formula depends on ``origin``; h is the
+    number of honest clients, and f the number of attackers.
+
+    ================  =======  =====================================  ============
+    ========================================== origin            sign     tau
+    divisor       mean and deviation of ================  =======
+    =====================================  ============  ==========================================
+    ``"byzfl"``       \+       1.5                                    h - 1         the honest
+    clients ``"blades"``      \+       :func:`a_little_factor`                h - 1         the
+    honest clients ``"paper"``       \-       1.5                                    f
+    the attackers' own vectors ================  =======  =====================================
+    ============  ==========================================
     """
 
     factors: ClassVar = {"byzfl": 1.5, "blades": 1.5, "paper": 1.5}
@@ -190,7 +199,7 @@ class ALittleIsEnough(Scaled):
         self.least_honest = 0 if origin == "paper" else 2
 
     def fixed(self, message: Message) -> float:
-        """Return ``tau``, or Blades' factor, which depends on the numbers of clients."""
+        """Return ``tau``, or for Blades its factor, which depends on the numbers of clients."""
         if self.tau is None and self.origin == "blades":
             return a_little_factor(len(message.weights), len(message.own))
         return super().fixed(message)
@@ -203,7 +212,7 @@ class ALittleIsEnough(Scaled):
 
 
 class Gaussian(Attack):
-    """Independent normal numbers, drawn for each attacker.
+    """Gaussian noise: each attacker sends independent normal random numbers.
 
     Args:
         mean: Mean of the numbers.
@@ -214,7 +223,7 @@ class Gaussian(Attack):
         self.mean, self.std = mean, std
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Draw normal numbers for each attacker and message."""
+        """Return normal random numbers for each attacker and message."""
         return [
             torch.stack([gaussian(message.own, self.mean, self.std) for _ in message.own])
             for message in messages
@@ -222,7 +231,9 @@ class Gaussian(Attack):
 
 
 class Mimic(Attack):
-    """A copy of an honest client's vector (Karimireddy et al. 2022, arXiv 2006.09365).
+    """Mimic: attackers send a copy of one honest client's vector.
+
+    The paper is Karimireddy et al. 2022, arXiv 2006.09365.
 
     Args:
         client: Index of the client among the round's honest clients, from 0.
@@ -234,15 +245,15 @@ class Mimic(Attack):
         self.client = client
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return the client's messages."""
+        """Return the vectors of the copied client."""
         return [mimic(message.honest, self.client) for message in messages]
 
 
 class NonFinite(Attack):
-    """A vector of non-finite values, to test how a rule handles them.
+    """Non-finite values, to test how an aggregation rule handles them.
 
     Args:
-        value: ``nan``, ``inf`` or ``-inf``.
+        value: Value of all entries: ``nan``, ``inf`` or ``-inf``.
     """
 
     def __init__(self, value: Literal["nan", "inf", "-inf"] = "nan") -> None:

@@ -1,6 +1,6 @@
 """The kinds of a model's state. The type of a module decides the kind, never its name.
 
-For each kind, a method declares what a round does with it:
+A method declares what a round does with each kind. The kinds are:
 
 =========== ==========================================================================
 ``weight``  trainable parameters outside of BN layers

@@ -71,7 +71,7 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
 
 @contextmanager
 def explain_batch_of_one() -> Iterator[None]:
-    """Convert PyTorch's error "expected more than 1 value per channel" to an error with remedies."""
+    """Convert PyTorch's "expected more than 1 value per channel" to an error with remedies."""
     try:
         yield
     except ValueError as error:

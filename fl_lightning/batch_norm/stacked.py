@@ -53,7 +53,7 @@ def _batch_norm(
 
 
 class _Stacked(torch.autograd.Function):
-    """Function that has only a ``vmap`` rule. Autograd differentiates the operations in the rule."""
+    """Function with only a ``vmap`` rule. Autograd differentiates the operations in the rule."""
 
     @staticmethod
     def setup_context(*args: Any) -> None:
@@ -89,7 +89,7 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 
 def _joined(vector: Tensor | None, dim: int | None, clients: int) -> Tensor | None:
-    """Concatenate the vectors of all clients. The result is a view if the memory layout allows it."""
+    """Concatenate the vectors of all clients, as a view if the memory layout allows this."""
     if vector is None:
         return None
     return (vector.expand(clients, -1) if dim is None else vector.movedim(dim, 0)).reshape(-1)

@@ -39,7 +39,7 @@ class SwappedBatchNorm(_BatchNorm):
     original: ClassVar[type[_BatchNorm]]
 
     def prepare(self) -> None:
-        """Add the attributes in ``scratch``. Default: non-persistent buffers ``[channels]`` of zeros."""
+        """Add the attributes in ``scratch``. Default: buffers ``[channels]`` of zeros."""
         assert self.running_mean is not None
         for name in self.scratch:
             self.register_buffer(name, torch.zeros_like(self.running_mean), persistent=False)

@@ -169,7 +169,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         self._prepared.add(stage)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Return a loader with one item per epoch. An epoch is a round and draws its own batches."""
+        """Return a loader with one item per epoch. An epoch is a round."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
 
     def val_dataloader(self) -> Any:

@@ -79,7 +79,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
 
 
 def _finite(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer, or raise a ``ValueError`` if a setting makes updates infinite or NaN."""
+    """Return the optimizer; raise a ``ValueError`` if a setting makes updates infinite or NaN."""
     for key, value in optimizer.defaults.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):

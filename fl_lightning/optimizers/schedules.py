@@ -75,7 +75,7 @@ class MultiStep(LRSchedule):
         self.first_round = first_round
 
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """Return ``gamma ** (number of past milestones)``; in round 1 multiply by ``first_round``."""
+        """Return ``gamma ** (number of past milestones)``, times ``first_round`` in round 1."""
         factor = self.gamma ** sum(round_number > round_at(m, total_rounds) for m in self.milestones)
         return factor * self.first_round if round_number == 1 else factor
 

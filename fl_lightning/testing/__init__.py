@@ -1,4 +1,4 @@
-"""Small federations, a small network and reference trainers, for ``verify`` and for tests."""
+"""Small federations, a small network and reference trainers, for ``verify`` and tests."""
 
 from fl_lightning.testing.clients import (
     ArrayClient,

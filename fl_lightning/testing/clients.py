@@ -1,4 +1,4 @@
-"""Federations of random images with ordinary data loaders."""
+"""Federations of random images whose clients have ordinary data loaders."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ArrayClient(L.LightningDataModule):
-    """Client with inputs ``[n, ...]`` and labels ``[n]`` in a shuffling ``DataLoader``."""
+    """Client with inputs ``[n, ...]`` and labels ``[n]`` in a ``DataLoader`` that shuffles."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class ArrayClient(L.LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return shuffled batches, without a smaller last batch."""
+        """Return shuffled batches. An incomplete last batch is dropped."""
         return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
@@ -42,14 +42,17 @@ def blobs(
     shape: Sequence[int] = (2, 6, 6),
     classes: int = 3,
 ) -> FederatedDataModule:
-    """Return label-skewed clients: client i has mostly class i modulo ``classes`` and scale 1 + i.
+    """Return a federation with label skew.
+
+    Client i has mostly samples of class ``i % classes``. Its inputs have the scale 1 + i.
 
     Args:
         num_clients: Number of clients.
-        sizes: Samples of each client; the sequence is repeated if there are more clients.
-        batch_size: Samples in a batch.
+        sizes: Number of samples of each client. If there are more clients, the sequence is
+            repeated.
+        batch_size: Number of samples in a batch.
         seed: Seed of the samples and of their order.
-        shape: Shape of an image, in float64.
+        shape: Shape of an image. Images are float64.
         classes: Number of classes.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -73,12 +76,14 @@ def uneven_clients(
     shape: Sequence[int] = (2, 6, 6),
     classes: int = 3,
 ) -> FederatedDataModule:
-    """Return clients with different moments, and batch sizes not proportional to their data.
+    """Return a federation whose clients differ in mean and scale of the inputs.
+
+    Batch sizes need not be proportional to the clients' numbers of samples.
 
     Args:
         batches: Batch size of each client.
-        examples: Samples of each client.
-        shape: Shape of an image, in float64.
+        examples: Number of samples of each client.
+        shape: Shape of an image. Images are float64.
         classes: Number of classes.
     """
     generator = torch.Generator().manual_seed(0)
@@ -94,19 +99,25 @@ def uneven_clients(
 
 
 def client_batch(data: FederatedDataModule, client: int, step: int) -> Batch:
-    """Return the batch that a client draws at a local step, counted from the start of training."""
+    """Return a client's batch at a local step, counted from 0 over the entire training."""
     batch: Batch = tuple(data.cohort_batch([client], [step]).batches()[0])
     return batch
 
 
 def union_batch(data: FederatedDataModule, step: int) -> Batch:
-    """Return the batches that all clients draw at a local step, as one batch."""
+    """Return the union of all clients' batches at a local step, as one batch."""
     clients = range(data.num_clients)
     return union_of(data, clients, [[step] for _ in clients])
 
 
 def union_of(data: FederatedDataModule, clients: Sequence[int], steps: Sequence[Sequence[int]]) -> Batch:
-    """Return one batch that joins batches of clients; ``steps[i]`` are the local steps of client i."""
+    """Return the union of several batches as one batch.
+
+    Args:
+        data: The federated data.
+        clients: Ids of the clients.
+        steps: Local steps of each client of ``clients``. Each step adds one batch.
+    """
     pairs = [(client, step) for client, taken in zip(clients, steps, strict=True) for step in taken]
     inputs, targets = zip(*(client_batch(data, client, step) for client, step in pairs), strict=True)
     return torch.cat(inputs), torch.cat(targets)

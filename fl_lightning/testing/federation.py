@@ -1,4 +1,4 @@
-"""A tiny federation of label-skewed clients with synthetic data, for runs of less than a second."""
+"""A tiny federation with synthetic, label-skewed data, for runs of less than a second."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,17 +14,18 @@ from fl_lightning.testing.models import small_cnn
 
 CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
 SIZES = (8, 16, 24, 8, 16)
-"""Training examples of each client; unequal, so that weights and local steps differ."""
+"""Number of training samples of each client. Unequal, so that weights and local steps differ."""
 
 
 class Disturbance(NamedTuple):
-    """Change of one client in one round, for tests of its effect on other clients.
+    """Change of one client in one round, to test its effect on other clients.
 
     Attributes:
-        client: The client.
-        round: The round.
-        what: ``("data",)`` changes the client's inputs. Other values change its state after the
-            local steps: the treatments of the changed state, and ``"optimizer"``.
+        client: Id of the changed client.
+        round: Round of the change.
+        what: What changes. ``("data",)`` changes the client's inputs. All other values change the
+            client's state after the local steps: each names a treatment, whose state changes, or
+            ``"optimizer"``.
     """
 
     client: int
@@ -33,7 +34,10 @@ class Disturbance(NamedTuple):
 
 
 class MaterialisedClient(ClientDataModule):
-    """Client whose batches depend on the step; ``identity`` sets mean, scale and main class."""
+    """Client whose batches depend on the step.
+
+    ``identity`` decides the mean and scale of the inputs, and the most frequent class.
+    """
 
     def __init__(self, identity: int, size: int, batch_size: int) -> None:
         super().__init__()
@@ -42,19 +46,19 @@ class MaterialisedClient(ClientDataModule):
         self.disturbed_steps = range(0)
 
     def train_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch of local step ``step``; each epoch is shifted by three samples."""
+        """Return the batch of local step ``step``. Each epoch starts three samples later."""
         epoch = step // self.steps_per_epoch
         rows = (torch.arange(self.batch_size) + step * self.batch_size + 3 * epoch) % self.num_examples
         inputs = self.inputs[rows]
         return inputs * 1.5 + 0.5 if step in self.disturbed_steps else inputs, self.targets[rows]
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return the batches of the first epoch."""
+        """Return a loader of the batches of the first epoch."""
         return DataLoader(TensorDataset(self.inputs, self.targets), self.batch_size, drop_last=True)
 
 
 def skewed_images(identity: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return images ``[size, 2, 6, 6]`` in float64, mostly of one class, and their classes."""
+    """Return float64 images ``[size, 2, 6, 6]``, mostly of one class, and their labels."""
     draw = generator(identity, "verification data")
     favourite = torch.tensor(identity % CLASSES)
     targets = torch.where(
@@ -69,7 +73,7 @@ def federation(
     batch_sizes: Sequence[int] | None = None,
     disturbance: Disturbance | None = None,
 ) -> FederatedDataModule:
-    """Return a federation whose client i has data, size and batch size number ``identities[i]``."""
+    """Return a federation; client i has the data, size and batch size of ``identities[i]``."""
     clients = [
         MaterialisedClient(identity, SIZES[identity], batch_sizes[identity] if batch_sizes else BATCH)
         for identity in identities
@@ -88,7 +92,7 @@ def federation(
 def reference_model(norm: str = "bn") -> nn.Sequential:
     """Return :func:`~fl_lightning.testing.models.small_cnn` in float64 with fixed weights."""
     model = small_cnn(norm, classes=CLASSES, channels=CHANNELS).double()
-    model[6] = nn.Identity()  # instead of dropout, which a run would replace
+    model[6] = nn.Identity()  # instead of torch's dropout, which a run would replace by its own
     draw = generator(0, "verification model")
     with torch.no_grad():
         for layer in (model[0], model[3], model[8]):

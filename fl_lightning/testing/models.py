@@ -1,4 +1,4 @@
-"""A small network for tests of a fraction of a second."""
+"""A small network for fast tests."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +16,12 @@ _NORMS: dict[str, Callable[[int], nn.Module]] = {
 def small_cnn(
     norm: str = "bn", dropout: float = 0.0, seed: int = 0, classes: int = 3, channels: int = 2
 ) -> nn.Sequential:
-    """Return two convolutions with norm layers, and a linear layer, for images of 6 x 6 pixels.
+    """Return a network of two convolutions with norm layers and a linear layer, for 6x6 images.
 
     Args:
-        norm: ``"bn"``, ``"gn"`` or ``"none"``.
-        dropout: Probability of dropout before the linear layer.
-        seed: Seed of the weights, with which torch's global generator is seeded.
+        norm: Norm layer: ``"bn"``, ``"gn"`` or ``"none"``.
+        dropout: Drop probability of the dropout layer before the linear layer.
+        seed: Seed of the weights. It also sets torch's global generator.
         classes: Number of outputs.
         channels: Channels of the images.
 

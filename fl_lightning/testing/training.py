@@ -20,7 +20,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.testing.clients import Batch, client_batch, union_batch
 
 State = Mapping[str, Tensor]
-"""Tensors by name, as a ``state_dict``."""
+"""Tensors by name, as in a ``state_dict``."""
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 """Default client optimizer of :func:`train` and of the reference trainers."""
@@ -34,14 +34,14 @@ def fit(
     ckpt_path: Any = None,
     **trainer: Any,
 ) -> L.Trainer:
-    """Train on the CPU in float64, without files or evaluations, and return the trainer.
+    """Train on the CPU in float64, without files and evaluations. Return the trainer.
 
     Args:
-        module: The module.
+        module: The federated module.
         data: The federated data.
         rounds: Number of communication rounds.
         callbacks: Methods and other callbacks.
-        ckpt_path: Checkpoint to resume from.
+        ckpt_path: Checkpoint from which training is resumed.
         trainer: Further arguments of the trainer.
     """
     callbacks = list(callbacks)
@@ -58,7 +58,7 @@ def fit(
     }
     runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
     with warnings.catch_warnings():
-        # Lightning uses a class that torch 2.15 deprecates, and recommends worker processes
+        # Lightning warns about a deprecated class of torch 2.15, and about the number of workers
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers")
         runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
@@ -73,7 +73,9 @@ def train(
     trainer: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """Train a model, by default with one local step of SGD(lr=0.1); return the final server state.
+    """Train a model, and return the server's final state.
+
+    By default clients take one local step of SGD(lr=0.1) in a round.
 
     Args:
         model: The server's model, changed in place.
@@ -94,7 +96,7 @@ def distance(first: State, second: State) -> float:
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """Take one ordinary PyTorch step."""
+    """Take one training step in plain PyTorch, with cross-entropy loss."""
     optimizer.zero_grad()
     cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     optimizer.step()
@@ -109,17 +111,18 @@ def centralised(
     first: int = 0,
     frozen_statistics: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the state of one model trained on the union of the clients' batches.
+    """Train one model on the union of the clients' batches, and return its state.
 
-    FedAvg with E = 1 and equal weights must give the same state.
+    For a model without BN, FedAvg with one local step per round and equal weights must give the same
+    state, up to rounding.
 
     Args:
-        model: The model, which is not changed.
+        model: The model, which does not change.
         data: The federated data.
         steps: Number of steps.
-        optimizer: Function that makes the optimizer.
-        rates: Learning rate of each step; empty for the optimizer's rate.
-        first: Step of the data from which training starts.
+        optimizer: Function that creates the optimizer from parameters.
+        rates: Learning rate of each step. Empty: the optimizer's rate.
+        first: Number of the first step, which selects its batches.
         frozen_statistics: Whether BN layers use frozen running statistics.
     """
     model = deepcopy(model).double().train()
@@ -146,18 +149,19 @@ def by_hand(
     keep: bool = False,
     server: Callable[[str, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[int, Any]]:
-    """Train one model and optimizer per client in a loop, and average the models.
+    """Train by FedAvg in plain PyTorch, with a separate model and optimizer for each client.
 
     Args:
-        model: The model, which is not changed.
+        model: The model, which does not change.
         data: The federated data.
         rounds: Number of communication rounds.
-        optimizer: Function that makes the client optimizer.
-        steps: Local steps of each client. Default: 1.
-        cohort: Function from the round to its clients. Default: all clients.
-        weights: Aggregation weight of each client, not normalised. Default: equal weights.
+        optimizer: Function that creates the client optimizer from parameters.
+        steps: Number of local steps of each client. Default: 1.
+        cohort: Function that returns a round's clients, given its number. Default: all clients.
+        weights: Aggregation weight of each client, with any sum. Default: equal weights.
         keep: Whether clients keep their optimizer's state between rounds.
-        server: The server's new parameter by (name, old, average). Default: the average.
+        server: Function of (name, old value, average) that returns the server's new parameter.
+            Default: the average.
 
     Returns:
         The server's state, and the state of each client's optimizer.
@@ -191,51 +195,56 @@ def by_hand(
 
 
 class States(Callback):
-    """Copies of the server's state: ``states[r]`` after round r, ``states[0]`` at the start."""
+    """Callback that copies the server's state: ``states[r]`` after round r, ``states[0]`` first."""
 
     def __init__(self) -> None:
         self.states: list[dict[str, Tensor]] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the initial state."""
+        """Store the initial state."""
         self.states.append(deepcopy(pl_module.state_dict()))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the state after a round."""
+        """Store the state after a round."""
         self.states.append(deepcopy(pl_module.state_dict()))
 
 
 class Rows(Callback):
-    """Rows of metrics: ``rows[r]`` of round r."""
+    """Callback that stores the metrics of each round: ``rows[r]`` for round r."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the row of the previous round."""
+        """Store the metrics of the previous round."""
         assert isinstance(pl_module, FederatedModule)
         if pl_module.metrics.get("round", 0) == trainer.current_epoch > 0:
             self.rows[trainer.current_epoch] = dict(pl_module.metrics)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the row of the last round."""
+        """Store the metrics of the last round."""
         assert isinstance(pl_module, FederatedModule)
         self.rows[int(pl_module.metrics["round"])] = dict(pl_module.metrics)
 
 
 class ClientStates(FederatedCallback):
-    """Clients' states before and after local steps: ``start`` and ``end`` by ``[r][client][name]``."""
+    """Callback that stores the clients' states before and after the local steps of each round.
+
+    Attributes:
+        start: States before the local steps, ``start[round][client][name]``.
+        end: States after the local steps, ``end[round][client][name]``.
+    """
 
     def __init__(self) -> None:
         self.start: dict[int, dict[int, dict[str, Tensor]]] = {}
         self.end: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Keep the states before the local steps."""
+        """Store the states before the local steps."""
         self.start[cohort.round] = self._states(cohort)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Keep the states after the local steps."""
+        """Store the states after the local steps."""
         self.end[cohort.round] = self._states(cohort)
 
     @staticmethod
