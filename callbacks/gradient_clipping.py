@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ClientGradientClipping(FederatedCallback):
-    """Clipping of each client's gradient, over all parameters, to the norm ``max_norm``.
+    """Clipping of each client's gradient norm, over all parameters, to at most ``max_norm``.
 
     Each client's gradient is clipped as by ``torch.nn.utils.clip_grad_norm_``. The order of the
     callbacks matters. After FedProx or SCAFFOLD in the list, this callback clips the corrected

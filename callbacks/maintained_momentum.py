@@ -22,9 +22,9 @@ class MaintainedMomentum(FederatedCallback):
     The method works with any elementwise optimizer. It keeps SGD's momentum, or Adam's moments with
     each client's step count. All state starts from zeros.
 
-    This changes the very first step with ``dampening`` d, for gradient g. Here the momentum is
-    ``(1 - d) g``, as in FBN, whose momentum is ``q <- 0.99 q + 0.01 g`` from q = 0. In torch the
-    first momentum is g. Without this method every round begins as in torch.
+    The start from zeros matters if SGD has ``dampening`` d. For the first gradient g the momentum is
+    then ``(1 - d) g``, whereas torch's first momentum is g. FBN's ``q <- 0.99 q + 0.01 g`` also
+    starts from q = 0. Without this method, every round begins with torch's first momentum.
 
     Args:
         scope: ``"local"``: each client keeps its state, also while it is absent. ``"global"``: the

@@ -77,7 +77,7 @@ class StaticBN(FederatedCallback):
         )
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Measure the statistics if this round is evaluated or the last."""
+        """Measure the statistics if this round is evaluated or is the last round."""
         self._trained_round = cohort.round
         self._measure_if_used(trainer, pl_module, cohort.round)
 
@@ -95,7 +95,7 @@ class StaticBN(FederatedCallback):
     def _measure_if_used(self, trainer: L.Trainer, pl_module: "FederatedModule", round_number: int) -> None:
         """Measure the statistics, and record the traffic, if an evaluation needs new statistics.
 
-        This is so if the round is evaluated or the last, and the weights are not measured yet.
+        This is so if the round is evaluated or is the last round, and its weights are not measured.
         """
         self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
         used = self._is_last or _is_evaluated(trainer, round_number)

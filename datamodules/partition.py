@@ -70,10 +70,9 @@ def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
 def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
     """Return the number of samples of each class at each client, ``[n, C]``. Client sizes are equal.
 
-    Each client draws class proportions ``q ~ Dir(alpha * prior)``, then the class of each sample
-    from ``q``. Once all samples of a class are assigned, ``q`` would have to be renormalised
-    without this class. Rejection gives the same distribution. So a client draws all its classes at
-    once, and redraws the rejected samples.
+    Each client draws class proportions ``q ~ Dir(alpha * prior)``. Then it draws the class of each
+    of its samples from ``q``, all at once. If no sample of a class is left, the client rejects this
+    class and draws again. This gives the same distribution as ``q`` renormalised without the class.
     """
     prior = available / available.sum()
     stock = available.copy()
@@ -123,10 +122,10 @@ def assign_classes(num_clients: int, num_classes: int, held: int, generator: Gen
 def split_among_holders(available: Counts, holds: Incidence) -> Counts:
     """Return the number of samples of each class at each client, ``[n, C]``.
 
-    Each class is split equally among the clients that hold it. A remainder is given, one sample
-    each, to those of these clients with the fewest samples in total. Then remainder samples are
-    moved between clients until the sizes cannot become more equal: a move follows a path of clients
-    from a larger client to one that is smaller by at least two samples.
+    Each class is split equally among the clients that hold it. If the class does not divide evenly,
+    some of its clients get one additional sample: those with the fewest samples so far. Afterwards
+    additional samples are moved from larger to smaller clients, until no move makes the sizes more
+    equal. A move may pass through several clients.
     """
     counts = np.where(holds, available // holds.sum(0), 0)
     extra = np.zeros_like(holds)

@@ -81,7 +81,7 @@ def _newton_step(logits: Tensor) -> Tensor:
     probabilities = logits.softmax(1)
     means = probabilities.mean(0)
     hessian = means.diag() - probabilities.T @ probabilities / samples
-    # adding a constant to the bias changes no probability, so the Hessian is singular without 1 / C
+    # the Hessian is singular, because a constant bias changes no probability; 1 / C makes it regular
     step: Tensor = torch.linalg.solve_ex(hessian + 1 / classes, 1 / classes - means)[0]
     return step
 

@@ -116,7 +116,7 @@ class ClassifierBias(FederatedCallback):
         models: Sequence[Mapping[str, Tensor]] = files or self.models
         with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
             self._log(pl_module, split)
-            if models:  # the mean of one model is the model
+            if models:  # with one model the mean would be the same model
                 with slots.filled(_mean(models, pl_module.model.state_dict())):
                     self._log(pl_module, split, "_mean_model")
 
@@ -212,7 +212,7 @@ class _Outputs(ServerEvaluation):
 
     def gathered(self, pl_module: "FederatedModule") -> tuple[Tensor, Tensor]:
         """Return logits ``[N, C]`` and labels ``[N]`` of all ranks' batches, in the data's order."""
-        self.finish()  # raises on all ranks if a rank failed
+        self.finish()  # raises an error on all ranks if one rank failed
         parts: dict[int, tuple[Tensor, Tensor]] = {}
         for outputs in pl_module.ranks.exchange(lambda: self.outputs):
             parts |= outputs

@@ -263,7 +263,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         """
         with doing("reading the server's evaluation data"):
             dataset = getattr(self.val_dataloader(), "dataset", None)
-            many = dict.fromkeys(range(-32, 0), "")  # as after 32 data sets; no object has such an id
+            many = dict.fromkeys(range(-32, 0), "")  # as if 32 data sets were read before; no id is negative
             return [dataset_digest(dataset, known) for known in ({}, many)]
 
     def class_histograms(self) -> list[list[int]]:

@@ -56,8 +56,8 @@ def decide(
     """
     if setting is False:
         return Compilation(False)
-    # Start autograd's threads before the compiler queries the GPU. Otherwise autograd would start a
-    # thread for it (even without a GPU), and forks of this process could not compute gradients.
+    # This starts autograd's threads before the compiler queries the GPU.
+    # Otherwise autograd would start a thread for the GPU, and forks could not compute gradients.
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     if setting != "auto":
         choice = Compilation(setting)
@@ -158,8 +158,7 @@ def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iter
 
     Earlier shapes have no influence on the graph of a shape.
     """
-    # With torch's default limit on graphs, torch stops compiling at some step. A resumed run would
-    # stop compiling at another step.
+    # torch's default limit ends compiling at some step; a resumed run would reach it at another step
     settings = {
         "recompile_limit": _MOST_GRAPHS,
         "accumulated_recompile_limit": 1_000_000,

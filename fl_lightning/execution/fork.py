@@ -30,7 +30,7 @@ from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MISSES_ANOTHER = 3  # exit code of a rank that has lost its connection to another rank
 _FOLDER = "fl_lightning-ranks-"  # prefix of the folder's name
-_FRESH = 60.0  # age in seconds from which the folder of a live run is certainly locked
+_FRESH = 60.0  # seconds within which a run has certainly locked its folder
 _PIPE_BYTES = 65536  # capacity of a pipe
 
 
@@ -187,7 +187,7 @@ def _meeting_folder() -> Iterator[str]:
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
     """Run a function as another rank, without loggers and output. Then exit."""
-    gc.freeze()  # to free an earlier run's process group would wait for threads that a fork lacks
+    gc.freeze()  # freeing an earlier run's process group would wait for threads, which a fork lacks
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:
@@ -197,7 +197,7 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
     except LostRank:
         os._exit(_MISSES_ANOTHER)
     except Exception as error:
-        if not is_shared(error):  # the first rank reports a shared error
+        if not is_shared(error):  # if all ranks have the same error, the first rank reports it
             report = pickle.dumps(described(error))
             if (
                 len(report) > _PIPE_BYTES

@@ -90,6 +90,6 @@ class SequentialExecutor(Executor):
             # inside of the block: hooks and checkpointed layers need the client's state in backward
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
-        cohort.take_up(row, updated)  # not earlier: the backward pass may read the replaced tensors
+        cohort.take_up(row, updated)  # after the backward pass, which may read the old tensors
         cohort.put_gradients(row, gradients)
         return loss.detach()

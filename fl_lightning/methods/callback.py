@@ -41,9 +41,9 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     clients between rounds, this state belongs in its ``state_dict()``, as tensors and numbers by
     client id.
 
-    With ``on_divergence: drop`` a client with a non-finite update is left out, both before and
-    after ``on_before_aggregate``. Later hooks get the remaining clients, whose rows are
-    ``cohort.rows``. If too few clients report or remain, the round is skipped: then
+    If ``on_divergence`` is ``drop``, clients with a non-finite update are left out. They are checked
+    before and after ``on_before_aggregate``. Later hooks get the remaining clients; their rows are
+    ``cohort.rows``. If too few clients report or remain, the round is skipped. Then
     ``on_round_skipped(trainer, pl_module)`` is called instead of the remaining hooks.
 
     Before each hook, torch's global generator is seeded from (seed, class, hook, round, step). So
@@ -57,7 +57,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
       same on every rank. So they must not use clocks, rank numbers, or random numbers of generators
       other than torch's global generator.
     - Two hooks get only the rows of their rank, ``cohort.rows``: ``on_after_local_backward`` and
-      ``on_local_step_end``. There may be no such row. These hooks may change only these rows. They
+      ``on_local_step_end``. A rank may have no rows. These hooks may change only these rows. They
       cannot call ``cohort.mean``, which raises an error. They keep state of local steps in
       ``cohort.extra``, not on ``self``; ``on_round_start`` fills ``cohort.extra`` with tensors
       ``[C, ...]``. Their random numbers come from ``cohort.generators``.

@@ -66,7 +66,7 @@ class ClientOptimizer:
         self.initial_steps: dict[str, Tensor] = {}
         self.torch: Optimizer = self._make(self._blocks)
         for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * self._lr_factor  # not in place: groups may share a tensor
+            group["lr"] = group["lr"] * self._lr_factor  # not in place, because groups may share a tensor
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
 

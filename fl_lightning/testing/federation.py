@@ -23,9 +23,9 @@ class Disturbance(NamedTuple):
     Attributes:
         client: Id of the changed client.
         round: Round of the change.
-        what: What changes. ``("data",)`` changes the client's inputs. All other values change the
-            client's state after the local steps: each names a treatment, whose state changes, or
-            ``"optimizer"``.
+        what: What changes. ``("data",)`` changes the client's inputs. Any other tuple changes state
+            of the client after the local steps: all state with one of the named treatments, and for
+            ``"optimizer"`` the state of the client optimizer.
     """
 
     client: int
