@@ -1,7 +1,8 @@
 """Draw the figures of docs/byzantine.md: ``python docs/scripts/byzantine.py``.
 
-The figures show FBN and averaged BN under attack. The numbers come from ``docs/numbers/byzantine.json``. ``python docs/scripts/byzantine.py numbers``
-first collects these numbers from the runs of the study ``fbn_byzantine`` at the scale ``reduced``.
+The figures show FBN and averaged BN under attack. The numbers come from
+``docs/numbers/byzantine.json``. ``python docs/scripts/byzantine.py numbers`` first collects these
+numbers from the runs of the study ``fbn_byzantine`` at the scale ``reduced``.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Record the defaults of shipped classes: ``.venv/bin/python docs/scripts/defaults.py``.
 
-The file is ``fl_lightning/experiments/run_directory/defaults.json``. Run this script after you have added a class or a setting. It adds new classes and settings to the
-file and does not change existing entries.
+The file is ``fl_lightning/experiments/run_directory/defaults.json``. Run this script after you have
+added a class or a setting. It adds new classes and settings to the file and does not change
+existing entries.
 """
 
 import inspect

@@ -85,9 +85,9 @@ class Rows(L.Callback):
 def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
     """Return megabytes up, megabytes down and exchanges of a client in two rounds.
 
-    The rounds are 1 and 4 of a run of 5 rounds. Round 1 is before T*, round 4 after T*. The first round after T* is not typical, since clients
-    receive the frozen state in it. The last round is not typical either, since some methods end a
-    run with a pass over the data.
+    The rounds are 1 and 4 of a run of 5 rounds. Round 1 is before T*, round 4 after T*. The first
+    round after T* is not typical, since clients receive the frozen state in it. The last round is
+    not typical either, since some methods end a run with a pass over the data.
     """
     data = FederatedDataModule([RandomImages(), RandomImages()], RandomImages())
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
