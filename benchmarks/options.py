@@ -184,5 +184,5 @@ def _check_chart(parser: argparse.ArgumentParser, options: argparse.Namespace) -
             parser.error(f"argument --results: {path} is no file of --json; write one with compare or scale")
     if commands not in ({"compare"}, {"scale"}):
         parser.error(
-            f"argument --results: files of {', '.join(sorted(commands))}; give only files of compare, or only files of scale"
+            f"argument --results: files of {', '.join(sorted(commands))}; give files of only one command, compare or scale"
         )
