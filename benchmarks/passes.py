@@ -143,7 +143,7 @@ KINDS: dict[str, type[Passes] | type[Convolutions]] = {
 
 
 def _serve(kind: str, model_name: str) -> None:
-    """Read numbers from the standard input, line by line, and run as many passes as each says."""
+    """Run passes on request: each line of the standard input is a number of passes."""
     torch.set_num_threads(1)
     passes = KINDS[kind](model_name)
     passes.run(2)  # warm-up: the first passes allocate memory and may compile

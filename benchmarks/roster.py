@@ -12,7 +12,7 @@ from fl_lightning import SequentialExecutor
 from fl_lightning.execution.choice import cores_of_a_run
 
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
-"""Package name of each other framework; ``benchmarks/peers`` has a file for each."""
+"""Package of each other framework, by its name here; ``benchmarks/peers`` has a file for each."""
 
 BOUNDS = ("compute", "convolutions", "compute_compiled")
 """Lower bounds of the time in float32 on a CPU; ``compute_compiled`` uses ``torch.compile``."""
@@ -49,7 +49,7 @@ def present(name: str) -> bool:
 
 
 def import_packages(name: str) -> None:
-    """Import the packages that a name of :data:`NAMES` needs."""
+    """Import the packages that a contender needs; ``name`` is a name of :data:`NAMES`."""
     if name in PEERS:
         # turn off reports of Flower and Ray over the network
         os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}

@@ -43,7 +43,7 @@ FILE: dict[str, Any] = {
         "full": {"base": ["base.yaml"], "seeds": [0, 1, 2], "axes": {"method": ["BN", "GN"]}},
     },
 }
-"""A study with every key, without mistakes."""
+"""Content of a study's file with every key and without mistakes."""
 
 _WRONG: dict[str, list[Any]] = {
     "text": [7, 1.5, True, None, ["a"], {"a": 1}],
@@ -51,7 +51,7 @@ _WRONG: dict[str, list[Any]] = {
     "mapping": [3, "x", True, [1], 1.5],
     "seeds": [["a"], [1.5], [-1], [True], [[0]], {"a": 1}, 0, "0", [], [3, 3]],
 }
-"""Values of wrong types, by the type that the file needs."""
+"""Wrong values, by the type that the file needs instead."""
 
 _TYPES: dict[tuple[Any, ...], str] = {
     ("title",): "text", ("claims", 0): "text", ("claims", 1): "text",
@@ -73,14 +73,14 @@ _KEYS: list[tuple[Any, ...]] = [
     ("axes", "method", "GN", "model.model.norm"), ("axes", "method", "FixBN", "trainer.callbacks"), ("axes", "E", "E4", "model.local_steps"),
     ("axes", "model.client_optimizer.lr"), ("scales", "quick", "settings", "data.batch_size"),
 ]  # fmt: skip
-"""Keys of ``FILE`` to misspell, each as a path of keys."""
+"""Paths of keys whose last key can be misspelt."""
 
 _NAMED: list[tuple[Any, ...]] = [
     ("without", 0, "method"), ("without", 0, "E"), ("published", 0, "method"), ("published", 0, "E"), ("choose", 0, "axis"),
     ("choose", 0, "by", 0), ("spread",), ("scales", "full", "axes", "method", 1),
     ("axes", "method", "GN", "model.model.norm"), ("axes", "method", "FixBN", "trainer.callbacks", 0), ("scales", "quick", "base"),
 ]  # fmt: skip
-"""Values of ``FILE`` to misspell, as paths of keys: names of labels, axes, classes and files."""
+"""Paths of keys to names in ``FILE`` that can be misspelt: labels, axes, classes and files."""
 
 _SETTINGS = [
     ("model.local_steps", "many"), ("model.local_steps", 1.5), ("model.local_steps", 0), ("trainer.max_epochs", "x"), 

@@ -144,7 +144,7 @@ def uninterrupted(config: dict[str, Any], folder: Path) -> tuple[dict[str, Any],
 
 
 def is_whole(place: Path, whole: dict[str, Any]) -> bool:
-    """Return whether a folder has exactly one run and its content is ``whole``."""
+    """Return whether a folder has exactly one run, and the run's content equals ``whole``."""
     saved = _saved(place)
     return len(saved) == 1 and same(contents(saved[0]), whole)
 

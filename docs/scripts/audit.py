@@ -17,11 +17,11 @@ PUBLISHED = {"BN": 0.5397, "GN": 0.5969, "FixBN": 0.7656}
 
 COLOURS = {"BN": VERMILLION, "GN": GREEN, "FixBN": BLUE}
 LAST = 5
-"""Number of evaluations in the mean of the last five; a run evaluates every ten rounds."""
+"""Number of last evaluations in the column of their mean; a run evaluates every ten rounds."""
 
 
 def cells() -> dict[str, dict[str, Any]]:
-    """Return the cells by file name without the ending."""
+    """Return the content of each cell's file, by file name without ``.json``."""
     folder = NUMBERS_FOLDER / "audit"
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 

@@ -119,7 +119,7 @@ def statistics(
 
 
 def points_of(data: Gaussians, round_number: int) -> tuple[Tensor, Tensor]:
-    """Return points ``[n, m, 2]`` and labels ``[n, m]`` of a round, m for each of n clients."""
+    """Return the points ``[n, m, 2]`` and labels ``[n, m]`` of all n clients in a round."""
     everyone = range(data.num_clients)
     points, labels = data.cohort_batch(everyone, [round_number - 1] * data.num_clients).stack()
     return points.double(), labels
