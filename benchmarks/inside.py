@@ -22,7 +22,7 @@ class Inside:
 
     Attributes:
         steps: Time of forward and backward passes, augmentation and the client optimizers' steps.
-        once_a_round: Time of two acts: the reset of the client optimizers' state, and the server
+        once_a_round: Time of the reset of the client optimizers' state, plus time of the server
             optimizer's step. The measure "strict" counts both as the framework's own time.
     """
 

@@ -44,7 +44,7 @@ def tree(root: int) -> list[int]:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields after the name in a process's ``stat`` file; empty without such a file."""
+    """Return the fields after the name in ``/proc/PID/stat``; empty if the process is gone."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

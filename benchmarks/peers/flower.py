@@ -20,7 +20,7 @@ from benchmarks.process_tree import running
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
 
-_SECONDS_TO_END = 20.0  # longest wait until Ray's processes, which disturb others, end
+_SECONDS_TO_END = 20.0  # longest wait for the end of Ray's processes
 
 
 class Peer:

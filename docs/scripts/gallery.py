@@ -49,7 +49,7 @@ def part(study: Path, page: str) -> str:
 
 
 def main(studies: list[str]) -> None:
-    """Rewrite the page's sections about the given folders of studies."""
+    """Rewrite the page's sections about some studies, given their folders."""
     for study in map(Path, studies):
         PAGE.write_text(part(study, PAGE.read_text()))
 
