@@ -216,6 +216,6 @@ def test_sides_of_different_commands_are_not_drawn_together(capsys):
     with pytest.raises(SystemExit):
         main(["chart", "--results", "compare.json", "overhead.json", "--picture", "a.png"])
     assert (
-        "files of compare, overhead; give only files of compare, or only files of scale"
+        "files of compare, overhead; give files of only one command, compare or scale"
         in capsys.readouterr().err
     )
