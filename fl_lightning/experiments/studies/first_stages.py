@@ -55,7 +55,7 @@ def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path)
     Args:
         continued_from: Checkpoints that the run continues, as in ``result.json``.
         config: Resolved configuration of the run.
-        folder: Folder of the run directories that may share a first stage with the run.
+        folder: Folder with the directories of runs that may share a first stage with this run.
     """
     return "; ".join(
         origin_in_words([x for x in continued_from if x["differs"] and not _is_shared(x, config, folder)])

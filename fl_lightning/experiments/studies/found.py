@@ -13,7 +13,7 @@ class RunFound(TypedDict):
         seed: Seed of the run.
         directory: Run directory.
         phase: Phase such as ``"done"``, ``"failed"`` or ``"missing"``.
-        why: Error that ended the run, or differences of a stale result.
+        why: Error that ended the run, or how a stale result differs.
         exchanges: Exchanges with the server in all rounds.
         origin: Descriptions of other runs that this run continues.
     """

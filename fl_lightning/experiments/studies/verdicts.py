@@ -158,7 +158,7 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
     tested: dict[int, tuple[float, float]] = {}
     adjusted, level = 0.0, error
     for rank, index in enumerate(order):
-        level = error / (len(values) - rank) if adjusted <= error else level  # else Holm has stopped
+        level = error / (len(values) - rank) if adjusted <= error else level  # else the procedure has ended
         adjusted = max(adjusted, min(1.0, (len(values) - rank) * values[index]))
         tested[index] = adjusted, level
     return [tested[index] for index in range(len(values))]
