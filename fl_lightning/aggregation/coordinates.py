@@ -136,7 +136,7 @@ class MeanAroundMedian(CoordinateRule):
         n = ascending.shape[1]
         count = n - self.f
         middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
-        # the window moves up while the value above it is closer to the median than its lowest value
+        # move the window up while the next value is closer to the median than the window's lowest
         first = (ascending[:, count:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
         place = torch.arange(n, device=ascending.device)
         return ((place >= first) & (place < first + count)).to(ascending.dtype).div_(count)
@@ -166,7 +166,7 @@ def mix_by_position(
         else:
             ascending, order = rows[:, columns].t().sort(dim=1)
             shares = positions(ascending, weights[order]).to(rows.dtype)
-        # average deviations from a value with a share: the mean of equal values is then exact
+        # average the deviations from one of the values: the mean of equal values is then exact
         base = ascending.gather(1, shares.argmax(1, keepdim=True))
         deviation = (ascending - base).masked_fill_(shares == 0, 0)
         result[columns] = deviation.mul_(shares).sum(1).add_(base[:, 0])

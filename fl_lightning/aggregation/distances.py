@@ -202,8 +202,8 @@ def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Di
 def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
     """Return the squared Euclidean distances between the clients' vectors, float64 ``[n, n]``.
 
-    A few rows are compared in pairs, which avoids cancellation without a centre. For more rows, the
-    distances are those of :func:`measure`.
+    A few rows are compared in pairs, which avoids cancellation without a centre. For more rows,
+    :func:`measure` computes the distances.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.

@@ -124,8 +124,9 @@ class RobustAggregator(Aggregator):
         """Apply ``pre`` and the cap on weights.
 
         Returns:
-            The column blocks of the rows to aggregate; each client's share in these rows, or None
-            without ``pre``; the weights of these rows, or None for equal weights.
+            The column blocks of the rows to aggregate, each client's share in these rows, and the
+            weights of these rows. The shares are None without ``pre``. The weights are None if they
+            are equal.
         """
         self.check(len(blocks[0]))
         counted, of_clients = None, None

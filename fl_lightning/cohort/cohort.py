@@ -130,7 +130,7 @@ class Cohort:
         return {name: self.treatment(block) for block, layout in layouts for name in layout.shapes}
 
     def is_trained(self, block: str) -> bool:
-        """Return whether a parameter block is trained in this round, which means not frozen."""
+        """Return whether a parameter block is trained, and not frozen, in this round."""
         return self.treatment(block) != "frozen"
 
     def mean(self, stacked: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Communication:
         beside: Additional bytes of single clients, by kind of state or by method, then by client.
             The clients need not be in the cohort.
         exchanges: Number of exchanges, in which all clients wait for the server: 1 for the averaged
-            state, and those of the methods.
+            state, plus the exchanges that methods declare.
     """
 
     clients: Sequence[int] = ()

@@ -351,8 +351,8 @@ class FederatedModule(Recorded, L.LightningModule):
     def weight_share(self, cohort: Cohort) -> float:
         """Return the cohort's fraction of the weight of all clients.
 
-        With uniform weights, this is the cohort's size divided by the number of clients. Weights
-        are those of a round without failures.
+        With uniform weights, this is the cohort's size divided by the number of clients. Failures
+        do not change the weights.
         """
         return self.plan.usual().weight_share(cohort.client_ids, self.round)
 

@@ -21,7 +21,7 @@ _SAMPLES = 2
 class OutputCheck:
     """Check of a model's number of outputs.
 
-    The outputs are those of the first evaluation, or of two training samples before round 1.
+    The check uses the outputs of the first evaluation, or of two training samples before round 1.
 
     Args:
         applies: Whether outputs are class scores. False, for modules that override ``client_loss``

@@ -119,8 +119,8 @@ class RoundPlan:
         """Return the clients whose batches a local step uses, and the position of each batch.
 
         Args:
-            client_ids: The clients that take the step. In a centralised run, the batches are those
-                of the entire cohort instead.
+            client_ids: The clients that take the step. In a centralised run, the batches of the
+                entire cohort are used instead.
             round_number: The communication round, from 1.
             step: The local step of the round, from 0.
         """

@@ -156,7 +156,7 @@ class RunRecord:
             accept: Whether the data may differ.
 
         Returns:
-            Whether the checkpoint has digests of its data; those of older versions do not.
+            Whether the checkpoint has digests of its data, which older versions did not save.
 
         Raises:
             OtherData: The data differ and ``accept`` is False.
@@ -189,7 +189,7 @@ class RunRecord:
             accept: Whether the data may differ.
 
         Returns:
-            Whether the checkpoint has digests of its data; those of older versions do not.
+            Whether the checkpoint has digests of its data, which older versions did not save.
 
         Raises:
             OtherData: The data differ and ``accept`` is False.

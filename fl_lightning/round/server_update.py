@@ -156,7 +156,7 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
             continue
         for name, rows in variances.items():
             negative = (rows < 0).any(1).tolist()
-            if any(negative):  # if there is no negative value, the minimum was NaN
+            if any(negative):  # otherwise the minimum above is NaN
                 raise ConfigurationError(
                     f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
                     f"{name.rpartition('.')[0]!r}; {remedy}"

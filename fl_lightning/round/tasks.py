@@ -48,7 +48,7 @@ class Task(Recorded, ABC):
 
     @property
     def best(self) -> dict[str, str]:
-        """Whether ``"max"`` or ``"min"`` is best, by metric; metrics without either are missing."""
+        """``"max"`` or ``"min"``, whichever is best, for each metric for which this is known."""
         known = {**dict.fromkeys([self.quality, *self.shown], "max"), "loss": "min"}
         return known | directions(self.measured)
 

@@ -209,7 +209,7 @@ def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -
     """Return the largest difference between the server states of two runs.
 
     If one run has fewer rounds, its rounds are compared to the last rounds of the other run.
-    ``names`` are the compared tensors; default: all except counters.
+    ``names`` are the tensors to compare. By default, these are all tensors except counters.
     """
     common = min(len(first.rounds), len(second.rounds))
     pairs = zip(first.rounds[-common:], second.rounds[-common:], strict=True)

@@ -63,7 +63,7 @@ def distance(
 ) -> tuple[float, str]:
     """Return the largest difference between two mappings, and the name of its entry.
 
-    ``names`` are the compared entries; default: all.
+    ``names`` are the entries to compare. By default, these are all entries.
     """
     chosen = {**first, **second} if names is None else names
     differences = {name: apart(first.get(name), second.get(name)) for name in chosen}

@@ -19,14 +19,14 @@ _TENSORS = frozenset(reference_model().state_dict())
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
     """Divide a method's memory into the leaves of the server and the leaves of each client.
 
-    A leaf belongs to a client
+    A leaf belongs to a client in two cases:
 
-    - if it stands in a dict under the client's number as key (int or str), or
-    - if it is the client's row of a tensor with as many rows as there are clients.
+    - It is in a dict under a key that is the client's number (int or str).
+    - It is the client's row of a tensor that has as many rows as there are clients.
 
     If there is no such leaf, a key that contains a number, such as ``"client3"``, names a client.
     The names of the model's tensors, such as ``"0.weight"``, are exceptions. All other leaves
-    belong to the server, also those under negative numbers.
+    belong to the server. Negative numbers do not name clients.
 
     Returns:
         The server's leaves by path, and the leaves of each client by path. The paths of a client

@@ -35,8 +35,8 @@ def memory_apart(first: Round, second: Round) -> tuple[float, str]:
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
     """Return the largest difference between the memories of the default and a renumbered run.
 
-    If the memories differ as they are, each client's memory is compared to the memory under the
-    client's new number.
+    If the memories differ under equal client numbers, each client's memory is compared to the
+    memory under the client's new number.
     """
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))

@@ -93,7 +93,7 @@ def ranks(trials: Trials) -> str:
 def observers(trials: Trials) -> str:
     """Check that callbacks which only read state and draw random numbers do not change the run.
 
-    They draw from the global generators and from generators that are attributes of the method.
+    The numbers are drawn from the global generators, and from generators of the method.
     """
     _equal(trials.run(), trials.run(observed=True), "callbacks that watch and draw must not change the run")
     return "callbacks that watch and draw random numbers do not change the run"

@@ -26,11 +26,11 @@ from fl_lightning.round.module import FederatedModule
 class RoundCheckpoint(Recorded, Checkpoint):
     """Checkpoints after complete rounds: ``last.ckpt`` and, for a monitored metric, ``best.ckpt``.
 
-    ``last.ckpt`` is written
+    ``last.ckpt`` is written in these cases:
 
-    - after the first and the last round of a fit,
-    - after a round, if ``every_n_seconds`` or ``every_n_rounds`` have passed,
-    - if an exception or a termination signal stops the fit between two rounds.
+    - The first or the last round of a fit has ended.
+    - A round has ended, and ``every_n_seconds`` or ``every_n_rounds`` have passed.
+    - An exception or a termination signal stops the fit between two rounds.
 
     An interrupted round is not saved; a resumed fit computes the round again. ``fast_dev_run``
     writes no checkpoints.

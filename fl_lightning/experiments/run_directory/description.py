@@ -235,7 +235,7 @@ def _content(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text, since the texts of ``1``, ``1.0`` and ``True`` differ."""
+    """Return a value as text, as ``1``, ``1.0`` and ``True`` are equal, but differ as text."""
     return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
 
 
