@@ -49,9 +49,10 @@ class FedDNA(FederatedCallback):
         ConfigurationError: The divergence is unknown, the model has no running statistics, or the
             aggregator of statistics is not the weighted mean.
 
-    Example: >>> from fl_lightning.testing import blobs, small_cnn, train >>> state =
-        train(small_cnn(), blobs(), rounds=2, callbacks=[FedDNA("reverse_kl")]) FedDNA (lite):
-        importances minimise reverse_kl, in place of the paper's adversarial training.
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[FedDNA("reverse_kl")])
+        FedDNA (lite): importances minimise reverse_kl, in place of the paper's adversarial training.
     """
 
     logs = ("feddna/",)

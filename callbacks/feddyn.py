@@ -28,8 +28,8 @@ class FedDyn(FederatedCallback):
 
     Here ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the
     cohort's share of all clients' weight. With ``weighting: uniform`` both are as in the paper. The
-    server optimizer gets the pseudo-gradient ``x - mean(x_i) + h / alpha``; the paper's is
-    ``SGD(lr=1)``.
+    server optimizer gets the pseudo-gradient ``x - mean(x_i) + h / alpha``. With ``SGD(lr=1)`` this
+    is the paper's update.
 
     The method applies to parameters that clients train and the server averages. It does not change
     statistics, frozen parameters or local parameters (FedBN).

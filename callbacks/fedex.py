@@ -63,8 +63,8 @@ class FedExFixBN(FoundFreezing):
 
     Each client samples a configuration from a distribution theta, which the server keeps. After its
     local steps the client reports the loss of its model on its next batch, in eval mode with its
-    running statistics. The server then takes an exponentiated gradient step on theta. This batch
-    replaces FedEx's validation data. After the first epoch the client has already trained on it.
+    running statistics. This batch replaces FedEx's validation data, but after the first epoch the
+    client has already trained on it. The server then takes an exponentiated gradient step on theta.
 
     The search ends once the entropy of theta is below ``cutoff``. If frozen statistics are more
     probable, the statistics freeze for all clients from the next round, and T* is found. If batch

@@ -141,7 +141,7 @@ def split_among_holders(available: Counts, holds: Incidence) -> Counts:
 
 
 def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[int]:
-    # Start from the largest source. A client too large for it is too large for smaller sources.
+    # try the largest source first: a client that is too large for it is too large for all others
     parent: dict[int, int] = {}
     for source in np.argsort(-sizes, kind="stable").tolist():
         queue = [] if source in parent else [source]

@@ -216,9 +216,8 @@ class FromFile(Partition):
 
     ::
 
-        {"format": "fl_lightning.partition/1", "dataset": "cifar10", "space": "train", "examples":
-         50000, "labels_sha256": "...", "clients": [{"id": "0", "train": [3, 17], "val": [], "test":
-         [9]}]}
+        {"format": "fl_lightning.partition/1", "dataset": "cifar10", "space": "train", "examples": 50000,
+         "labels_sha256": "...", "clients": [{"id": "0", "train": [3, 17], "val": [], "test": [9]}]}
 
     - ``train``, ``val`` and ``test`` are indices of a client's training data and of its own
       evaluation data.

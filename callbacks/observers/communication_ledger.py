@@ -78,7 +78,7 @@ class CommunicationLedger(Report, FederatedCallback):
     ) -> None:
         """Add the traffic and the simulated time of the round."""
         if pl_module.round == 1:
-            self._begin()  # a second fit starts at 0
+            self._begin()  # a second fit counts from 0 again
         if not self.links or self.links[-1][1] != str(self._link):
             self.links.append((pl_module.round, str(self._link)))
         traffic = pl_module.communication

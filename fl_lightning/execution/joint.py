@@ -63,5 +63,5 @@ class _JointExecutor(VectorizedExecutor):
 
     def _mean_of_values(self, own: Tensor, clients: int) -> Tensor:
         sent = own.detach()[: len(self._ranks.share(clients))].cpu()
-        everyone = torch.cat(self._ranks.exchange(sent.clone))  # clone: a view pickles its whole storage
+        everyone = torch.cat(self._ranks.exchange(sent.clone))  # clone: pickle writes a view's whole storage
         return mean_of_all(everyone.to(own.device), clients)[:1].expand_as(own)
