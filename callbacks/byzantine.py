@@ -107,7 +107,7 @@ class Byzantine(FederatedCallback):
             ]
         if self.attackers and self._rewrites and set(sent).isdisjoint(_TARGETS[self.target]):
             raise ConfigurationError(
-                f"Byzantine.target: {self.target} are not sent in round {first}, in which attackers begin; what is sent: {', '.join(sent)}"
+                f"Byzantine.target: {self.target} are not sent in round {first}, the first attacked round; clients send {', '.join(sent)}"
             )
 
     @property

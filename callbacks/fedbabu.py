@@ -60,7 +60,7 @@ class FedBABU(PersonalEvaluation):
         for other in pl_module.federated_callbacks:
             if other is not self and isinstance(other, PersonalEvaluation):
                 raise ConfigurationError(
-                    f"callbacks FedBABU and {type(other).__name__} cannot be combined: both give clients models; use one of them"
+                    f"callbacks FedBABU and {type(other).__name__} cannot be combined: both give each client its own model; use one of them"
                 )
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:

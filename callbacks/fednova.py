@@ -46,8 +46,8 @@ class FedNova(FederatedCallback):
             group["dampening"] or group["nesterov"] for group in optimizer.param_groups
         ):
             raise ConfigurationError(
-                f"FedNova: client_optimizer {type(optimizer).__name__} must be SGD without dampening and nesterov; its steps "
-                "have no known length otherwise"
+                f"FedNova: client_optimizer {type(optimizer).__name__} must be SGD without dampening and nesterov; for "
+                "others the length of the steps is not known"
             )
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:

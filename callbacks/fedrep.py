@@ -58,7 +58,7 @@ class FedRep(FedPer):
         most = max(map(pl_module.plan.full_steps, range(pl_module.data.num_clients)))
         if not 0 <= self.head_steps < most:
             raise ConfigurationError(
-                f"FedRep.head_steps: {self.head_steps} must be at least 0 and below {most}, the local steps of a round, which also train the body"
+                f"FedRep.head_steps: {self.head_steps} must be at least 0 and below {most}: a round has {most} local steps, and the last must train the body"
             )
 
     def on_after_local_backward(

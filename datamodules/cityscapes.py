@@ -112,7 +112,7 @@ class Cityscapes(FederatedDataModule):
             raise ConfigurationError(f"scale must be two factors such as [0.5, 1.5], found {list(scale)}")
         self.data_dir = Path(data_dir).expanduser()
         if not (self.data_dir / "leftImg8bit" / "train").is_dir():
-            expected = f"the layout {LAYOUT}: unpack the data set there, or set data_dir to where it lies"
+            expected = f"the layout {LAYOUT}: unpack the data set there, or set data_dir to its folder"
             raise wrong_layout(self.data_dir, "leftImg8bit/train/", expected)
         self.split_file, self.batch_size, self.eval_batch_size = split_file, batch_size, eval_batch_size
         if evaluation_cities:

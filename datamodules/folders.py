@@ -87,7 +87,7 @@ class ClassFolders:
         if not names:
             place = "" if train == self.data_dir else " in train/"
             missing = f"class folder{place}" if train.is_dir() else "train/"
-            remedy = "unpack the data set there, one folder per class, or set data_dir to where it lies"
+            remedy = "unpack the data set there, one folder per class, or set data_dir to its folder"
             raise wrong_layout(self.data_dir, missing, f"the layout {self.layout}: {remedy}")
         return names
 

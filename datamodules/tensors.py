@@ -260,7 +260,7 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
             )
     ragged = next((number for number, row in enumerate(rows, 2) if len(row) != len(header)), None)
     if ragged is not None:
-        raise ConfigurationError(f"data.features: line {ragged} of {path} has not {len(header)} values")
+        raise ConfigurationError(f"data.features: line {ragged} of {path} does not have {len(header)} values")
     features = np.stack([_numbers(path, name, table[name]) for name in used], axis=1)
     targets = [_classes(table[name]) for name in names]
     return {

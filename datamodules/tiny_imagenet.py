@@ -121,10 +121,12 @@ class TinyImageNet(ImageFiles):
             wnid, path = rest.partition("\t")[0], self.data_dir / "val" / "images" / name
             if wnid not in labels or not path.is_file():
                 missing = (
-                    f"the class {wnid!r}, which train/" if path.is_file() else f"{name}, which val/images/"
+                    f"the class {wnid!r}, which is not in train/"
+                    if path.is_file()
+                    else f"{name}, which is not in val/images/"
                 )
                 raise ConfigurationError(
-                    f"data: line {number} of {self._annotations} has {missing} has not; expected {LAYOUT}"
+                    f"data: line {number} of {self._annotations} names {missing}; expected {LAYOUT}"
                 )
             samples.append((path, labels[wnid]))
         if not samples:

@@ -213,7 +213,7 @@ class CIFAR10(ImageFiles):
         if self.folders is None and not download and not self._pickles.is_dir():
             raise ConfigurationError(
                 f"data_dir={self.data_dir} holds neither cifar-10-batches-py/ nor train/; set download: true to fetch "
-                "CIFAR-10 (170 MB), or data_dir to where it lies as torchvision's files or as train/<class>/*.jpg and "
+                "CIFAR-10 (170 MB), or data_dir to a folder with torchvision's files or with train/<class>/*.jpg and "
                 "test/<class>/*.jpg"
             )
 

@@ -70,7 +70,7 @@ def a_little_factor(num_clients: int, f: int) -> float:
     supporters = num_clients // 2 + 1 - f
     if not 0 < supporters < honest:
         raise ConfigurationError(
-            f"a_little_factor: {f} of {num_clients} clients attack and need none or all of the others for a majority; set tau"
+            f"a_little_factor: {f} attackers of {num_clients} clients need none or all of the honest clients for a majority; set tau"
         )
     return NormalDist().inv_cdf((honest - supporters) / honest)
 

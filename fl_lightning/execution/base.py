@@ -135,7 +135,7 @@ def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
     if is_other:
         raise ConfigurationError(
             f"model: {type(model).__name__} cannot take inputs of the shape {list(inputs.shape)}: its first layer {name!r} is {layer}; "
-            "make the model for such inputs (in_channels, image_size), or give it others"
+            "set in_channels or image_size of the model to fit these inputs, or use other inputs"
         ) from error
 
 
@@ -144,7 +144,7 @@ def _computation(module: ClientTask, batch: Any) -> str:
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
     return (
-        f"model {type(model).__name__} of {numbers}, loss {loss}, a batch of {describe_batch(batch)}; wanted: "
+        f"model {type(model).__name__} of {numbers}, loss {loss}, a batch of {describe_batch(batch)}; expected: "
         "inputs of the model's type and, for cross-entropy, integer labels below the number of its outputs"
     )
 

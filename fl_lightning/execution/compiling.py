@@ -80,7 +80,7 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
     if module.device.type != "cpu":
         return Compilation(False, f"never measured on {module.device.type}")
     if client_steps < _FEWEST_STEPS:
-        return Compilation(False, f"it would not pay: {client_steps:,} local steps in all")
+        return Compilation(False, f"it would save no time: {client_steps:,} local steps in all")
     kinds = [type(layer) for layer in module.model.modules()]
     custom = next((kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN), None)
     if custom is not None:
@@ -91,7 +91,7 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
     compiled = client_steps * (values.normalised - 2 * values.pooled) >= _WORTH_IT
     words = f"{client_steps:,} local steps with {values.normalised:,} values in BN layers"
     words += f", {values.pooled:,} in max pooling" if values.pooled else ""
-    return Compilation(compiled, words if compiled else f"it would not pay: {words}")
+    return Compilation(compiled, words if compiled else f"it would save no time: {words}")
 
 
 class _Values(NamedTuple):

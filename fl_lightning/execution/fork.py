@@ -162,7 +162,7 @@ class ForkLauncher(_Launcher):
                 return failure_of(rank, *pickle.loads(report))
             message = f"rank {rank} (process {pid}) has ended, exit code {code}"
             if code == -signal.SIGKILL:
-                message += ": killed, perhaps for want of memory; use fewer trainer.devices"
+                message += ": killed, perhaps because memory was short; use fewer trainer.devices"
             return ConfigurationError(message)
         return None
 

@@ -47,9 +47,7 @@ def load_weights(
     model.load_state_dict({n: value for n, value in weights.items() if n not in differing}, strict=False)
     line = f"{setting}: the model starts from {path}"
     for old, new in [*differing.values()][:1]:
-        line += (
-            f" but for {', '.join(differing)}, which stay at their initial values: {old} there, {new} here"
-        )
+        line += f", except that {', '.join(differing)} keep their initial values: {old} in the file, {new} in the model"
     return line
 
 

@@ -80,7 +80,7 @@ def net(**settings):
 
 
 BATCH = "model Net of float32, loss Classification.loss, a batch of "
-WANTED = "wanted: inputs of the model's type and, for cross-entropy, integer labels below the number of its outputs"
+WANTED = "expected: inputs of the model's type and, for cross-entropy, integer labels below the number of its outputs"
 EVALUATION = "evaluating the server after round 0, batch 1"
 
 TABLE = {

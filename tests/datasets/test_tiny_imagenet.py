@@ -68,11 +68,11 @@ def test_classes_labels_and_names_are_those_of_the_layout(root):
         ),
         (
             lambda root: (root / "val/images/val_1.JPEG").unlink(),
-            r"line 2 of .* has val_1.JPEG, which val/images/ has not",
+            r"line 2 of .* names val_1.JPEG, which is not in val/images/",
         ),
         (
             lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn09\t0\t0\t1\t1\n"),
-            r"line 1 of .* has the class 'n09', which train/ has not",
+            r"line 1 of .* names the class 'n09', which is not in train/",
         ),
         (lambda root: (root / "val/val_annotations.txt").write_text(""), r"names no image"),
         (

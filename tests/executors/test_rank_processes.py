@@ -154,7 +154,7 @@ class Sends(FederatedCallback):
 
 def test_a_rank_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works():
     started = time.monotonic()
-    with pytest.raises(ConfigurationError, match=r"rank 1 \(process \d+\) has ended.*want of memory"):
+    with pytest.raises(ConfigurationError, match=r"rank 1 \(process \d+\) has ended.*memory was short"):
         train(3, Sends(signal.SIGKILL))
     assert time.monotonic() - started < 30
     assert_same(states(), states(3))
@@ -175,7 +175,7 @@ def test_a_rank_that_ends_before_it_has_met_the_others_ends_the_run(met, raises,
         return found
 
     monkeypatch.setattr(CohortStrategy, "_find_others", end)
-    expected = "my own mistake" if raises else r"rank 1 \(process \d+\) has ended.*want of memory"
+    expected = "my own mistake" if raises else r"rank 1 \(process \d+\) has ended.*memory was short"
     with pytest.raises(ConfigurationError, match=expected):
         train(3)
     assert children() == before

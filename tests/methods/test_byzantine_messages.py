@@ -31,13 +31,13 @@ def test_a_target_that_nobody_sends_is_refused(norm, method, settings, sent):
         train(small_cnn(norm), data, 1, [*method, attack], on_divergence="record")
         return
     first = settings.get("start_round", 1)
-    message = f"Byzantine.target: means are not sent in round {first}, in which attackers begin; what is sent: {sent}$"
+    message = f"Byzantine.target: means are not sent in round {first}, the first attacked round; clients send {sent}$"
     with pytest.raises(ConfigurationError, match=message):
         train(small_cnn(norm), data, 4, [*method, attack])
 
 
 def test_nothing_is_sent_in_a_centralised_run():
-    with pytest.raises(ConfigurationError, match=r"what is sent: nothing \(the run is centralised\)"):
+    with pytest.raises(ConfigurationError, match=r"clients send nothing \(the run is centralised\)"):
         train(small_cnn(), blobs(**FIVE), 1, [Byzantine(SignFlip(), 2)], centralised=True)
 
 

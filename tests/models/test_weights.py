@@ -56,8 +56,8 @@ def test_a_head_of_another_number_of_classes_keeps_its_initial_values():
     source, model, fresh = trained(classes=7), small_cnn(), small_cnn()
     torch.save(source.state_dict(), "w.pt")
     assert load_weights(model, "w.pt") == (
-        "initial_weights: the model starts from w.pt but for 8.weight, 8.bias, which stay at their initial values: [7, 24] "
-        "there, [3, 24] here"
+        "initial_weights: the model starts from w.pt, except that 8.weight, 8.bias keep their initial values: [7, 24] in the file, "
+        "[3, 24] in the model"
     )
     head = ("8.weight", "8.bias")
     assert same(model.state_dict(), source.state_dict(), without=head)
