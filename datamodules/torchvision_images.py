@@ -17,7 +17,7 @@ from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
 
-_REMEDY = "set download: true, or data_dir to where torchvision has put it"
+_REMEDY = "set download: true, or data_dir to the folder with torchvision's files"
 
 
 def torchvision_part(
