@@ -137,7 +137,8 @@ class TensorData(InMemorySamples):
                 )
         if settings.get("partition") is None and self._groups:
             self.partition = Natural()
-        every = torch.cat([_strata(x) for x in (self._data["targets"], *self._given_test())])
+        given_targets = [self._data[name] for name in ("targets", "test_targets") if name in self._data]
+        every = torch.cat([_strata(x) for x in given_targets])
         if _has_classes(self._data["targets"]):
             self.num_classes = int(every.max()) + 1
         self.in_features = self._data["features"][0].numel()
@@ -148,9 +149,6 @@ class TensorData(InMemorySamples):
         The list is empty if the data have no classes.
         """
         return super().class_histograms() if self.num_classes is not None else []
-
-    def _given_test(self) -> list[Tensor]:
-        return [self._data["test_targets"]] if "test_targets" in self._data else []
 
     def _make_clients(self) -> None:
         self.loaded = digest([self._data, self._groups])

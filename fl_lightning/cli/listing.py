@@ -15,13 +15,13 @@ from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cli.command_line import build
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import base_classes, command, kinds_of_settings
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.experiments.run.trainer import as_list
 from fl_lightning.models.norm import NORMS
 from fl_lightning.round.hooks import in_order
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.plan import RoundPlan, cohort_size
 from fl_lightning.round.policy import stages_in_words, treatment_table
 
 KINDS = {
@@ -110,7 +110,8 @@ def _rounds(cli: FederatedCLI) -> int:
 
     If ``budget_epochs`` determines this number, the data are set up.
     """
-    module, data = cli.model, cli.datamodule
+    module: FederatedModule = cli.model
+    data: FederatedDataModule = cli.datamodule
     if module.budget_epochs is None:
         rounds: int = cli.config_init.fit.trainer.max_epochs
         if rounds in (None, -1):
@@ -118,11 +119,7 @@ def _rounds(cli: FederatedCLI) -> int:
         return rounds
     data.prepare_data()
     data.setup("fit")
-    size = cohort_size(data.num_clients, module.participation)
-    plan = RoundPlan(
-        data, module.local_steps, module.local_epochs, size, module.seed, failures=module.failures
-    )
-    return plan.limit(module.budget_epochs)
+    return module.make_plan(data).limit(module.budget_epochs)
 
 
 def named(kind: str) -> dict[str, str]:

@@ -394,22 +394,26 @@ class FederatedModule(Recorded, L.LightningModule):
             return
         check_trainer(self.trainer)
         require_clients(self.data)
-        self.plan = RoundPlan(
-            self.data,
+        self.plan = self.make_plan(self.data)
+        self.plan.check((self.aggregator, self.statistics.rule))
+        restore_batch_norm(self.model)  # a failed fit may have left swapped layers
+        check_together(self.federated_callbacks)
+        for method in self.federated_callbacks:
+            method.configure_batch_norm(self)
+
+    def make_plan(self, data: FederatedDataModule) -> RoundPlan:
+        """Return the plan of a run on some data, which are set up."""
+        return RoundPlan(
+            data,
             self.local_steps,
             self.local_epochs,
-            cohort_size(self.data.num_clients, self.participation),
+            cohort_size(data.num_clients, self.participation),
             self.seed,
             self.weighting,
             self.centralised,
             self.failures,
             self.min_clients,
         )
-        self.plan.check((self.aggregator, self.statistics.rule))
-        restore_batch_norm(self.model)  # a failed fit may have left swapped layers
-        check_together(self.federated_callbacks)
-        for method in self.federated_callbacks:
-            method.configure_batch_norm(self)
 
     def prepare_metrics(self) -> None:
         """Make the metrics of ``model.metrics``; some need the data's number of classes."""

@@ -17,7 +17,6 @@ from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpoin
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.plan import RoundPlan, cohort_size
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
@@ -119,11 +118,7 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
         data.setup("fit")
     if not data.num_clients:
         return 1  # the module raises an error later
-    size = cohort_size(data.num_clients, module.participation)
-    plan = RoundPlan(
-        data, module.local_steps, module.local_epochs, size, module.seed, centralised=module.centralised
-    )
-    clients, steps = plan.trained(1)
+    clients, steps = module.make_plan(data).usual().trained(1)
     return len(clients) if sum(steps) >= _WORTH_RANKS else 1
 
 
