@@ -22,14 +22,13 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_trainer, use_threads
 from fl_lightning.experiments.run.training import Prepared, Training, has_progress_bar
-from fl_lightning.experiments.run_directory.built import built
+from fl_lightning.experiments.run_directory.built import LINKED, built
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.round.module import FederatedModule
 
-_MODEL_LINKS = ("num_classes", "in_channels", "image_size", "in_features")
 _Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", MOST_THREADS)])
 
 
@@ -84,7 +83,7 @@ class FederatedCLI(LightningCLI):
         parser.add_class_arguments(WandbSettings, "wandb")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.init_args.seed")
-        for name in _MODEL_LINKS:
+        for name in LINKED:
             parser.link_arguments(
                 f"data.{name}", f"model.model.init_args.{name}", self._decide(name), apply_on="instantiate"
             )
@@ -164,8 +163,8 @@ class FederatedCLI(LightningCLI):
     def resolve(self, config: Namespace) -> Config:
         """Return a configuration as built-in types; of linked settings, keep only given ones."""
         resolved = self.plain(config)
-        kind = import_object(config.data.class_path)  # may set a value itself: CIFAR10 has 10 classes
-        for name in _MODEL_LINKS:
+        kind = import_object(config.data.class_path)  # may fix a value, such as CIFAR10's ten classes
+        for name in LINKED:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):
                 resolved["model"]["model"].setdefault("init_args", {})[name] = given
