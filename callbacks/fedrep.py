@@ -52,9 +52,8 @@ class FedRep(FedPer):
         super().__init__(head, evaluate_clients)
         self.head_steps = head_steps
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
         """Raise an error if no client has a local step for the body."""
-        super().configure_batch_norm(pl_module)
         most = max(map(pl_module.plan.full_steps, range(pl_module.data.num_clients)))
         if not 0 <= self.head_steps < most:
             raise ConfigurationError(

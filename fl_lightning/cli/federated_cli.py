@@ -27,6 +27,7 @@ from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.predictions import write_predictions
+from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
 
 _Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", MOST_THREADS)])
@@ -200,12 +201,13 @@ class FederatedCLI(LightningCLI):
                 f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file"
             )
         checkpoint = load_run(path, config.get("weights_only"))
+        callbacks = as_list(config.trainer.callbacks)
+        extend_model(self.model.model, callbacks, self.model.seed)
         check_run(path, checkpoint, self.model.model)
         config.ckpt_path = str(path)
         source = training.directory.attempt_of(path)
         folder = source.path if source is not None else Path()
         self._predictions = folder / f"predictions_round_{checkpoint['global_step']}"
-        callbacks = as_list(config.trainer.callbacks)
         if config.trainer.enable_progress_bar is None and not has_progress_bar(callbacks):
             kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no progress bar in a log file
         return make_trainer(settings, **{**kwargs, "callbacks": [*callbacks, config.checkpoint]})

@@ -6,6 +6,7 @@ from inspect import isabstract, isfunction
 from pathlib import Path
 from typing import get_type_hints
 
+import lightning as L
 import yaml
 from tabulate import tabulate
 
@@ -20,7 +21,8 @@ from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.experiments.run.trainer import as_list
 from fl_lightning.models.norm import NORMS
-from fl_lightning.round.hooks import in_order
+from fl_lightning.round.declarations import Declarations
+from fl_lightning.round.hooks import configure_batch_norm, extend_model, in_order
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import stages_in_words, treatment_table
 
@@ -91,6 +93,10 @@ def parameters(cli: FederatedCLI) -> str:
     """
     module: FederatedModule = cli.model
     callbacks = in_order(as_list(cli.config_init.fit.trainer.callbacks))
+    module.trainer = L.Trainer(callbacks=[*callbacks], logger=False, enable_checkpointing=False)
+    extend_model(module.model, callbacks, module.seed)
+    # methods without a policy treat no part, and may ask for data
+    configure_batch_norm(module, [cb for cb in callbacks if type(cb).policy is not Declarations.policy])
     treatments = treatment_table(module.model, callbacks, _rounds(cli))
     kinds = {**parameter_kinds(module.model), **buffer_kinds(module.model)}
     rows = [

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+from torch import nn
 
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.cohort import Cohort
@@ -21,7 +22,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     A method declares in ``policy`` how a round treats each kind of state, and changes the round by
     hooks. One round is ::
 
-        setup                                          # once: configure_batch_norm(pl_module)
+        setup                                          # once: extend_model(model), configure_batch_norm(pl_module)
         for round in 1, 2, ..., total_rounds:
             cohort <- copies of the server's state for the sampled clients
             on_round_start(trainer, pl_module, cohort)
@@ -82,10 +83,16 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                     f"{cls.__name__}.{name} is not a hook of FederatedCallback{nearest(name, known)}"
                 )
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Replace BN layers of ``pl_module.model``, or check the model.
+    def extend_model(self, model: nn.Module) -> None:
+        """Replace layers by layers with further trainable parameters, which stay in the model.
 
-        No other change of the forward pass is allowed.
+        Called once for a model, before training, evaluations and ``list parameters``.
+        """
+
+    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+        """Replace BN layers of ``pl_module.model`` for the run, or check the model.
+
+        Parameters and their names stay. No other change of the forward pass is allowed.
         """
 
     def change_batches(

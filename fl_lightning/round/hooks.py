@@ -4,11 +4,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.client_memory import memories
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.errors import doing
-from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.randomness import derive_seed, seed_global, seeded
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.declarations import ROLES, Declarations
 from fl_lightning.round.idle import is_watched, versions
@@ -21,6 +23,33 @@ def in_order(callbacks: Iterable[Any]) -> list[Any]:
     """
     methods = [callback for callback in callbacks if isinstance(callback, Declarations)]
     return sorted(methods, key=lambda method: ROLES.index(method.role))
+
+
+def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
+    """Let methods add their layers to a model, each class once, with random numbers from ``seed``."""
+    extended = vars(model).setdefault("_extended_by", set())
+    for method in in_order(callbacks):
+        name = f"{type(method).__name__}.extend_model"
+        if name not in extended:
+            with doing(name), seeded(derive_seed(seed, name)):
+                method.extend_model(model)
+            extended.add(name)
+
+
+def configure_batch_norm(run: RunContext, methods: Iterable[Any]) -> None:
+    """Let methods swap BN modules.
+
+    Raises:
+        ConfigurationError: A method adds parameters, which the model would lose after the run.
+    """
+    for method in methods:
+        names = dict(run.model.named_parameters())
+        method.configure_batch_norm(run)
+        if added := [name for name, _ in run.model.named_parameters() if name not in names]:
+            raise ConfigurationError(
+                f"{type(method).__name__}.configure_batch_norm adds the parameters {', '.join(added)}, which evaluations of a "
+                "checkpoint would lack; add them in extend_model(model)"
+            )
 
 
 def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:

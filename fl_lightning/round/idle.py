@@ -51,10 +51,11 @@ def _only_rounds(kind: Any) -> bool:
     """Return whether a class is a user's method that acts only by its policy and round hooks."""
     base = next(cls for cls in kind.__mro__ if cls.__module__.startswith("fl_lightning."))
     state = ("on_save_checkpoint", "on_load_checkpoint")
-    elsewhere = [name for name in vars(L.Callback) if name.startswith(("on_", "setup")) and name not in state]
+    hooks = [name for name in vars(L.Callback) if name.startswith(("on_", "setup")) and name not in state]
+    elsewhere = [*hooks, "extend_model", "configure_batch_norm"]
     return (
         base.__name__ == "FederatedCallback"
         and kind is not base
         and kind.role == "method"
-        and all(getattr(kind, name) is getattr(base, name) for name in (*elsewhere, "configure_batch_norm"))
+        and all(getattr(kind, name) is getattr(base, name) for name in elsewhere)
     )

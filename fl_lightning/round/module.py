@@ -377,6 +377,7 @@ class FederatedModule(Recorded, L.LightningModule):
         """Convert weights to the run's precision, plan the rounds, and let methods swap BN."""
         # Lightning takes the rank from a scheduler's variables, even if processes are separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
+        hooks.extend_model(self.model, self.federated_callbacks, self.seed)
         # Lightning would load float64 weights into float32 tensors, and convert these afterwards
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
@@ -398,8 +399,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.plan.check((self.aggregator, self.statistics.rule))
         restore_batch_norm(self.model)  # a failed fit may have left swapped layers
         check_together(self.federated_callbacks)
-        for method in self.federated_callbacks:
-            method.configure_batch_norm(self)
+        hooks.configure_batch_norm(self, self.federated_callbacks)
 
     def make_plan(self, data: FederatedDataModule) -> RoundPlan:
         """Return the plan of a run on some data, which are set up."""
@@ -519,7 +519,11 @@ class FederatedModule(Recorded, L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the planned rounds, the run's record and the methods' client memories."""
         checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}), self.trainer.global_step)
-        checkpoint["fl_lightning"] = {"total_rounds": self.total_rounds, "record": self.record.state_dict()}
+        checkpoint["fl_lightning"] = {
+            "total_rounds": self.total_rounds,
+            "parts": self.parts,
+            "record": self.record.state_dict(),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the planned rounds and the run's record.
@@ -532,7 +536,7 @@ class FederatedModule(Recorded, L.LightningModule):
             raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
         self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         locate(checkpoint.get("callbacks"), self._trainer and self._trainer.ckpt_path)
-        self.total_rounds = state["total_rounds"]
+        self.total_rounds, self._parts = state["total_rounds"], state.get("parts")
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])
         if self._trainer is not None:

@@ -65,7 +65,7 @@ REMEDIES: dict[str, str] = {
     "pooled weights": "pool with cohort.mean, or claim union_statistics",
     "fresh noise": "draw in each local step from cohort.generators",
     "server optimizer": "set statistics in on_round_end, after the server's step",
-    "model comes back": "use swap_batch_norm, which is undone after the run",
+    "model comes back": "swap layers by swap_batch_norm, which is undone after the run, and add layers in extend_model",
     "payload": "return how many floats a client sends and receives",
     "traffic": "count all sent and received floats in extra_payload",
     "absent clients": "change only the memory of clients in cohort.client_ids",

@@ -219,6 +219,8 @@ def traffic(trials: Trials) -> str:
 def fresh_noise(trials: Trials) -> str:
     """Check that the noise in a client's gradients differs between local steps."""
     run, other, bare = trials.run(RESTING), trials.run(RESTING, seed=1), trials.run(RESTING, bare=True)
+    if run.kinds != bare.kinds:
+        raise NotApplicable("the method adds parameters to the model")
     drawn = 0
     for number, (seen, again, plain) in enumerate(zip(run.rounds, other.rounds, bare.rounds, strict=True), 1):
         for row, steps in enumerate(seen.steps):
@@ -291,9 +293,12 @@ def beside_fedavg(trials: Trials) -> str:
     first, second = ([(x.policy, x.start, x.sent, x.server) for x in one.rounds] for one in (run, plain))
     if difference(first, second) is None:
         return "training equals FedAvg bit for bit: the method changes no state"
-    weights = [name for name, kind in run.kinds.items() if kind in ("weight", "affine")]
     squares = [
-        sum(float((one.rounds[0].sent[name] - one.rounds[0].start[name]).square().sum()) for name in weights)
+        sum(
+            float((one.rounds[0].sent[name] - one.rounds[0].start[name]).square().sum())
+            for name, kind in one.kinds.items()
+            if kind in ("weight", "affine")
+        )
         for one in (run, plain)
     ]
     return f"clients move {(squares[0] / squares[1]) ** 0.5:.4g} times as far from the server in round 1"

@@ -20,6 +20,7 @@ from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.randomness import seeded
+from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.testing import fit
 from fl_lightning.testing.federation import SIZES, Disturbance, federation, reference_model
@@ -213,6 +214,8 @@ class Trials:
             source = self.checkpoint(setup.but(resume=0, centralised=False), setup.resume)
         settings = {"executor": SequentialExecutor(), **dict(setup.module), **self.settings}
         run = Run(reference_model(setup.norm), **settings)
+        if method is not None:
+            extend_model(run.model, [method], seed=0)  # not the run's seed, which must decide only draws
         run.script, run.method, run.rounds = setup.script, method, []
         run.memory_of_server = setup.memory_of_server
         if setup.forced and setup.disturbance is not None:

@@ -54,7 +54,7 @@ run = partial(
 )
 
 
-def separate_models(kept, phases, optimizer, cohort=TWO_OF_FOUR):
+def separate_models(kept, phases, optimizer, cohort=TWO_OF_FOUR, make=small_cnn):
     """Train a model for each client, and average all state but what is kept, weighed by the clients' samples.
 
     Args:
@@ -62,11 +62,12 @@ def separate_models(kept, phases, optimizer, cohort=TWO_OF_FOUR):
         phases: The trained parameters and the steps of each phase of a round, which has an optimizer of its own.
         optimizer: Makes the optimizer of a phase.
         cohort: The clients of a round.
+        make: Makes the initial model.
 
     Returns:
         The server's state, and each client's.
     """
-    server, data = small_cnn().double().train(), blobs(4, SIZES)
+    server, data = make().double().train(), blobs(4, SIZES)
     own = [{name: server.state_dict()[name].clone() for name in kept} for _ in SIZES]
     for round_number in range(1, ROUNDS + 1):
         clients, states = cohort(round_number), []

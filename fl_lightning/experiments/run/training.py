@@ -35,6 +35,7 @@ from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger
 from fl_lightning.experiments.run_directory.result import finish_run
 from fl_lightning.experiments.run_directory.start import RunStart
 from fl_lightning.launched import launched_rank, silence
+from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trained import refuse_trained
 
@@ -270,6 +271,7 @@ class Training:
         if resumed is not None:
             held.enter_context(resumed.lock())  # lock before reading the checkpoint
         checkpoint = load_run(path, weights_only)
+        extend_model(self.module.model, as_list(settings.get("callbacks")), self.module.seed)
         check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
         if writes:
             self.start = find_start(self.directory, path, checkpoint, self.made, resumed, held)
