@@ -1,10 +1,11 @@
 """Evaluation of the server model on the server's data."""
 
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from fl_lightning.errors import doing
@@ -12,10 +13,14 @@ from fl_lightning.execution.base import computing
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.ranks import Ranks
 from fl_lightning.round.context import RunContext
-from fl_lightning.round.metrics import State, append, compute, measure, on_cpu
-from fl_lightning.round.tasks import Classification, Task
+from fl_lightning.round.metrics import compute, measure, sums_integers
+from fl_lightning.round.tasks import Classification, Counts, Task
 
-_Totals = tuple[dict[str, Tensor], Tensor, dict[str, list[tuple[int, State]]]]
+_Entries = dict[str, list[tuple[int, Any]]]
+"""Pairs (batch number, state), by the name of what is measured. A state may be of several batches."""
+
+_COUNTS, _LOSS = "task's counts", "task's loss"
+_COMMON = -1  # number of a batch that every rank evaluates
 
 
 class ServerEvaluation:
@@ -44,11 +49,10 @@ class ServerEvaluation:
 
     def start(self) -> None:
         """Reset all sums for a new evaluation."""
-        self._common, self._of_rank = _Sums(), _Sums()
-        self._into = self._common
-        self._of_all_ranks: list[_Totals] = []
-        self._batch = 0
-        self._is_new = True
+        self._common: _Entries = {}
+        self._of_rank: _Entries = {}
+        self._of_all_ranks: list[_Entries] = []
+        self._batch, self._is_new = _COMMON, True
         self._failure: Exception | None = None
         self._ranks: Ranks | None = None
 
@@ -80,7 +84,7 @@ class ServerEvaluation:
         if (batch_idx + turn) % ranks.size != ranks.rank or self._failure is not None:
             return
         seed = derive_seed(run.seed, "evaluation", run.trainer.global_step, batch_idx)
-        self._into, self._batch = self._of_rank, batch_idx
+        self._batch = batch_idx
         try:
             seed_everything(seed)
             with doing(place), computing(run, batch):
@@ -90,7 +94,7 @@ class ServerEvaluation:
                 raise
             self._failure = error  # finish raises it on all ranks
         finally:
-            self._into = self._common
+            self._batch = _COMMON
 
     def update(
         self,
@@ -116,22 +120,22 @@ class ServerEvaluation:
         self._is_new = True
         self._task = task = task or self._task
         scores = task.scores(outputs)
-        counts = {"not finite": (~scores.isfinite().all()).long(), **task.count(scores, targets)}
+        counts = task.count(scores, targets)
         if weights is None:
-            weights = (
-                task.counted(scores, targets)
-                if len(counts) > 1
-                else torch.ones_like(targets, dtype=torch.bool)
-            )
+            weights = task.counted(scores, targets) if counts else torch.ones_like(targets, dtype=torch.bool)
         # accumulate in the loss's dtype, at least float32
         samples = weights.reshape(len(weights), -1).to(torch.promote_types(loss.dtype, torch.float32)).mean(1)
         # if all targets of a batch are ignored, its mean loss is NaN
         loss_sum = (loss.where(samples > 0, 0) * samples).sum()
-        self._into.add(counts, torch.stack([loss_sum, samples.sum()]).detach()[None])
+        sums = [loss_sum, samples.sum(), (~scores.isfinite().all()).to(loss_sum)]
+        found: dict[str, Any] = {_COUNTS: counts, _LOSS: torch.stack(sums).detach()}
         if task.measured:
-            states = measure(task.measured, *task.measurable(scores, targets))
-            alone = self._into is self._common or self._ranks is None or self._ranks.size == 1
-            append(self._into.states, task.measured, self._batch, states, merge=alone)
+            found |= measure(task.measured, *task.measurable(scores, targets))
+        for name, state in found.items():
+            entries = (self._common if self._batch == _COMMON else self._of_rank).setdefault(name, [])
+            if entries and (name == _COUNTS or (name != _LOSS and sums_integers(task.measured[name]))):
+                state = _sum([entries.pop()[1], state])
+            entries.append((self._batch, state))
 
     def finish(self) -> dict[str, float]:
         """Return the metrics since :meth:`start`; all ranks must call this method.
@@ -143,28 +147,30 @@ class ServerEvaluation:
 
     def _conclude(self) -> None:
         self._is_new = False
-        total = _Sums()
-        for part in (self._common.on_cpu(), *self._of_all_ranks):
-            total.add(*part)
-        counts, losses, states = total.on_cpu()
+        whole: _Entries = {}
+        for part in move_data_to_device([self._common, *self._of_all_ranks], "cpu"):
+            for name, entries in part.items():
+                whole.setdefault(name, []).extend(entries)
+        # the stable sort makes the order of the batches equal on all ranks
+        states = {name: [x for _, x in sorted(entries, key=itemgetter(0))] for name, entries in whole.items()}
+        counts, losses = _sum(states.pop(_COUNTS, [])), states.pop(_LOSS, [torch.zeros(3)])
         # sort the losses: the sum must not depend on how batches were divided between ranks
-        loss, samples = losses.double().sort(0).values.sum(0)
-        self.diverged = bool(counts.pop("not finite", False))
-        self.metrics = {"loss": (loss / samples).to(losses.dtype).item()} if samples > 0 else {}
+        loss, samples, infinite = torch.stack(losses).double().sort(0).values.sum(0)
+        self.diverged = bool(infinite)
+        self.metrics = {"loss": (loss / samples).to(losses[0].dtype).item()} if samples > 0 else {}
         self.metrics |= self._task.metrics(counts)
         self.arrays = {}
-        for name, entries in states.items():
-            for key, value in compute(self._task.measured[name], name, entries).items():
-                if isinstance(value, float):
-                    self.metrics[key] = value
-                else:
-                    self.arrays[key] = value
+        for name, of_batches in states.items():
+            values = compute(self._task.measured[name], name, of_batches)
+            self.metrics |= {key: value for key, value in values.items() if isinstance(value, float)}
+            self.arrays |= {key: value for key, value in values.items() if isinstance(value, list)}
         self.class_samples, self.class_quality = self._task.classes(counts)
 
-    def _share(self) -> _Totals:
+    def _share(self) -> _Entries:
         if self._failure is not None:
             raise self._failure
-        return self._of_rank.on_cpu()
+        shared: _Entries = move_data_to_device(self._of_rank, "cpu")
+        return shared
 
 
 def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
@@ -175,37 +181,14 @@ def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
         parts = divided[0]._ranks.exchange(lambda: [evaluation._share() for evaluation in divided])
         for evaluation, totals in zip(divided, zip(*parts, strict=True), strict=True):
             evaluation._of_all_ranks += totals
-            evaluation._of_rank, evaluation._ranks, evaluation._is_new = _Sums(), None, True
+            evaluation._of_rank, evaluation._ranks, evaluation._is_new = {}, None, True
     for evaluation in evaluations:
         if evaluation._is_new:
             evaluation._conclude()
 
 
-class _Sums:
-    """Sums of counts over batches, pairs (loss, weight) of each batch, and states of metrics."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, Tensor] = {}
-        self.losses: list[Tensor] = []
-        self.states: dict[str, list[tuple[int, State]]] = {}
-
-    def add(
-        self,
-        counts: dict[str, Tensor],
-        losses: Tensor,
-        states: Mapping[str, list[tuple[int, State]]] = MappingProxyType({}),
-    ) -> None:
-        self.counts |= {
-            name: self.counts[name] + x if name in self.counts else x for name, x in counts.items()
-        }
-        self.losses.append(losses)
-        for name, entries in states.items():
-            self.states.setdefault(name, []).extend(entries)
-
-    def on_cpu(self) -> _Totals:
-        losses = torch.cat(self.losses) if self.losses else torch.zeros(0, 2)
-        states = {
-            name: [(batch, on_cpu(state)) for batch, state in entries]
-            for name, entries in self.states.items()
-        }
-        return {name: x.cpu() for name, x in self.counts.items()}, losses.cpu(), states
+def _sum(states: Iterable[Counts]) -> Counts:
+    total: Counts = {}
+    for counts in states:
+        total |= {name: total[name] + x if name in total else x for name, x in counts.items()}
+    return total

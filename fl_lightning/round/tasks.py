@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate, one_hot
 from torchmetrics import Metric
-from torchmetrics.functional.classification import multiclass_confusion_matrix
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
-from fl_lightning.round.metrics import directions
 
 Counts = dict[str, Tensor]
 """Integer tensors by name, summed over batches and ranks."""
@@ -50,7 +48,8 @@ class Task(Recorded, ABC):
     def best(self) -> dict[str, str]:
         """``"max"`` or ``"min"``, whichever is best, for each metric for which this is known."""
         known = {**dict.fromkeys([self.quality, *self.shown], "max"), "loss": "min"}
-        return known | directions(self.measured)
+        declared = {name: metric.higher_is_better for name, metric in self.measured.items()}
+        return known | {name: "max" if x else "min" for name, x in declared.items() if x is not None}
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Any) -> Tensor:
@@ -146,9 +145,9 @@ class Classification(Task):
         return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the numbers of correct samples and of all samples per class, ``[classes, 2]``.
+        """Return the numbers of samples, guesses and correct guesses of each class, ``[3, classes]``.
 
-        A sample with non-finite outputs counts as wrong, although the argmax may equal the label.
+        Non-finite outputs are a guess of no class, although the argmax may equal the label.
 
         Raises:
             ConfigurationError: The targets are integer labels, but the model has only one output.
@@ -160,29 +159,34 @@ class Classification(Task):
                 f"model: outputs {[*scores.shape]} for labels {[*targets.shape]}: with one output the most likely class is always 0; make "
                 "the model with 2 outputs, or give targets of floating point, which have a loss and no accuracy, or a task of your own"
             )
-        classes = scores.shape[1]
-        # long: uint8 cannot represent 256
-        labels = targets.long().where(self.counted(scores, targets), classes)
-        right = (scores.argmax(1) == labels) & scores.isfinite().all(1)
-        pairs = torch.stack([right, torch.ones_like(right)], -1).long().flatten(0, -2)
-        # bincount of torchmetrics would wait for the GPU
-        counts = torch.zeros(classes + 1, 2, dtype=torch.int64, device=pairs.device)
-        return {"by class": counts.index_add_(0, labels.flatten(), pairs)[:classes]}
+        classes, counted = scores.shape[1], self.counted(scores, targets)
+        labels = targets.long().where(counted, classes)  # long: uint8 cannot represent 256
+        guesses = scores.argmax(1).where(counted & scores.isfinite().all(1), classes)
+        right = labels.where(labels == guesses, classes)
+        # not torchmetrics' bincount, which waits for the GPU
+        none = labels.new_zeros(classes + 1)
+        sums = [
+            none.index_add(0, x, torch.ones_like(x)) for x in map(Tensor.flatten, (labels, guesses, right))
+        ]
+        return {"by class": torch.stack(sums)[:, :classes]}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
         """Return ``accuracy``."""
-        if not counts or not counts["by class"][:, 1].any():
-            return {}
-        right, samples = counts["by class"].sum(0).double()
-        return {"accuracy": (right / samples).float().item()}
+        share = self._share(counts)
+        return {} if share is None else {"accuracy": share.float().item()}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
         """Return the samples and the accuracy of each class."""
-        rows = counts["by class"].tolist() if counts else []
-        return [total for _, total in rows], [right / total if total else None for right, total in rows]
+        samples, _, right = counts["by class"].tolist() if counts else ([], [], [])
+        return samples, [x / total if total else None for x, total in zip(right, samples, strict=True)]
+
+    def _share(self, counts: Counts) -> Tensor | None:
+        """Return the share of correct samples, float64; None without samples."""
+        samples, _, right = counts["by class"].sum(1).double() if counts else torch.zeros(3)
+        return right / samples if samples else None
 
 
-class Segmentation(Task):
+class Segmentation(Classification):
     """Classification of each pixel, with mean intersection over union and pixel accuracy.
 
     A model may return several outputs, as a sequence or a mapping. The first is the prediction; the
@@ -239,48 +243,37 @@ class Segmentation(Task):
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the probabilities of pixels ``[n, classes]`` and their labels ``[n]``."""
-        scores = enlarged(scores, targets)
-        return probabilities(scores, targets, self.counted(scores, targets))
+        return super().measurable(enlarged(scores, targets), targets.long())
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the confusion matrix ``[truth, prediction]``.
+        """Return the numbers of pixels, guesses and correct guesses of each class, ``[3, classes]``.
 
-        The last column counts pixels with non-finite outputs.
+        Raises:
+            ConfigurationError: A label is no class.
         """
-        scores, classes = enlarged(scores, targets), scores.shape[1]
-        guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
-        counted = targets != self.ignored
+        classes, counted = scores.shape[1], targets != self.ignored
         # on a GPU the check would have to wait for the result
         if targets.device.type == "cpu" and bool((targets[counted] >= classes).any()):
             raise ConfigurationError(
                 f"Segmentation: label {int(targets[counted].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
                 f"{self.ignored} for pixels that do not count"
             )
-        confusion = multiclass_confusion_matrix(
-            guesses, targets.long(), classes + 1, ignore_index=self.ignored, validate_args=False
-        )
-        return {"confusion": confusion[:classes]}
+        return super().count(enlarged(scores, targets), targets.long())
 
     def metrics(self, counts: Counts) -> dict[str, float]:
         """Return ``mean_iou`` and ``pixel_accuracy``.
 
         The mean is over the classes that occur in the labels or in the predictions.
         """
-        if not counts or not counts["confusion"].sum():
-            return {}
-        known = [iou for iou in self.classes(counts)[1] if iou is not None]
-        right, total = counts["confusion"].diagonal().sum(), counts["confusion"].sum()
-        return {"mean_iou": sum(known) / len(known), "pixel_accuracy": (right.double() / total).item()}
+        known, share = [iou for iou in self.classes(counts)[1] if iou is not None], self._share(counts)
+        return {} if share is None else {"mean_iou": sum(known) / len(known), "pixel_accuracy": share.item()}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
         """Return the number of pixels and the intersection over union of each class."""
-        if not counts:
-            return [], []
-        confusion = counts["confusion"].double()
-        both = confusion.diagonal()
-        either = confusion.sum(1) + confusion[:, :-1].sum(0) - both
-        shares = [i / u if u else None for i, u in zip(both.tolist(), either.tolist(), strict=True)]
-        return counts["confusion"].sum(1).tolist(), shares
+        samples, guesses, right = counts["by class"] if counts else torch.zeros(3, 0)
+        either = samples + guesses - right
+        shares = [i / u if u else None for i, u in zip(right.tolist(), either.tolist(), strict=True)]
+        return samples.tolist(), shares
 
 
 SHIPPED: tuple[type[Task], ...] = (Classification, Segmentation)

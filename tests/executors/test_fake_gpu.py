@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 import torch
 from contract import EVERY_ROW, method_of
-from fake_gpu import fit
+from fake_gpu import CUDA, fake_gpu, fit
 from helpers import SGD, SaveRounds, blobs, small_cnn
 from helpers import fit as fit_on_cpu
 from torch import nn
@@ -33,6 +33,7 @@ from fl_lightning.callbacks import FBN, SCAFFOLD, ClientGradientClipping, Mainta
 from fl_lightning.datamodules import Digits
 from fl_lightning.optimizers.schedules import InverseSteps
 from fl_lightning.optimizers.server import FedAdam, FedYogi
+from fl_lightning.round import Classification, Segmentation, ServerEvaluation
 from fl_lightning.round import module as round_module
 
 pytestmark = pytest.mark.slow
@@ -187,6 +188,22 @@ def test_clients_that_finish_before_those_beside_them_are_nothing_to_wait_for(ex
     )
     assert [0, 2] in active
     assert steps.waits == []
+
+
+@pytest.mark.parametrize(
+    ("task", "scores", "targets"),
+    [(Classification(), (6, 5), (6,)), (Segmentation(), (2, 5, 4, 3), (2, 8, 6))],
+    ids=["classes", "pixels"],
+)
+def test_an_evaluation_waits_for_the_gpu_at_its_end_only(task, scores, targets):
+    evaluation = ServerEvaluation()
+    with fake_gpu() as gpu:
+        labels = torch.zeros(targets, dtype=torch.int64, device=CUDA)
+        for _ in range(2):
+            evaluation.update(torch.zeros(scores, device=CUDA), labels, torch.zeros((), device=CUDA), task)
+        assert gpu.waits == []
+        assert task.quality in evaluation.finish()
+    assert gpu.waits
 
 
 def test_a_choice_is_to_compute_all_clients_at_once():

@@ -1,6 +1,7 @@
 """Metrics of torchmetrics: those of all samples at once, for any number of batches, ranks, variants and clients."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import mse_loss
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, Task
 from fl_lightning.callbacks import ClientEvaluation, FedBN
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
-from fl_lightning.round.metrics import append, compute, make_metrics, measure
+from fl_lightning.round.metrics import make_metrics
 
 CLASSES = 3
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
@@ -73,15 +74,19 @@ def batches(numbers):
             yield scores.softmax(1), torch.randint(0, CLASSES, (size,), generator=generator)
 
 
-def over_ranks(metrics, given, ranks):
-    """Each metric where every rank has measured some of the batches."""
-    parts = [{} for _ in range(ranks)]
-    for number, batch in enumerate(given):
-        append(parts[number % ranks], metrics, number, measure(metrics, *batch), merge=ranks == 1)
-    values = {}
-    for name, metric in metrics.items():
-        values |= compute(metric, name, [entry for part in parts for entry in part[name]])
-    return values
+def over_ranks(settings, given, size):
+    """The metrics where every rank has evaluated some of the batches."""
+    task, evaluations = Numbers(), [ServerEvaluation() for _ in range(size)]
+    task.measured = make_metrics(settings, None)
+    for rank, evaluation in enumerate(evaluations):
+        ranks = SimpleNamespace(size=size, rank=rank, exchange=lambda _: [[x._share()] for x in evaluations])
+        run = SimpleNamespace(
+            ranks=ranks, task=task, seed=0, trainer=SimpleNamespace(global_step=0), model=None
+        )
+        for number, batch in enumerate(given):
+            evaluation.divide(run, batch, number, lambda batch, to: to.update(*batch, torch.tensor(1.0)))
+    assert evaluations[0].finish().pop("loss") == 1
+    return evaluations[0].metrics | evaluations[0].arrays
 
 
 @pytest.mark.filterwarnings("ignore:.*will save all")
@@ -89,13 +94,13 @@ def over_ranks(metrics, given, ranks):
 def test_metrics_of_batches_are_those_of_all_samples_on_any_number_of_ranks(settings):
     given = [*batches(settings is OF_NUMBERS)]
     outputs, targets = map(torch.cat, zip(*given, strict=True))
-    found = over_ranks(make_metrics(settings, None), given, 1)
+    found = over_ranks(settings, given, 1)
     for name, make in settings.items():
         metric = make().set_dtype(torch.float64)
         metric.update(outputs, targets)
         expected = torch.as_tensor(metric.compute()).double()
         assert torch.allclose(torch.as_tensor(found[name]).double(), expected, rtol=1e-6, atol=1e-7), name
-    assert [over_ranks(make_metrics(settings, None), given, ranks) for ranks in (2, 3)] == [found] * 2
+    assert [over_ranks(settings, given, ranks) for ranks in (2, 3)] == [found] * 2
 
 
 def data():
@@ -227,8 +232,8 @@ def test_a_batch_whose_labels_are_all_ignored_changes_no_metric():
 
 def test_a_metric_that_wraps_others_is_computed_from_all_inputs():
     settings = {"by": lambda: tm.wrappers.ClasswiseWrapper(OF_CLASSES["by_class"]())}
-    found = over_ranks(make_metrics(settings, None), [*batches(numbers=False)], 2)
-    plain = over_ranks(make_metrics({"by_class": OF_CLASSES["by_class"]}, None), [*batches(numbers=False)], 1)
+    found = over_ranks(settings, [*batches(numbers=False)], 2)
+    plain = over_ranks({"by_class": OF_CLASSES["by_class"]}, [*batches(numbers=False)], 1)
     assert [*found.values()] == pytest.approx(plain["by_class"], abs=1e-7)
 
 
