@@ -1,5 +1,6 @@
 import sys
 import time
+from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -70,14 +71,13 @@ def start(tmp_path, progress, stage="fit", module=None, rounds=5):
 def test_pipe_gets_plain_lines_that_pair_each_round_with_its_own_row(tmp_path, capsys):
     start(tmp_path, RoundProgress(every_n_seconds=0.0))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[:-1] for line in lines] == [
+    assert [line.split("  ") for line in lines] == [
         ["round 1/5", "loss 1", "1,234 samples/s"],
-        ["round 2/5", "loss 0.5", "1,234 samples/s"],
-        ["round 3/5", "loss 0.3333", "val/accuracy 0.3", "1,234 samples/s"],
-        ["round 4/5", "loss 0.25", "val/accuracy 0.3", "1,234 samples/s"],
-        ["round 5/5", "loss 0.2", "val/accuracy 0.3", "1,234 samples/s"],
+        ["round 2/5", "loss 0.5", "1,234 samples/s", "ETA 0:00:00"],
+        ["round 3/5", "loss 0.3333", "val/accuracy 0.3", "1,234 samples/s", "ETA 0:00:00"],
+        ["round 4/5", "loss 0.25", "val/accuracy 0.3", "1,234 samples/s", "ETA 0:00:00"],
+        ["round 5/5", "loss 0.2", "val/accuracy 0.3", "1,234 samples/s", "in 0:00:00"],
     ]
-    assert [line.split("  ")[-1] for line in lines] == ["ETA 0:00:00"] * 4 + ["in 0:00:00"]
 
 
 def test_pipe_gets_the_last_round_alone_from_a_short_run(tmp_path, capsys):
@@ -94,18 +94,48 @@ def test_rounds_to_come_are_those_of_this_fit_and_not_of_the_plan(tmp_path, caps
     assert "in 0:0" in line
 
 
-def test_time_left_counts_only_the_rounds_of_this_fit(tmp_path, capsys, monkeypatch):
-    module = Rounds()
-    monkeypatch.setattr(
-        "fl_lightning.experiments.run.progress.time.monotonic", lambda: 60.0 * module.global_step
+class Timed(Rounds):
+    """Rounds of a minute, of which the first of each fit takes an hour, and evaluations of ten seconds."""
+
+    now = 0.0
+
+    def on_train_start(self):
+        self.now += 3540
+
+    def training_step(self, batch):
+        super().training_step(batch)
+        self.now += 60
+
+    def on_validation_start(self):
+        self.now += 10
+
+
+def test_time_left_is_that_of_usual_rounds_and_of_evaluations_to_come(tmp_path, capsys, monkeypatch):
+    module = Timed()
+    monkeypatch.setattr("fl_lightning.experiments.run.progress.time.monotonic", lambda: module.now)
+    trainer = L.Trainer(
+        default_root_dir=tmp_path,
+        max_epochs=100,
+        accelerator="cpu",
+        callbacks=[RoundProgress(every_n_seconds=0.0)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        check_val_every_n_epoch=5,
+        num_sanity_val_steps=-1,
     )
-    trainer = start(tmp_path, RoundProgress(every_n_seconds=0.0), module=module, rounds=100)
-    assert capsys.readouterr().out.splitlines()[0].endswith("ETA 1:39:00")
-    trainer.fit_loop.max_epochs = 110
-    trainer.fit(module)
-    lines = capsys.readouterr().out.splitlines()
-    assert (lines[0][:13], lines[0][-11:]) == ("round 101/110", "ETA 0:09:00")
-    assert (lines[-1][:13], lines[-1][-10:]) == ("round 110/110", "in 0:10:00")
+    for first, rounds in ((0, 100), (100, 111)):
+        trainer.fit_loop.max_epochs = rounds
+        trainer.fit(module)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"round {first + 1:3}/{rounds}  loss {1 / (first + 1):.4g}  1,234 samples/s"
+        for line in lines[1:-1]:
+            done = int(line[6:9])
+            # the last round is evaluated even if its number is not a multiple of 5
+            evaluations = -(-rounds // 5) - done // 5
+            left = timedelta(seconds=60 * (rounds - done) + 10 * evaluations)
+            assert line.endswith(f"ETA {left}")
+    assert lines[-1].endswith(f"in {timedelta(seconds=3540 + 11 * 60 + 2 * 10)}")
 
 
 def test_terminal_shows_local_steps_and_gets_its_cursor_back(tmp_path, capsys, monkeypatch):

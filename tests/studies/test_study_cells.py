@@ -17,6 +17,7 @@ from fl_lightning.experiments.run_directory import source
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.source import provenance
+from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.findings import findings
 from fl_lightning.experiments.studies.progress import time_left
 from fl_lightning.experiments.studies.stale import differences
@@ -298,9 +299,25 @@ def test_the_time_left_counts_the_start_of_each_cell():
     finish(resumed, train_seconds=30.0, process_seconds=5.0)  # of its last start
     finish(third, train_seconds=2.0)  # by a version that did not measure it
     states = [(one, one.state()) for one in (started, resumed, third, running)]
-    assert time_left(states, 1) == (10 + 30 + 2) / 3
+    assert time_left(states, 1) == 10
     assert time_left(states[-1:], 1) is None
     assert time_left(states[-1:], 1, cell_seconds=7.0) == 7
+
+
+def test_the_time_left_of_a_cell_is_that_of_cells_with_its_labels():
+    config = cell().config
+
+    def state(seconds=None):
+        return State("missing") if seconds is None else State("done", result={"train_seconds": seconds})
+
+    def one(method, seed):
+        return Cell({"method": method}, seed, config)
+
+    quick = [(one("BN", seed), state(seconds)) for seed, seconds in enumerate((60.0, 2.0, 2.0, None))]
+    slow = [(one("FedTAN", seed), state(seconds)) for seed, seconds in enumerate((100.0, None))]
+    assert time_left([*quick, *slow], 1) == 2 + 100
+    assert time_left([*quick, *slow], 2) == 100
+    assert time_left([*quick, *slow, (one("FBN", 0), state())], 1) == 2 + 100 + (2 + 100) / 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """Progress line of a run: rounds, local steps, loss, accuracy, speed and remaining time."""
 
 import time
+from collections import deque
 from datetime import timedelta
+from statistics import median
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
@@ -13,6 +15,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
 
 _REFRESH_SECONDS = 0.1
+_RECENT = 20  # rounds whose median is the expected time of a round
 
 
 class RoundProgress(Recorded, ProgressBar):
@@ -22,6 +25,9 @@ class RoundProgress(Recorded, ProgressBar):
     gets a new line each time, without control characters. The total is the trainer's
     ``max_epochs``. The line shows the module's ``metrics``, which are of the newest complete round.
     The module calls :meth:`local_step` after each local step.
+
+    The remaining time follows from the medians of recent rounds and of recent evaluations. It is
+    unknown until the second round of a process, as the first round may include compilation.
 
     Args:
         every_n_seconds: Minimum time between two lines of a pipe or log file in seconds, >= 0.
@@ -42,13 +48,30 @@ class RoundProgress(Recorded, ProgressBar):
         self.every_n_seconds = every_n_seconds
         self.is_enabled = True  # read by ``LightningModule.print``
         self._live: Live | None = None
-        self._next_time = self._started_at = 0.0
+        self._next_time = self._started_at = self._round_started_at = self._evaluation_started_at = 0.0
         self._first_round = 0
+        self._rounds, self._evaluations = deque[float](maxlen=_RECENT), deque[float](maxlen=_RECENT)
         self._metrics: dict[str, float] = {}  # the newest value of each, as not every round is evaluated
 
     def disable(self) -> None:
         """Hide the line on this rank; Lightning calls this method on all ranks but the first."""
         self.is_enabled = False
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forget the times of an earlier fit."""
+        self._rounds.clear()
+        self._evaluations.clear()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock of an evaluation."""
+        self._evaluation_started_at = time.monotonic()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the time of an evaluation apart from the round's time."""
+        seconds = time.monotonic() - self._evaluation_started_at
+        self._round_started_at += seconds
+        if not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf"):
+            self._evaluations.append(seconds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line; in a resumed run, the count starts at the checkpoint's round."""
@@ -63,6 +86,10 @@ class RoundProgress(Recorded, ProgressBar):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the previous round; its metrics are complete only after ``on_train_epoch_end``."""
         self._metrics |= getattr(pl_module, "metrics", {})
+        now = time.monotonic()
+        if trainer.current_epoch > self._first_round + 1:
+            self._rounds.append(now - self._round_started_at)
+        self._round_started_at = now
         if self._live or trainer.current_epoch > self._first_round:
             self._show()
 
@@ -119,5 +146,10 @@ class RoundProgress(Recorded, ProgressBar):
     def _clock(self, elapsed: float, done: float, total: int) -> str:
         if done >= total:
             return f"in {timedelta(seconds=round(elapsed))}"
-        here = done - self._first_round
-        return f"ETA {timedelta(seconds=round(elapsed / here * (total - done)))}" if here > 0 else ""
+        if not self._rounds:
+            return ""
+        seconds = median(self._rounds) * (total - done)
+        if self._evaluations and (every := self.trainer.check_val_every_n_epoch):
+            # the last round is always evaluated
+            seconds += median(self._evaluations) * ((total - 1) // every + 1 - int(done) // every)
+        return f"ETA {timedelta(seconds=round(seconds))}"

@@ -88,7 +88,8 @@ def time_left(
 ) -> float | None:
     """Estimate the seconds until all cells are done; None if unknown.
 
-    The estimate uses the mean time of the cells that are done. The time of a cell includes its
+    The expected time of a cell is the median of the finished cells that differ only in the seed. If
+    there are none, it is the mean of the medians of the other cells. The time of a cell includes its
     start and its evaluations, unless the cell was resumed.
 
     Args:
@@ -96,11 +97,18 @@ def time_left(
         jobs: Number of cells that run at a time.
         cell_seconds: Expected seconds of a cell, used until a cell is done; None if unknown.
     """
-    done = [state.result for _, state in cells if state.result is not None and state.phase == "done"]
-    seconds = [max(result["train_seconds"], result.get("process_seconds", 0.0)) for result in done]
-    each = statistics.mean(seconds) if seconds else cell_seconds
+    took: dict[str, list[float]] = {}
+    for cell, state in cells:
+        if state.phase == "done" and (result := state.result) is not None:
+            seconds = max(result["train_seconds"], result.get("process_seconds", 0.0))
+            took.setdefault(str(cell.labels), []).append(seconds)
+    medians = {labels: statistics.median(seconds) for labels, seconds in took.items()}
+    each = statistics.mean(medians.values()) if medians else cell_seconds
     if each is None:
         return None
     unfinished = [(cell, state) for cell, state in cells if state.phase != "done"]
-    parts = [1 - (state.round / cell.rounds if cell.rounds else 0) for cell, state in unfinished]
-    return each * max(sum(parts) / jobs, max(parts, default=0))
+    parts = [
+        medians.get(str(cell.labels), each) * (1 - (state.round / cell.rounds if cell.rounds else 0))
+        for cell, state in unfinished
+    ]
+    return max(sum(parts) / jobs, max(parts, default=0))
