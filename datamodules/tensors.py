@@ -123,6 +123,8 @@ class TensorData(InMemorySamples):
         )
         if isinstance(features, str | Path):
             given = _read(user_path("data.features", str(features)), given, columns)
+        if names := given.pop("class_names", None):
+            self.class_names = names
         self.test_fraction = test_fraction
         self.standardize = standardize
         self._data = {
@@ -260,11 +262,12 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
     if ragged is not None:
         raise ConfigurationError(f"data.features: line {ragged} of {path} does not have {len(header)} values")
     features = np.stack([_numbers(path, name, table[name]) for name in used], axis=1)
-    targets = [_classes(table[name]) for name in names]
+    targets, labels = zip(*(_classes(table[name]) for name in names), strict=True)
     return {
         **given,
         "features": features,
         "targets": targets[0] if len(targets) == 1 else np.stack(targets, axis=1),
+        "class_names": labels[0] if len(labels) == 1 else None,
         "groups": [*table[group[0]]] if group else None,
     }
 
@@ -278,14 +281,15 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
         ) from error
 
 
-def _classes(values: Sequence[str]) -> NDArray[Any]:
-    """Convert values to integers or floats; number all other values in alphabetical order."""
+def _classes(values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
+    """Return values as integers or floats, or else as positions in the sorted names, and the names."""
     for kind in (np.int64, np.float64):
         try:
-            return np.asarray(values, dtype=kind)
+            return np.asarray(values, dtype=kind), None
         except ValueError:
             continue
-    return np.unique(np.asarray(values), return_inverse=True)[1]
+    names, positions = np.unique(np.asarray(values), return_inverse=True)
+    return positions, [*map(str, names)]
 
 
 def _tensor(name: str, given: Any) -> Tensor:

@@ -56,8 +56,9 @@ def check_monitors(
             continue
         if not monitor.startswith((*starts, *variants)):
             logged = ", ".join([*names, *(f"{start}..." for start in sorted(starts))])
+            owner = type(callback).__name__.replace("RoundCheckpoint", "checkpoint")
             raise ConfigurationError(
-                f"monitor: nothing in this run logs {monitor!r}, which {type(callback).__name__} monitors; logged are: {logged}"
+                f"{owner}.monitor: nothing in this run logs {monitor!r}; logged are: {logged}"
             )
 
 

@@ -17,15 +17,12 @@ def test_early_stopping_on_a_misspelt_metric_is_refused_before_training(capsys):
         {"trainer.callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/losss"}}]}
     )
     message = message_of(capsys, run)
-    assert (
-        "nothing in this run logs 'val/losss', which EarlyStopping monitors; logged are: train/loss, "
-        in message
-    )
+    assert "EarlyStopping.monitor: nothing in this run logs 'val/losss'; logged are: train/loss, " in message
     assert "val/accuracy, " in message
     assert attempts() == []
     keeper = ("--checkpoint.monitor", "test/loss")
     message = message_of(capsys, lambda: run(*keeper, config=write_config(path="plain.yaml")))
-    assert "logs 'test/loss', which RoundCheckpoint monitors" in message
+    assert "error: checkpoint.monitor: nothing in this run logs 'test/loss'; logged are: " in message
     assert attempts() == []
 
 

@@ -1,5 +1,6 @@
 """Data sets of tensors, arrays and tables."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,7 @@ def test_a_table_trains_from_the_command_line(tmp_path):
     )
     assert cli.model.model.layers[1].in_features == 2
     assert "test/auroc" in cli.trainer.callback_metrics
+    assert json.loads(cli.attempt.result.read_text())["class_accuracy"]["classes"] == ["no", "yes"]
 
 
 def test_scikit_learns_tables():

@@ -26,7 +26,7 @@ def train(*callbacks, kind=FederatedModule, rounds=2, **trainer):
     "monitor", ["val_loss", "val/losss", "test/loss", "accuracy", "bn/train_eval_gap", "train/los"]
 )
 def test_a_metric_that_nothing_logs_is_refused_before_training(monitor):
-    words = rf"monitor: nothing in this run logs '{monitor}', which EarlyStopping monitors; logged are: train/loss, .*val/accuracy.*comm/"
+    words = rf"EarlyStopping.monitor: nothing in this run logs '{monitor}'; logged are: train/loss, .*val/accuracy.*comm/"
     with pytest.raises(ConfigurationError, match=words):
         train(FixBN(), EarlyStopping(monitor))
     with pytest.raises(ConfigurationError, match="ModelCheckpoint"):

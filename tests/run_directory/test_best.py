@@ -43,7 +43,10 @@ def test_a_metric_knows_which_of_its_values_are_best(metric, best):
 
 
 def test_a_metric_of_ones_own_needs_a_mode(capsys):
-    line = "checkpoint.mode: null, but it is not known which values of 'train/norm' are best; set checkpoint.mode to max or min"
+    line = (
+        "checkpoint.monitor: it is not known which values of 'train/norm' are best; if the run logs it, set checkpoint.mode to "
+        "max or min; known are those of accuracy, loss"
+    )
     assert message_of(capsys, lambda: run("--checkpoint.monitor", "train/norm")) == f"error: {line}\n"
     assert not Path("runs").exists()
     module = FederatedModule(small_cnn(), SGD, local_steps=1)

@@ -237,14 +237,15 @@ def test_monitor_that_only_some_rounds_log_is_judged_in_those_rounds(tmp_path, l
 def test_evaluation_metric_that_is_never_logged_fails_at_the_first_evaluation(tmp_path):
     module = Rounds({2: 0.5})
     with pytest.raises(
-        ConfigurationError, match=r"monitor 'val/acc' was never logged; logged are: .*val/accuracy"
+        ConfigurationError,
+        match=r"checkpoint.monitor: 'val/acc' was never logged; logged are: .*val/accuracy",
     ):
         fit(tmp_path, RoundCheckpoint(monitor="val/acc", mode="max"), module=module)
     assert module.global_step == 2
 
 
 def test_other_metric_that_is_never_logged_fails_after_the_last_round_is_saved(tmp_path, last):
-    with pytest.raises(ConfigurationError, match=r"monitor 'train/nrom' .* logged are: train/norm"):
+    with pytest.raises(ConfigurationError, match=r"checkpoint.monitor: 'train/nrom' .* logged are: train/norm"):
         fit(tmp_path, RoundCheckpoint(monitor="train/nrom", mode="min"))
     assert round_of(last) == 6
 

@@ -171,7 +171,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
             self._best = pl_module.task.best
         if stage == "fit" and self._active(trainer) and self.monitor and self._best_is() is None:
             raise ConfigurationError(
-                f"checkpoint.mode: null, but it is not known which values of {self.monitor!r} are best; set checkpoint.mode to max or min"
+                f"checkpoint.monitor: it is not known which values of {self.monitor!r} are best; if the run logs it, set checkpoint.mode "
+                f"to max or min; known are those of {', '.join(sorted(self._best)) or 'no metric'}"
             )
         if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
             # with max_steps, Lightning would resume inside an epoch, and repeat or omit a round
@@ -279,7 +280,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def _require_monitor(self, trainer: L.Trainer) -> None:
         if self.monitor and self.best_score is None and self.monitor not in trainer.callback_metrics:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-            raise ConfigurationError(f"monitor {self.monitor!r} was never logged; logged are: {logged}")
+            raise ConfigurationError(
+                f"checkpoint.monitor: {self.monitor!r} was never logged; logged are: {logged}"
+            )
 
     def _reached_best(self, trainer: L.Trainer) -> bool:
         if self.monitor is None or self.monitor not in trainer.callback_metrics:
