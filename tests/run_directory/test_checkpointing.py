@@ -245,7 +245,9 @@ def test_evaluation_metric_that_is_never_logged_fails_at_the_first_evaluation(tm
 
 
 def test_other_metric_that_is_never_logged_fails_after_the_last_round_is_saved(tmp_path, last):
-    with pytest.raises(ConfigurationError, match=r"checkpoint.monitor: 'train/nrom' .* logged are: train/norm"):
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint.monitor: 'train/nrom' .* logged are: train/norm"
+    ):
         fit(tmp_path, RoundCheckpoint(monitor="train/nrom", mode="min"))
     assert round_of(last) == 6
 
