@@ -46,7 +46,7 @@ def geometric_median(rows: Tensor) -> Tensor:
 
 
 def mean_around_median(rows: Tensor, f: int) -> Tensor:
-    """Apply :class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian`; return ``[d]``."""
+    """Apply the rule of :class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian`."""
     check_byzantine("mean_around_median f", f, len(rows))
     return MeanAroundMedian(f)(rows)
 

@@ -46,7 +46,7 @@ class Task(Recorded, ABC):
 
     @property
     def best(self) -> dict[str, str]:
-        """``"max"`` or ``"min"``, whichever is best, for each metric for which this is known."""
+        """``"max"`` by metric if large values are best, ``"min"`` if small values are best."""
         known = {**dict.fromkeys([self.quality, *self.shown], "max"), "loss": "min"}
         declared = {name: metric.higher_is_better for name, metric in self.measured.items()}
         return known | {name: "max" if x else "min" for name, x in declared.items() if x is not None}

@@ -1,4 +1,4 @@
-"""Comparison of two states: the largest difference, its tensor, and the resulting finding."""
+"""Comparison of two states: the largest difference, its place, and the finding of a check."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
