@@ -34,8 +34,8 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     Round 1 and every ``every_n_rounds``-th round are measured. A measured round repeats the first
     local step, without dropout, and normalises as the method does. Training stays the same bit for
-    bit under two conditions: models and data draw only from the global generators of torch, numpy
-    and Python, and they do not count their calls.
+    bit under two conditions: models and data draw random numbers only from the global generators of
+    torch, numpy and Python, and their results do not depend on how often they are called.
 
     Two measures belong to a measured round. S are the server's running means and variances at its
     start. S_m are the mean and unbiased variance of the inputs of each BN layer at client m, in the
@@ -62,7 +62,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
       These are gradients of the loss, before FedProx, SCAFFOLD or clipping change them. They
       exclude frozen and local parameters. The deviation is 0 up to rounding for GN, FBN, FedTAN and
-      frozen FixBN. Mixed precision rounds to bfloat16.
+      frozen FixBN. With mixed precision, the rounding is that of bfloat16.
 
     Two measures belong to every evaluation inside ``fit``. m and v are the server's running mean
     and variance. m* and v* are the mean and biased variance of each BN layer's inputs in one pass

@@ -63,11 +63,13 @@ class StatisticsSources(VariantEvaluation):
     - ``test_set``: Statistics from a pass over the evaluation data, without labels, at each
       evaluation (AdaBN: Li et al., arXiv 1603.04779).
 
-    The sources of the first kind and ``silobn`` are hypothetical statistics. They can be computed
-    in FedAvg's run: after E local steps with momentum beta, a client's running statistics are
-    (1 - beta)^E times the server's statistics plus a term that does not depend on them. These
-    sources work with methods that average statistics. ``batch``, ``test_set`` and the static
-    sources work with every method that has BN.
+    ``moment_matching``, the FedDNA sources and ``silobn`` are hypothetical: no run uses these
+    statistics in training. FedAvg's run is enough to compute them. After E local steps with
+    momentum beta, a client's running statistics are (1 - beta)^E times the server's statistics,
+    plus a term that does not depend on the server's statistics.
+
+    These hypothetical sources work with methods that average statistics. ``batch``, ``test_set``
+    and the static sources work with every method that has BN.
 
     Byzantine clients attack FedAvg's run. It is unknown how they would attack another source.
     Before the first round all sources except ``batch`` are the initial statistics.

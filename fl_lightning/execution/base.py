@@ -98,7 +98,11 @@ class Executor(Recorded, ABC):
         return Compilation(False)
 
     def clients_together(self, clients: int) -> int | None:
-        """Return how many of ``clients`` clients share one pass, or None for one pass per client."""
+        """Return how many clients share one pass, or None if each client has its own pass.
+
+        Args:
+            clients: Number of clients in the step.
+        """
         return None
 
     def close(self) -> None:  # not abstract: most executors hold no resources

@@ -195,7 +195,11 @@ def by_hand(
 
 
 class States(Callback):
-    """Callback that copies the server's state: ``states[r]`` after round r, ``states[0]`` first."""
+    """Callback that copies the server's state after each round.
+
+    Attributes:
+        states: The copies. ``states[0]`` is the initial state, ``states[r]`` that after round r.
+    """
 
     def __init__(self) -> None:
         self.states: list[dict[str, Tensor]] = []
