@@ -57,7 +57,7 @@ def compare(
         say: Function that prints a line of progress.
 
     Returns:
-        A dict with these keys:
+        A dict with these keys.
 
         - ``byzfl``: ByzFL's version, or None if ByzFL is missing.
         - ``times``: an entry for each rule and number of clients, with the milliseconds and threads

@@ -113,7 +113,7 @@ def measure(folder: Path, data: Path, method: str, rounds: int) -> dict[str, Any
         rounds: Number of communication rounds.
 
     Returns:
-        A dict with these keys:
+        A dict with these keys.
 
         - ``rounds``: the number of rounds.
         - ``start_s``: seconds from the start of the command to round 1.

@@ -44,7 +44,7 @@ def gpu(
         device: ``"cuda"``, or ``"cpu"`` for a trial.
 
     Returns:
-        A dict with the settings and these keys:
+        A dict with the settings and these keys.
 
         - ``w1``: the result of ``compare.compare`` on workload W1.
         - ``full_run[executor]``: spread of the seconds for 128 epochs over 50,000 images,

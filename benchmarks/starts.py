@@ -98,7 +98,7 @@ def measure(way: str, cells: int, rounds: int, jobs: int) -> dict[str, Any]:
         jobs: Number of cells that run at a time.
 
     Returns:
-        ``way``, and these times in seconds:
+        A dict with ``way`` and these times in seconds.
 
         - ``study_s`` and ``study_cpu_s``: wall and CPU time of the command and all its processes.
         - ``rounds_s``: mean time that a cell spends in rounds.

@@ -1,4 +1,4 @@
-"""Sphinx: the pages and the API reference, ``python -m sphinx -W -n -b html docs build/docs``."""
+"""Settings of Sphinx for the HTML pages: ``python -m sphinx -W -n -b html docs build/docs``."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 HOME = ROOT / "fl_lightning"
 sys.path[:0] = [str(ROOT)]
 
-import fl_lightning  # of this tree, installed or not
+import fl_lightning  # of this checkout, even if another one is installed
 
 project = "fl_lightning"
 author = "The fl_lightning authors"
@@ -28,14 +28,14 @@ myst_heading_anchors = 4
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
-autodoc_inherit_docstrings = False  # those of Lightning and torch refer to their own pages
+autodoc_inherit_docstrings = False  # docstrings of Lightning and torch refer to pages of theirs
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 nitpicky = True
 nitpick_ignore_regex = [
-    # documented by their own projects, whose inventories would have to be downloaded
+    # other projects' objects: links to them would need a download of their inventories
     (
         r"py:.*",
         r"(torch|torchvision|torchmetrics|lightning|jsonargparse|pydantic|typing_extensions|matplotlib|numpy|PIL|wandb|rich|ray|submitit)\..*",
@@ -43,8 +43,8 @@ nitpick_ignore_regex = [
     (
         r"py:class",
         r"Figure|Axes|Axis|Connection|Workspace",
-    ),  # of matplotlib, multiprocessing and W&B, imported for type checkers alone
-    (r"py:class", r"dict\[\w+"),  # an annotation in quotes, which Sphinx cuts at its comma
+    ),  # of matplotlib, multiprocessing and W&B, imported only for type checkers
+    (r"py:class", r"dict\[\w+"),  # Sphinx splits a quoted annotation at its comma
     (r"py:class", r".*\.(Key|Item|Result)"),  # type variables
     (
         r"py:.*",
@@ -54,11 +54,14 @@ nitpick_ignore_regex = [
 
 OUTSIDE = {"README.md": "index", "benchmarks/README.md": "outside/benchmarks"}
 OUTSIDE |= {f"{name}.md": f"outside/{name.lower()}" for name in ("CONTRIBUTING", "CHANGELOG")}
-"""Pages that lie outside of this folder, and where the HTML has them."""
+"""Pages outside of this folder, with their names in the HTML pages."""
 
 
 def pages(app: Sphinx) -> None:
-    """Write a page for each package, and one for each page outside, which :func:`read` fills; git ignores them."""
+    """Write a page for each package, and an empty page for each page outside of this folder.
+
+    :func:`read` fills the empty pages. Git ignores all of these pages.
+    """
     docs = Path(app.srcdir)
     for old in (path for path in (docs / "reference").glob("*.md") if path.stem != "index"):
         old.unlink()
@@ -81,7 +84,7 @@ def pages(app: Sphinx) -> None:
 
 
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Fill in what lies outside of this folder, and let links between both lead to the HTML's pages."""
+    """Insert the text of pages outside of this folder, and adapt links to the places of the HTML pages."""
     outside = {page: path for path, page in OUTSIDE.items()}
     text, place = source[0], (Path(app.srcdir) / docname).parent
     if docname == "reference/index":
@@ -117,7 +120,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def untyped(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Give back what napoleon has taken for a type, the words before a colon: types stand in the code alone."""
+    """Undo napoleon's parsing of the words before a colon as a type; types are in the code."""
     for kind, text in (("type", ""), ("rtype", ":returns: ")):
         taken = [line for line in lines if line.startswith(f":{kind}: ")]
         if taken:
@@ -130,7 +133,7 @@ def untyped(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the three."""
+    """Connect :func:`pages`, :func:`read` and :func:`untyped` to the events of Sphinx."""
     app.connect("builder-inited", pages)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", untyped, priority=600)  # after napoleon
