@@ -27,7 +27,7 @@ from fl_lightning.experiments.studies.findings import findings
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Labels
 from fl_lightning.experiments.studies.progress import StudyProgress, time_left
 from fl_lightning.experiments.studies.reading import read_study
-from fl_lightning.experiments.studies.reads import Reads
+from fl_lightning.experiments.studies.reads import Reads, check_columns_exist, texts
 from fl_lightning.experiments.studies.reported import check_rule
 from fl_lightning.experiments.studies.running import Runner
 from fl_lightning.experiments.studies.sharing import share_first_stages
@@ -158,13 +158,15 @@ class StudyCells:
         """
         seen: set[tuple[str, str]] = set()
         mistakes: dict[str, str] = {}
+        known: set[str] = set()
         for labels in self.study.combinations():
             if not seen.issuperset(labels.items()):
                 try:
                     settings = self._settings(labels)
                     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                        build(settings)
+                        module = build(settings).model
                     config = _resolved(tuple(settings))
+                    known |= texts(module, config)
                     check_rule(self.study.definition.report, self.study.definition.metrics, config)
                 except ConfigurationError as error:
                     names = " ".join(f"{axis}={label}" for axis, label in labels.items())
@@ -175,6 +177,7 @@ class StudyCells:
         if mistakes:
             lines = (f"({i}) {labels}: {line}" for i, (line, labels) in enumerate(mistakes.items(), 1))
             raise ConfigurationError(f"study: {len(mistakes)} mistakes: {' '.join(lines)}")
+        check_columns_exist(self.study.definition.metrics, known)
 
     @cached_property
     def any(self) -> Cell:

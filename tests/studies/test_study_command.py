@@ -258,14 +258,19 @@ def test_a_caption_names_the_options_that_decide():
 @pytest.mark.slow
 def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/acuracy": "test too"})
+    line = "metrics: no run can have test/acuracy; did you mean test/accuracy?; every name has one of accuracy, loss"
+    assert message_of(capsys, lambda: study("--dry-run")) == f"error: {line}\n"
+    assert ran == []
+
+    write(metrics={"test/accuracy": "test", "test/accuracyy": "test too"})
     message = message_of(capsys, lambda: study("--trainer.max_epochs=5"))
     assert message.startswith(
-        "error: metrics: no run has test/acuracy; did you mean test/accuracy or val/accuracy?; there are"
+        "error: metrics: no run has test/accuracyy; did you mean test/accuracy or val/accuracy?; there are"
     )
     assert len(ran) == 3  # one of each kind
 
     write(
-        metrics={"test/acuracy": "test"},
+        metrics={"test/accuracyy": "test"},
         axes={"method": {"BN": {}}, "model.client_optimizer.lr": [0.1, 0.2]},
         without=[],
         published=[],

@@ -2,17 +2,21 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
+from pydoc import locate
+from typing import Any
 
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run_directory.description import class_path
+from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.choosing import metric_of, trials
 from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.found import Labels
+from fl_lightning.round.module import FederatedModule
 
 _SHIPPED = ("fl_lightning.", "lightning.")
 """Packages whose callbacks log the same metrics during training as at the end."""
@@ -98,16 +102,56 @@ def logged(cell: Cell, state: State) -> set[str]:
         return set()
     if state.result is not None:
         return {*metric_values(state.result)}
-    callbacks = cell.config["trainer"]["callbacks"] or []
-    entries = [*(callbacks if isinstance(callbacks, list) else [callbacks]), cell.config["model"]]
-    shipped = all(class_path(entry).startswith(_SHIPPED) or not class_path(entry) for entry in entries)
-    if state.attempt is None or not shipped:
+    callbacks = cell.config["trainer"]["callbacks"]
+    if state.attempt is None or not _is_shipped(cell.config):
         return set()
     for row in _first_rows(state.attempt.metrics):
         names = {name for name in row if name.startswith(("val/", "test/"))}
         if names and (not callbacks or row["round"]):
             return names | {f"test/{name.partition('/')[2]}" for name in names}
     return set()
+
+
+def texts(module: FederatedModule, config: Config) -> set[str]:
+    """Return texts of which every evaluation metric of a cell has one, such as ``accuracy``.
+
+    Variants, clients and personal models add prefixes and suffixes. Classes of the user may log any
+    metric, so then the result is the empty text.
+    """
+    if not _is_shipped(config) or not type(module.task).__module__.startswith(_SHIPPED):
+        return {""}
+    logs = chain(*(getattr(locate(class_path(entry)), "logs", ()) for entry in _callbacks(config)))
+    evaluated = {name for name in logs if name.startswith(("val/", "test/"))}
+    return {*module.task.best, *module.task_metrics, *evaluated}
+
+
+def check_columns_exist(metrics: Iterable[str], known: Collection[str]) -> None:
+    """Check before any run that the metrics of a study's table may exist.
+
+    Args:
+        metrics: Metrics of the study's table.
+        known: :func:`texts` of all cells.
+
+    Raises:
+        ConfigurationError: A metric of evaluations has none of the texts.
+    """
+    for metric in metrics:
+        split = metric.partition("/")[0]
+        if split in ("val", "test") and not any(text in metric for text in known):
+            near = nearest(metric, [text if "/" in text else f"{split}/{text}" for text in known])
+            raise ConfigurationError(
+                f"metrics: no run can have {metric}{near}; every name has one of {', '.join(sorted(known))}"
+            )
+
+
+def _callbacks(config: Config) -> list[Any]:
+    callbacks = config["trainer"]["callbacks"] or []
+    return callbacks if isinstance(callbacks, list) else [callbacks]
+
+
+def _is_shipped(config: Config) -> bool:
+    entries = [*_callbacks(config), config["model"]]
+    return all(class_path(entry).startswith(_SHIPPED) or not class_path(entry) for entry in entries)
 
 
 def _first_rows(path: Path) -> list[dict[str, float]]:
