@@ -1,17 +1,13 @@
 """FedBABU: Oh et al., "FedBABU: Towards Enhanced Representation for Federated Image Classification", arXiv 2106.06042."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-import lightning as L
 from torch import Tensor
 
+from fl_lightning import FederatedModule
 from fl_lightning.cohort import LAST_LAYER
-from fl_lightning.errors import ConfigurationError, check_at_least
+from fl_lightning.errors import check_at_least
 from fl_lightning.methods import PersonalEvaluation, fine_tuned
-
-if TYPE_CHECKING:
-    from fl_lightning import FederatedModule
 
 
 class FedBABU(PersonalEvaluation):
@@ -55,24 +51,10 @@ class FedBABU(PersonalEvaluation):
         check_at_least(0, **{"FedBABU.fine_tune_epochs": fine_tune_epochs})
         self.fine_tune_epochs, self.head = fine_tune_epochs, [head] if isinstance(head, str) else head
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that no other method gives the clients models of their own."""
-        for other in pl_module.federated_callbacks:
-            if other is not self and isinstance(other, PersonalEvaluation):
-                raise ConfigurationError(
-                    f"callbacks FedBABU and {type(other).__name__} cannot be combined: both give each client its own model; use one of them"
-                )
-
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Declare the head frozen."""
         return dict.fromkeys(self.head, "frozen")
 
-    def variants(
-        self, trainer: L.Trainer, pl_module: "FederatedModule"
-    ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return each evaluated client's fine-tuned model."""
-
-        def tuned(client: int) -> tuple[str, Mapping[str, Tensor]]:
-            return str(client), fine_tuned(pl_module, client, self.fine_tune_epochs)
-
-        return dict(pl_module.ranks.map(tuned, self.evaluated_clients(pl_module)))
+    def client_model(self, pl_module: FederatedModule, client: int) -> Mapping[str, Tensor]:
+        """Return a client's fine-tuned model."""
+        return fine_tuned(pl_module, client, self.fine_tune_epochs)

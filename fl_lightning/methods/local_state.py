@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class PersonalEvaluation(VariantEvaluation):
     """Base class of methods whose clients have models of their own.
 
-    A subclass defines ``variants``: the model of each client in :meth:`evaluated_clients`, named by
-    the client's id. Every evaluation of the server's model also evaluates these models, except in
-    a centralised run. Two metrics are logged under ``val/`` or ``test/``:
+    A subclass defines :meth:`client_model`. Every evaluation of the server's model also evaluates
+    the clients' models, except in a centralised run. Two metrics are logged under ``val/`` or
+    ``test/``:
 
     - ``personal_accuracy``: Mean accuracy of the clients' models on the server's evaluation data.
     - ``own_accuracy``: Mean accuracy of the clients' models on the clients' own evaluation data.
@@ -40,13 +40,12 @@ class PersonalEvaluation(VariantEvaluation):
             costs as much as an evaluation of the server's model. Default: all.
 
     Raises:
-        ConfigurationError: ``evaluate_clients`` is below 1.
+        ConfigurationError: ``evaluate_clients`` is below 1, or another method gives clients models.
 
     Example:
         >>> class Sharpened(PersonalEvaluation):
-        ...     def variants(self, trainer, pl_module):
-        ...         weight = {"8.weight": 2 * pl_module.model[8].weight.detach()}
-        ...         return {str(client): weight for client in self.evaluated_clients(pl_module)}
+        ...     def client_model(self, pl_module, client):
+        ...         return {"8.weight": 2 * pl_module.model[8].weight.detach()}
     """
 
     def __init__(self, evaluate_clients: int | None = None) -> None:
@@ -63,6 +62,28 @@ class PersonalEvaluation(VariantEvaluation):
         clients = pl_module.data.num_clients
         count = min(self.evaluate_clients or clients, clients)
         return [index * clients // count for index in range(count)]
+
+    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+        """Check that no other method gives the clients models of their own."""
+        for other in pl_module.federated_callbacks:
+            if other is not self and isinstance(other, PersonalEvaluation):
+                raise ConfigurationError(
+                    f"callbacks {type(self).__name__} and {type(other).__name__} cannot be combined: both give clients models; use one of them"
+                )
+
+    def client_model(self, pl_module: "FederatedModule", client: int) -> Mapping[str, Tensor]:
+        """Return the tensors by name that a client's model has in place of the server's."""
+        raise NotImplementedError(f"{type(self).__name__} must define client_model(pl_module, client)")
+
+    def variants(
+        self, trainer: L.Trainer, pl_module: "FederatedModule"
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the model of each evaluated client by id."""
+
+        def own(client: int) -> tuple[str, Mapping[str, Tensor]]:
+            return str(client), self.client_model(pl_module, client)
+
+        return dict(pl_module.ranks.map(own, self.evaluated_clients(pl_module)))
 
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
