@@ -1,17 +1,14 @@
 """AdaBN: Li et al., "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fl_lightning.batch_norm import batch_norm_layers, batch_statistics, merge_, moments, require_batch_norm
-from fl_lightning.methods import Adaptation, VariantEvaluation
-
-if TYPE_CHECKING:
-    from fl_lightning import FederatedModule
+from fl_lightning import FederatedModule
+from fl_lightning.batch_norm import require_batch_norm
+from fl_lightning.methods import Adaptation, VariantEvaluation, input_statistics
 
 
 class AdaBN(VariantEvaluation):
@@ -37,39 +34,26 @@ class AdaBN(VariantEvaluation):
     role = "observer"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Raise an error if the model has no running statistics."""
         require_batch_norm(pl_module.model, "AdaBN")
 
-    def variants(self, trainer: L.Trainer, pl_module: "FederatedModule") -> Mapping[str, Adaptation]:
+    def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Adaptation]:
         """Return the variant ``adabn``: a function that replaces a model's BN statistics."""
         return {"adabn": adapt_statistics}
 
 
-@torch.no_grad()
 def adapt_statistics(model: nn.Module, batches: Iterable[Any]) -> None:
     """Set each BN layer's running statistics to the mean and biased variance of its inputs.
 
-    During this pass, BN layers normalise with the statistics of the batch. So the result depends on
-    the division into batches, except for the first BN layer.
+    During this pass, BN layers normalise with the statistics of the batch
+    (:func:`~fl_lightning.methods.own_data.input_statistics`). So the result depends on the division
+    into batches, except for the first BN layer.
 
     Args:
         model: The model, changed in place.
         batches: Batches of model inputs.
     """
-    seen: dict[Any, Tensor] = {}
-
-    def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any) -> None:
-        values = inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean"))
-        count, mean, spread = seen.setdefault(layer, values.new_zeros(3, len(values)))
-        merge_(count, mean, spread, *moments(values))
-
-    layers = [*batch_norm_layers(model).values()]
-    for layer in layers:
-        layer.register_forward_hook(look)
-    with batch_statistics(layers):
-        for inputs in batches:
-            model(inputs)
-    for layer, (count, mean, spread) in seen.items():
-        layer.running_mean.copy_(mean)
-        layer.running_var.copy_(spread / count)
+    for name, (mean, variance) in input_statistics(model, batches).items():
+        model.get_buffer(f"{name}.running_mean").copy_(mean)
+        model.get_buffer(f"{name}.running_var").copy_(variance)

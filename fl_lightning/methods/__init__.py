@@ -4,7 +4,7 @@ from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.methods.freezing import FoundFreezing, Freezing
 from fl_lightning.methods.local_state import LocalState, PersonalEvaluation
-from fl_lightning.methods.own_data import Adaptation, evaluate_client, weighed_accuracy
+from fl_lightning.methods.own_data import Adaptation, evaluate_client, input_statistics, weighed_accuracy
 from fl_lightning.methods.report import Drawing, Report, Rows, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
@@ -33,6 +33,7 @@ __all__ = [
     "collect",
     "evaluate_client",
     "fine_tuned",
+    "input_statistics",
     "measured_statistics",
     "server_statistics",
     "set_server_statistics",

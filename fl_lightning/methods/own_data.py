@@ -1,14 +1,18 @@
 """Evaluation on clients' own data, and adaptation of the server's model to unlabelled data."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fl_lightning.batch_norm.layers import explain_batch_of_one
+from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
+from fl_lightning.batch_norm.moments import merge_, moments
+from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
 
@@ -55,6 +59,33 @@ def adapted_state(
         model = deepcopy(pl_module.model).eval()
         adapt(model, inputs())
         return {n: x.detach() for n, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+@torch.no_grad()
+def input_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return mean and biased variance of all inputs of each BN layer, each ``[channels]``, by name.
+
+    BN layers normalise with the batch in this pass, so statistics of all but the first BN layer
+    depend on the division into batches.
+
+    Args:
+        model: The model.
+        batches: The inputs.
+    """
+    seen: dict[str, Tensor] = {}
+
+    def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
+        values = inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean"))
+        count, mean, spread = seen.setdefault(name, values.new_zeros(3, len(values)))
+        merge_(count, mean, spread, *moments(values))
+
+    layers = batch_norm_layers(model)
+    with batch_statistics([*layers.values()]), ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(look, name=name)))
+        for inputs in batches:
+            model(inputs)
+    return {name: (mean, spread / count) for name, (count, mean, spread) in seen.items()}
 
 
 def evaluate_client(
