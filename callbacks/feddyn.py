@@ -1,17 +1,12 @@
 """FedDyn: Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
-import torch
 
-from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.cohort import SERVER, ClientMemory
 from fl_lightning.round import aggregate
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 
 class FedDyn(FederatedCallback):
@@ -50,7 +45,7 @@ class FedDyn(FederatedCallback):
 
     paper = "Acar et al., arXiv 2111.04263"
     claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight", "server_keeps_the_mean")
-    takes: Mapping[str, str] = {"the correction of client drift": ""}
+    takes = ("the correction of client drift",)
     examples = ({}, {"alpha": 0.5})
 
     def __init__(self, alpha: float = 0.01) -> None:
@@ -59,41 +54,29 @@ class FedDyn(FederatedCallback):
         self.alpha = alpha
         self.memory = ClientMemory()
 
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Load each client's gradient estimate g_i."""
-        self._own = {}
-        for block in cohort.pseudo_gradient.blocks:
-            self._own[block] = torch.zeros_like(cohort.params.blocks[block])
-            for row, client in zip(self._own[block], cohort.client_ids, strict=True):
-                row += self.memory.get(client, {}).get(block, row).to(row)
+        self._own = cohort.load_vectors(self.memory)
 
     def on_after_local_backward(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
         """Add the gradient ``alpha (x_i - x) - g_i``."""
         for block, own in self._own.items():
-            pull = self.alpha * (cohort.params.blocks[block] - cohort.server_rows.blocks[block])
-            cohort.grads.blocks[block] += pull - own[cohort.rows]
+            cohort.grads.blocks[block] += self.alpha * cohort.updates(block) - own[cohort.rows]
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update the clients' ``g_i <- g_i - alpha (x_i - x)``."""
-        for index, client in enumerate(cohort.client_ids):
-            rows = {block: own[cohort.rows][index] for block, own in self._own.items()}
-            for block, row in rows.items():
-                moved = cohort.params.blocks[block][index] - cohort.server_rows.blocks[block][0]
-                rows[block] = row - self.alpha * moved
-            self.memory[client] = {**self.memory.get(client, {}), **rows}
+        own = {b: old[cohort.rows] - self.alpha * cohort.updates(b) for b, old in self._own.items()}
+        cohort.store_vectors(self.memory, own)
 
-    def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_after_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update ``h``, and subtract ``h / alpha`` from the server's parameters."""
-        updates = {
-            block: (block, cohort.server_rows.blocks[block] - cohort.params.blocks[block])
-            for block in self._own
-        }
+        updates = {block: (block, -cohort.updates(block)) for block in self._own}
         weights, share = pl_module.usual_weights(cohort), pl_module.weight_share(cohort)
         server = dict(self.memory.get(SERVER, {}))
         for block, mean in aggregate(cohort, updates, pl_module.aggregator, weights).items():
-            server[block] = server.get(block, torch.zeros_like(mean)).to(mean) + self.alpha * share * mean
+            server[block] = server.get(block, mean.new_zeros(mean.shape)).to(mean) + self.alpha * share * mean
             cohort.pseudo_gradient.blocks[block] += server[block] / self.alpha
         self.memory[SERVER] = server
 

@@ -1,16 +1,9 @@
 """FedNova: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization"."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 import lightning as L
 import torch
-from torch import Tensor
 
-from fl_lightning import ConfigurationError, FederatedCallback
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
+from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 
 
 class FedNova(FederatedCallback):
@@ -37,42 +30,39 @@ class FedNova(FederatedCallback):
 
     paper = "Wang et al., arXiv 2007.07481"
     claims = ("own_twin_without_bn", "one_client_is_plain_training", "one_client_is_two_of_half_its_weight")
-    takes: Mapping[str, str] = {"the client optimizer's state": "", "the correction of client drift": ""}
+    takes = ("the client optimizer's state", "the correction of client drift")
 
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Raise an error if the client optimizer is not SGD, or has dampening or Nesterov momentum."""
-        optimizer = cohort.optimizer
-        if type(optimizer) is not torch.optim.SGD or any(
-            group["dampening"] or group["nesterov"] for group in optimizer.param_groups
-        ):
-            raise ConfigurationError(
-                f"FedNova: client_optimizer {type(optimizer).__name__} must be SGD without dampening and nesterov; for "
-                "others the length of the steps is not known"
-            )
+        kind = type(cohort.optimizer)
+        for group in cohort.optimizer.param_groups:
+            if kind is not torch.optim.SGD or group["dampening"] or group["nesterov"]:
+                raise ConfigurationError(
+                    f"FedNova: client_optimizer {kind.__name__} must be SGD without dampening and nesterov; for "
+                    "others the length of the steps is not known"
+                )
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Normalise the updates: ``x_i <- x - d_i``."""
         for block, lengths in self._lengths(cohort).items():
-            rows, server = cohort.params.blocks[block], cohort.server_rows.blocks[block]
-            rows.copy_(server + (rows - server) / lengths.unsqueeze(1))
+            updates, server = cohort.updates(block), cohort.server_rows.blocks[block]
+            cohort.params.blocks[block].copy_(server + updates / lengths.unsqueeze(1))
 
-    def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_after_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Multiply the mean of the normalised updates by the clients' mean a_i."""
         for block, lengths in self._lengths(cohort).items():
             cohort.pseudo_gradient.blocks[block] *= cohort.mean(lengths)
 
     @staticmethod
-    def _lengths(cohort: "Cohort") -> dict[str, Tensor]:
+    def _lengths(cohort: Cohort) -> dict[str, torch.Tensor]:
         """Return each client's a_i, ``[C]``, for every block that the server averages."""
-        trained = [block for block in cohort.params.blocks if cohort.is_trained(block)]
         return {
-            block: step_length(cohort.local_steps, group["momentum"]).to(cohort.params.blocks[block])
-            for block, group in zip(trained, cohort.optimizer.param_groups, strict=True)
-            if cohort.treatment(block) == "averaged"
+            block: step_length(cohort.local_steps, cohort.optimizer_groups[block]["momentum"]).to(gradient)
+            for block, gradient in cohort.pseudo_gradient.blocks.items()
         }
 
 
-def step_length(steps: list[int], momentum: float) -> Tensor:
+def step_length(steps: list[int], momentum: float) -> torch.Tensor:
     """Return ``a_i = [tau_i - m (1 - m^tau_i) / (1 - m)] / (1 - m)``, float64 ``[C]``.
 
     The update of client i is a weighted sum of its gradients in tau_i local steps. a_i is the sum

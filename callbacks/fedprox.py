@@ -1,14 +1,8 @@
 """FedProx: Li et al., "Federated Optimization in Heterogeneous Networks", arXiv 1812.06127."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 import lightning as L
 
-from fl_lightning import ConfigurationError, FederatedCallback
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
+from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 
 
 class FedProx(FederatedCallback):
@@ -39,7 +33,7 @@ class FedProx(FederatedCallback):
 
     paper = "Li et al., arXiv 1812.06127"
     claims = ("own_twin_without_bn", "proximal_term")
-    takes: Mapping[str, str] = {"the correction of client drift": ""}
+    takes = ("the correction of client drift",)
     examples = ({}, {"mu": 0.5})
 
     def __init__(self, mu: float = 0.01) -> None:
@@ -48,9 +42,9 @@ class FedProx(FederatedCallback):
         self.mu = mu
 
     def on_after_local_backward(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
         """Add the gradient of the proximal term."""
-        for block, params in cohort.params.blocks.items():
+        for block, gradients in cohort.grads.blocks.items():
             if cohort.treatment(block) == "averaged":
-                cohort.grads.blocks[block] += self.mu * (params - cohort.server_rows.blocks[block])
+                gradients += self.mu * cohort.updates(block)

@@ -1,16 +1,11 @@
 """FedRep: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", arXiv 2102.07303."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 import lightning as L
 
+from fl_lightning import Cohort, FederatedModule
 from fl_lightning.callbacks.fedper import FedPer
 from fl_lightning.cohort import LAST_LAYER
-from fl_lightning.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
+from fl_lightning.errors import check_at_least
 
 
 class FedRep(FedPer):
@@ -44,7 +39,7 @@ class FedRep(FedPer):
 
     paper = "Collins et al., arXiv 2102.07303"
     claims = ("one_client_is_two_of_half_its_weight",)
-    takes: Mapping[str, str] = {"the client optimizer's state": ""}
+    takes = ("the client optimizer's state",)
 
     def __init__(
         self, head_steps: int = 1, head: list[str] | str = LAST_LAYER, evaluate_clients: int | None = None
@@ -52,23 +47,18 @@ class FedRep(FedPer):
         super().__init__(head, evaluate_clients)
         self.head_steps = head_steps
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
+    def on_fit_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # a run's module has this type
         """Raise an error if no client has a local step for the body."""
         most = max(map(pl_module.plan.full_steps, range(pl_module.data.num_clients)))
-        if not 0 <= self.head_steps < most:
-            raise ConfigurationError(
-                f"FedRep.head_steps: {self.head_steps} must be at least 0 and below {most}: a round has {most} local steps, and the last must train the body"
-            )
+        check_at_least(0, below=most, **{"FedRep.head_steps": self.head_steps})
 
     def on_after_local_backward(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
         """Set gradient and learning rate of the part that this step does not train to 0."""
         if step == self.head_steps:
             cohort.restart_optimizer()
-        blocks = {n: block for n, block in cohort.params.layout.items() if cohort.is_trained(n)}
-        for (name, block), group in zip(blocks.items(), cohort.optimizer.param_groups, strict=True):
-            in_body = {*block.parts, block.kind}.isdisjoint(self.kinds)
-            if in_body == (step < self.head_steps):
-                cohort.grads.blocks[name].zero_()
-                group["lr"] = 0.0
+        for block, layout in cohort.params.layout.items():
+            # the body in head steps, otherwise the head
+            if {*layout.parts, layout.kind}.isdisjoint(self.kinds) == (step < self.head_steps):
+                cohort.rest(block)

@@ -1,17 +1,13 @@
 """SCAFFOLD: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", arXiv 1910.06378."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
 
-from fl_lightning import FederatedCallback
+from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.cohort import SERVER, ClientMemory
 from fl_lightning.round import aggregate
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 
 class SCAFFOLD(FederatedCallback):
@@ -58,26 +54,22 @@ class SCAFFOLD(FederatedCallback):
         "own_twin_without_bn", "fedavg_on_identical_clients", "one_client_is_plain_training",
         "one_client_is_two_of_half_its_weight", "server_keeps_the_mean",
     )  # fmt: skip
-    takes: Mapping[str, str] = {"the correction of client drift": ""}
+    takes = ("the correction of client drift",)
 
     def __init__(self) -> None:
         self.memory = ClientMemory()
 
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Load c, and each client's c_i."""
-        self._own, self._correction = {}, {}
-        memories = [self.memory.get(owner, {}) for owner in (SERVER, *cohort.client_ids)]
-        for block in self._blocks(cohort):
-            gradients = cohort.grads.blocks[block]
-            variates = gradients.new_zeros(1 + len(cohort), gradients.shape[1])
-            for row, entry in zip(variates, memories, strict=True):
-                if block in entry:
-                    row.copy_(entry[block])
-            self._own[block], self._correction[block] = variates[1:], variates[0] - variates[1:]
-            cohort.extra[f"SCAFFOLD {block}"] = torch.zeros_like(gradients)
+        self._own, server = cohort.load_vectors(self.memory), self.memory.get(SERVER, {})
+        self._correction = {}
+        for block, own in self._own.items():
+            c = server.get(block, own.new_zeros(own.shape[1])).to(own)
+            self._correction[block] = c - own
+            cohort.extra[f"SCAFFOLD {block}"] = torch.zeros_like(own)
 
     def on_after_local_backward(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
         """Correct the gradients: ``g <- g - c_i + c``."""
         active = cohort.index(cohort.active_rows())
@@ -86,7 +78,7 @@ class SCAFFOLD(FederatedCallback):
             cohort.extra[f"SCAFFOLD {block}"][active] += gradients[active]
             gradients += correction[cohort.rows]
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update the control variates: ``c_i <- mean of g`` and ``c <- c + |S|/n mean(delta c_i)``."""
         share = pl_module.weight_share(cohort)
         steps = torch.tensor(cohort.local_steps, device=pl_module.device).unsqueeze(1)
@@ -97,13 +89,11 @@ class SCAFFOLD(FederatedCallback):
         for block, mean in means.items():
             server[block] = server.get(block, torch.zeros_like(mean)).to(mean) + share * mean
         self.memory[SERVER] = server
-        for index, client in enumerate(cohort.client_ids):
-            rows = {block: rows[index].clone() for block, rows in variates.items()}
-            self.memory[client] = {**self.memory.get(client, {}), **rows}
+        cohort.store_vectors(self.memory, variates)
 
-    def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
+    def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return the floats that a client sends (the change of c_i) and receives (c)."""
-        floats = sum(cohort.params.blocks[block].shape[1] for block in self._blocks(cohort))
+        floats = sum(own.shape[1] for own in self._own.values())
         return floats, floats
 
     def state_dict(self) -> dict[str, ClientMemory]:
@@ -113,7 +103,3 @@ class SCAFFOLD(FederatedCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the control variates from a checkpoint."""
         self.memory = ClientMemory(state_dict["memory"])
-
-    @staticmethod
-    def _blocks(cohort: "Cohort") -> list[str]:
-        return [block for block in cohort.params.blocks if cohort.treatment(block) == "averaged"]

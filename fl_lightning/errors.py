@@ -96,11 +96,12 @@ def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigurationError(f"{setting}: {value!r} must be one of {', '.join(names)}")
 
 
-def check_at_least(least: int, **settings: int) -> None:
-    """Raise a ``ConfigurationError`` that names the first setting below ``least``."""
+def check_at_least(least: int, below: int | None = None, **settings: int) -> None:
+    """Raise a ``ConfigurationError`` that names the first setting outside ``least`` to ``below - 1``."""
     for name, value in settings.items():
-        if value < least:
-            raise ConfigurationError(f"{name} must be at least {least}, found {value}")
+        if value < least or (below is not None and value >= below):
+            bound = "" if below is None else f" and below {below}"
+            raise ConfigurationError(f"{name} must be at least {least}{bound}, found {value}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

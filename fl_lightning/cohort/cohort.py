@@ -133,6 +133,10 @@ class Cohort:
         """Return whether a parameter block is trained, and not frozen, in this round."""
         return self.treatment(block) != "frozen"
 
+    def updates(self, block: str) -> Tensor:
+        """Return the clients' updates ``x_i - x`` of a parameter block, ``[C, columns]``."""
+        return self.params.blocks[block] - self.server_rows.blocks[block]
+
     def mean(self, stacked: Tensor) -> Tensor:
         """Return the weighted mean over the clients, ``[C, *shape] -> [*shape]``.
 
@@ -223,6 +227,18 @@ class Cohort:
     def optimizer_steps(self, steps: Mapping[str, Tensor]) -> None:
         self._optimizer.restore_steps(steps)
 
+    @property
+    def optimizer_groups(self) -> dict[str, dict[str, Any]]:
+        """The client optimizer's settings, such as ``"lr"``, of each trained block; hooks may change them."""
+        trained = [block for block in self.params.blocks if self.is_trained(block)]
+        return dict(zip(trained, self.optimizer.param_groups, strict=True))
+
+    def rest(self, block: str) -> None:
+        """Set gradient and learning rate of a block to 0; the rate stays 0 until :meth:`restart_optimizer`."""
+        if self.is_trained(block):
+            self.grads.blocks[block].zero_()
+            self.optimizer_groups[block]["lr"] = 0.0
+
     def restart_optimizer(self) -> None:
         """Reset the state of every client's optimizer."""
         self._optimizer.restart()
@@ -251,9 +267,31 @@ class Cohort:
         Args:
             memory: The callback's memory. The callback's ``state_dict()`` must include it.
         """
-        blocks = self._local_blocks()
+        self.store_vectors(memory, self._local_blocks())
+
+    def load_vectors(self, memory: MutableMapping[int, Any]) -> dict[str, Tensor]:
+        """Return the clients' vectors in a memory by averaged block, ``[C, columns]``; 0 for a new client.
+
+        Args:
+            memory: The callback's memory, as :meth:`store_vectors` fills it.
+        """
+        blocks = {n: block for n, block in self.params.blocks.items() if self.treatment(n) == "averaged"}
+        vectors = {name: torch.zeros_like(block) for name, block in blocks.items()}
         for index, client in enumerate(self.client_ids):
-            entry = {name: block[index].clone() for name, block in blocks.items()}
+            entry = memory.get(client, {})
+            for name in vectors.keys() & entry.keys():
+                vectors[name][index] = entry[name]
+        return vectors
+
+    def store_vectors(self, memory: MutableMapping[int, Any], vectors: Mapping[str, Tensor]) -> None:
+        """Store a vector of each client by block.
+
+        Args:
+            memory: The callback's memory, which its ``state_dict()`` must include.
+            vectors: The vectors by block, ``[C, columns]``.
+        """
+        for index, client in enumerate(self.client_ids):
+            entry = {name: rows[index].clone() for name, rows in vectors.items()}
             memory[client] = {**memory.get(client, {}), **entry}
 
     def _local_blocks(self) -> dict[str, Tensor]:

@@ -143,7 +143,7 @@ class RoundCohort(Cohort):
     def learning_rates(self) -> dict[str, float]:
         """Return the largest client learning rate of each trained parameter group."""
         rates: dict[str, float] = {}
-        for block, settings in zip(self.trained_blocks, self._optimizer.torch.param_groups, strict=True):
+        for block, settings in self.optimizer_groups.items():
             group = self.params.layout[block].group
             rates[group] = max(rates.get(group, 0.0), float(settings["lr"]))
         return rates

@@ -242,7 +242,7 @@ def test_fedrep_without_head_steps_never_trains_a_head():
 @pytest.mark.parametrize("head_steps", [-1, 3])
 def test_fedrep_without_steps_for_the_body_is_refused(head_steps):
     with pytest.raises(
-        ConfigurationError, match=rf"FedRep.head_steps: {head_steps} must be at least 0 and below 3"
+        ConfigurationError, match=rf"FedRep.head_steps must be at least 0 and below 3, found {head_steps}"
     ):
         run(FedRep(head_steps))
 

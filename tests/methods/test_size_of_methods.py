@@ -15,8 +15,11 @@ LIMITS = {
     "FBN": (["callbacks/fbn.py"], 60),
     "MTFL": (["callbacks/mtfl.py"], 5),
     "FedPer": (["callbacks/fedper.py"], 10),
-    "FedRep": (["callbacks/fedrep.py"], 35),
-    "FedBABU": (["callbacks/fedbabu.py"], 36),
+    "FedRep": (["callbacks/fedrep.py"], 25),
+    "FedBABU": (["callbacks/fedbabu.py"], 25),
+    "FedNova": (["callbacks/fednova.py"], 30),
+    "FedDyn": (["callbacks/feddyn.py"], 40),
+    "AdaBN": (["callbacks/adabn.py"], 20),
     "FedTAN": (["callbacks/fedtan.py", "fl_lightning/batch_norm/joint.py"], 150),
 }
 """The files that exist for a method alone; ``joint`` steps are few lines in the module and the executors beside that."""
