@@ -1,6 +1,5 @@
 """Maintained momentum: section 7 of Zhong et al., "Making Batch Normalization Great in Federated Deep Learning"."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -50,7 +49,7 @@ class MaintainedMomentum(FederatedCallback):
 
     paper = "Zhong et al., arXiv 2303.06530, section 7"
     claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight")
-    takes: Mapping[str, str] = {"the client optimizer's state": ""}
+    takes = ("the client optimizer's state",)
     examples = ({"scope": "local"}, {"scope": "global"})
 
     def __init__(self, scope: Literal["local", "global"] = "local") -> None:

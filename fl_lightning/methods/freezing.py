@@ -41,7 +41,7 @@ class Freezing(FederatedCallback):
     """
 
     kinds: tuple[str, ...] = STATISTICS
-    takes: Mapping[str, str] = {"the round from which BN state is frozen": ""}
+    takes = ("the round from which BN state is frozen",)
     logs: tuple[str, ...] = ("fixbn/",)
 
     @abstractmethod

@@ -1,7 +1,6 @@
 """Declarations of a method: treatment of state, network traffic and exclusive resources."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from fl_lightning.cohort.cohort import Cohort
@@ -27,9 +26,9 @@ class Declarations:
             ``check_val_every_n_epoch`` is part of the run's hash.
         role: ``"method"``, ``"attack"`` (changes what clients send) or ``"observer"`` (only reads).
             Hooks are called by role in this order, and within a role in the order of the list.
-        takes: Resources that only one method of a run can control, such as ``"client drift"``. The
-            value is a setting that avoids the conflict, or empty. A run with two methods that take
-            the same resource is refused.
+        takes: Resources that only one method of a run can control, such as ``"client drift"``. A run
+            with two methods that take the same resource is refused. The value of a mapping is a
+            setting that avoids the conflict.
         logs: Prefixes of the metrics that the method logs in rounds, such as ``("bn/",)``, and of
             its evaluation metrics that are missing before round 1. Callbacks may monitor these
             metrics.
@@ -41,7 +40,7 @@ class Declarations:
     needs_joint_forward: ClassVar[bool] = False
     sends_for_evaluations: ClassVar[bool] = False
     role: ClassVar[Literal["method", "attack", "observer"]] = "method"
-    takes: Mapping[str, str] = MappingProxyType({})
+    takes: Mapping[str, str] | tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:

@@ -116,12 +116,14 @@ def check_together(callbacks: Iterable[Declarations]) -> None:
     Raises:
         ConfigurationError: Two methods take the same resource.
     """
-    taken: dict[str, Declarations] = {}
+    taken: dict[str, tuple[Declarations, str]] = {}
     for callback in callbacks:
-        for resource, remedy in callback.takes.items():
-            other = taken.setdefault(resource, callback)
+        takes = callback.takes
+        for resource in takes:
+            remedy = takes[resource] if isinstance(takes, Mapping) else ""
+            other, its_remedy = taken.setdefault(resource, (callback, remedy))
             if other is not callback:
-                instead = remedy or other.takes[resource] or "use one of them"
+                instead = remedy or its_remedy or "use one of them"
                 raise ConfigurationError(
                     f"callbacks {type(other).__name__} and {type(callback).__name__} cannot be combined: both decide over "
                     f"{resource}; {instead}"
