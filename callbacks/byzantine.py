@@ -2,21 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
 
-from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.attacks import ALittleIsEnough, Attack, Backdoor, Message, Mimic
 from fl_lightning.batch_norm import buffer_kinds
+from fl_lightning.client_data import BatchStack
 from fl_lightning.cohort import treatments
 from fl_lightning.errors import check_choice
 from fl_lightning.round import resolve_policy, sent_statistics_by_kind, sent_vectors
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
-    from fl_lightning.client_data import BatchStack
 
 Target = Literal["means", "variances", "statistics", "parameters", "everything"]
 _TARGETS = {
@@ -92,11 +89,11 @@ class Byzantine(FederatedCallback):
         self.start_round, self.per, self.stay_valid = start_round, per, stay_valid
         self.attackers: list[int] = []
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Select the attackers."""
         self.attackers = attackers(self.clients, pl_module.data.num_clients)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Raise an error if clients do not send the attacked state in the first attacked round."""
         first, sent = max(1, self.start_round), ["nothing (the run is centralised)"]
         if not pl_module.centralised:
@@ -114,14 +111,14 @@ class Byzantine(FederatedCallback):
     def _rewrites(self) -> bool:
         return type(self.attack).messages is not Attack.messages
 
-    def rows(self, cohort: "Cohort") -> list[int]:
+    def rows(self, cohort: Cohort) -> list[int]:
         """Return the attackers' row numbers in a cohort; empty before ``start_round``."""
         active = cohort.round >= self.start_round
         return [row for row, client in enumerate(cohort.client_ids) if active and client in self.attackers]
 
     def change_batches(
-        self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: "BatchStack"
-    ) -> "BatchStack":
+        self, pl_module: FederatedModule, client_ids: Sequence[int], batches: BatchStack
+    ) -> BatchStack:
         """Replace the attackers' batches if the attack changes data."""
         active = set(self.attackers) if pl_module.round >= self.start_round else set()
         if type(self.attack).batch is Attack.batch or active.isdisjoint(client_ids):
@@ -131,14 +128,14 @@ class Byzantine(FederatedCallback):
         return type(batches)(batches=[self.attack.batch(b, classes) if i in active else b for i, b in pairs])
 
     def on_after_local_backward(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
         """Replace the attackers' gradients if the attack changes gradients."""
         for row in self.rows(cohort) if type(self.attack).gradient is not Attack.gradient else ():
             for block in cohort.grads.blocks.values():
                 block[row] = self.attack.gradient(block[row])
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Replace the attackers' messages if the attack changes messages."""
         attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
         bad = self.rows(cohort)
@@ -159,7 +156,7 @@ class Byzantine(FederatedCallback):
                 sent.write(bad, vector.clamp(min=floor))
 
     def on_validation_batch_end(  # type: ignore[override]  # narrows pl_module
-        self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, *_: Any
+        self, trainer: L.Trainer, pl_module: FederatedModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Count how often a backdoor's trigger makes the model predict the target class.
 
@@ -174,13 +171,13 @@ class Byzantine(FederatedCallback):
 
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # narrows pl_module
 
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Reset the counts of a backdoor's successes."""
         self._success = torch.zeros(2)
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # narrows pl_module
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Log the success rate of a backdoor."""
         if isinstance(self.attack, Backdoor) and self._success[1] and not trainer.sanity_checking:
             split = "test" if trainer.testing else pl_module.data.fit_split

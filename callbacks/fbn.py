@@ -2,19 +2,23 @@
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import lightning as L
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning import ConfigurationError, FederatedCallback, SwappedBatchNorm, swap_batch_norm
+from fl_lightning import (
+    Cohort,
+    ConfigurationError,
+    FederatedCallback,
+    FederatedModule,
+    SwappedBatchNorm,
+    swap_batch_norm,
+)
 from fl_lightning.aggregation import LayerStatistics
 from fl_lightning.batch_norm import ONE_VALUE, batch_norm_layers, merge_, moments
 from fl_lightning.errors import check_choice
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 
 class SharedBatchNorm(SwappedBatchNorm):
@@ -101,18 +105,18 @@ class FBN(FederatedCallback):
         """Declare that this method computes the server's running statistics (``pooled``)."""
         return {"mean": "pooled", "var": "pooled"}
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Replace BN layers by layers that normalise with the server's statistics."""
         swap_batch_norm(pl_module.model, SharedBatchNorm, momentum=True)
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Write the statistics that clients send into their rows (Algorithm 2, lines 5 to 7)."""
         for layer in self._layers(pl_module.model, cohort):
             clients, weight = layer.clients, layer.weight
             clients.running_mean.lerp_(clients.batch_mean, weight)
             clients.running_var.lerp_(layer.unbias * clients.batch_m2 / clients.count.clamp(min=1), weight)
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update the server's statistics (Algorithm 2, lines 9 and 10)."""
         layers = list(self._layers(pl_module.model, cohort))
         pairs = [(layer.clients, layer.unbias / layer.weight) for layer in layers]
@@ -121,7 +125,7 @@ class FBN(FederatedCallback):
             layer.server.running_mean.lerp_(mean, layer.beta / layer.weight)
             layer.server.running_var.lerp_(variance, layer.beta / layer.weight)
 
-    def _layers(self, model: nn.Module, cohort: "Cohort") -> Iterator[SimpleNamespace]:
+    def _layers(self, model: nn.Module, cohort: Cohort) -> Iterator[SimpleNamespace]:
         """Yield the tensors and factors of each BN layer that was called in this round.
 
         N is the number of values per channel of all clients together. The fields are:

@@ -1,20 +1,17 @@
 """FedDNA without its VAE: Duan, Li, Lu, "FedDNA: Federated Learning with Decoupled Normalization-Layer Aggregation"."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning import FederatedCallback
+from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import require_weighted_mean, weighted_mean
 from fl_lightning.batch_norm import require_batch_norm, total_variance
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import client_statistics, set_server_statistics
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 _EPS = 1e-5  # eps of BN
 _TOLERANCE = 1e-7
@@ -73,20 +70,20 @@ class FedDNA(FederatedCallback):
         """Declare that this method computes the server's running statistics (``pooled``)."""
         return {"mean": "pooled", "var": "pooled"}
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check that the model has running statistics, aggregated by the weighted mean."""
         require_batch_norm(pl_module.model, "FedDNA")
         require_weighted_mean(
             pl_module, "FedDNA", "sums statistics with importances", ["statistics_aggregator"]
         )
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Print how this version differs from the paper."""
         pl_module.print(
             f"FedDNA (lite): importances minimise {self.divergence}, in place of the paper's adversarial training."
         )
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Set the server's statistics; log the largest importance and the entropy of the importances."""
         means, variances = client_statistics(cohort)
         importances = self.importances(means, variances, cohort.weights)

@@ -5,21 +5,18 @@ The paper appeared at NeurIPS 2021. Appendix B.6 of the FixBN paper names FedEx 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning import ConfigurationError
+from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.batch_norm import SwappedBatchNorm, batch_norm_layers, evaluating, swap_batch_norm
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import FoundFreezing
 from fl_lightning.randomness import derive_seed, generator, seeded
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 _SCHEDULES = ("auto", "adaptive", "aggressive", "constant")
 _BATCH, _FREEZE = 0, 1
@@ -122,11 +119,11 @@ class FedExFixBN(FoundFreezing):
         """Declare that running statistics may still freeze, unless batch statistics have won."""
         return super().undecided() if self.batch_round is None else {}
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Replace BN layers by layers that apply each client's sampled configuration."""
         swap_batch_norm(pl_module.model, ChosenBatchNorm)
 
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Sample each client's configuration."""
         super().on_round_start(trainer, pl_module, cohort)
         if self._searches(cohort.round):
@@ -134,7 +131,7 @@ class FedExFixBN(FoundFreezing):
             for name in batch_norm_layers(pl_module.model):
                 cohort.buffers[f"{name}.frozen"].copy_(frozen)
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update theta from the losses that the clients report."""
         if not self._searches(cohort.round):
             return
@@ -153,7 +150,7 @@ class FedExFixBN(FoundFreezing):
         if entropy(self.log_theta) < self.cutoff:
             self._decide(pl_module, cohort.round)
 
-    def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
+    def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return the floats that a client sends (the loss) and receives (the choice): 1 and 1.
 
         After the search both are 0.
@@ -174,7 +171,7 @@ class FedExFixBN(FoundFreezing):
         decided = self.freeze_round if self.batch_round is None else self.batch_round
         return decided is None or round_number <= decided
 
-    def _choices(self, pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
+    def _choices(self, pl_module: FederatedModule, cohort: Cohort) -> Tensor:
         """Return each client's configuration, int64 ``[C]``: 0 for batch statistics, 1 for frozen ones.
 
         The draw is a function of theta, seed, round and client.
@@ -186,7 +183,7 @@ class FedExFixBN(FoundFreezing):
         ]
         return torch.cat(draws)
 
-    def _decide(self, pl_module: "FederatedModule", round_number: int) -> None:
+    def _decide(self, pl_module: FederatedModule, round_number: int) -> None:
         if self.log_theta.argmax() == _FREEZE:
             self.freeze_after(pl_module, round_number)
         else:
@@ -266,7 +263,7 @@ def entropy(log_theta: Tensor) -> float:
 
 
 @torch.no_grad()
-def held_out_losses(pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
+def held_out_losses(pl_module: FederatedModule, cohort: Cohort) -> Tensor:
     """Return each client's loss on its next batch, float64 ``[C]``.
 
     The client's model is in eval mode and uses the client's running statistics.

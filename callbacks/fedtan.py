@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning import FederatedCallback
+from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm import SwappedBatchNorm, cohort_mean, swap_batch_norm
 from fl_lightning.errors import check_choice
 from fl_lightning.randomness import generator
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 Backward = Literal["aggregated", "own", "none"]
 Correction = Literal["union", "official"]
@@ -172,7 +169,7 @@ class FedTAN(FederatedCallback):
         """Declare running statistics averaged, so that no other method changes their treatment."""
         return {"mean": "averaged", "var": "averaged"}
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Replace BN layers by layers that can exchange statistics, and draw their initial gamma."""
         require_weighted_mean(pl_module, "FedTAN", "takes means inside of a local step")
         self.layers: list[TANBatchNorm] = swap_batch_norm(pl_module.model, TANBatchNorm)
@@ -181,21 +178,21 @@ class FedTAN(FederatedCallback):
                 draw = generator(pl_module.seed, "FedTAN affine_init", index)
                 layer.weight.data.copy_(torch.rand(layer.weight.shape, generator=draw))
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Print a note if ``backward`` is not ``"aggregated"``."""
         if self.backward != "aggregated":
             pl_module.print(
                 f"FedTAN(backward={self.backward}): 'FedAvg + Algorithm 2', inferred because its text was not available."
             )
 
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Prepare all BN layers for the exchange in the first local step."""
         cohort.extra["calls"] = _calls(cohort)
         for layer in self.layers:
             layer.joint = JointStep(len(cohort), self.backward, self.var_correction)
 
     def on_local_step_end(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
         """Switch to ordinary BN after the first step, and restart the optimizers if set."""
         if step == 0:
@@ -205,18 +202,18 @@ class FedTAN(FederatedCallback):
             if self.restart_momentum:
                 cohort.restart_optimizer()
 
-    def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
+    def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return the floats that a client sends and receives in the first local step."""
         channels = torch.tensor([layer.num_features for layer in self.layers])
         floats = int(cohort.extra["calls"][0].cpu() @ channels) * (4 if self.backward == "aggregated" else 2)
         return floats, floats
 
-    def extra_exchanges(self, cohort: "Cohort") -> int:
+    def extra_exchanges(self, cohort: Cohort) -> int:
         """Return 2 exchanges per call of a BN layer, or 3 if gradients are averaged."""
         return int(cohort.extra["calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
 
 
-def _calls(cohort: "Cohort") -> Tensor:
+def _calls(cohort: Cohort) -> Tensor:
     """Return how often each client has called each BN layer in training, ``[C, layers]``."""
     kinds = cohort.buffer_kinds
     return torch.stack([cohort.buffers[name] for name in kinds if kinds[name] == "counter"], 1)

@@ -1,15 +1,11 @@
 """Clipping of each client's gradient norm: Pascanu et al., "On the difficulty of training recurrent neural networks"."""
 
 import math
-from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
 
-from fl_lightning import ConfigurationError, FederatedCallback
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
+from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 
 
 class ClientGradientClipping(FederatedCallback):
@@ -46,7 +42,7 @@ class ClientGradientClipping(FederatedCallback):
         self.max_norm, self.norm = max_norm, norm
 
     def on_after_local_backward(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
         """Clip the gradients of the clients that take this local step."""
         if math.isinf(self.max_norm):

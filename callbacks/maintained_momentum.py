@@ -1,18 +1,15 @@
 """Maintained momentum: section 7 of Zhong et al., "Making Batch Normalization Great in Federated Deep Learning"."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.cohort import SERVER, ClientMemory
 from fl_lightning.errors import check_choice
 from fl_lightning.round import aggregate
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 
 class MaintainedMomentum(FederatedCallback):
@@ -57,7 +54,7 @@ class MaintainedMomentum(FederatedCallback):
         self.scope = scope
         self.memory = ClientMemory()
 
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Give each client's optimizer the state from earlier rounds."""
         if not cohort.optimizer_state_keys:
             raise ConfigurationError(
@@ -76,7 +73,7 @@ class MaintainedMomentum(FederatedCallback):
                         row.copy_(memory[name])
         cohort.optimizer_steps = steps
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Store the optimizers' states after the last local step."""
         state = _state(cohort)
         shared = {name: of for name, of in state.items() if self._is_shared(cohort, of[0])}
@@ -89,7 +86,7 @@ class MaintainedMomentum(FederatedCallback):
             rest = {name: rows[index].clone() for name, rows in local.items()}
             self._remember(client, {**rest, "steps": steps[False][index].clone()})
 
-    def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
+    def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return the number of floats of global state; clients send and receive it once a round."""
         floats = sum(
             rows.shape[1] for block, rows in _state(cohort).values() if self._is_shared(cohort, block)
@@ -104,7 +101,7 @@ class MaintainedMomentum(FederatedCallback):
         """Restore the stored states from a checkpoint."""
         self.memory = ClientMemory(state_dict["memory"])
 
-    def _is_shared(self, cohort: "Cohort", block: str) -> bool:
+    def _is_shared(self, cohort: Cohort, block: str) -> bool:
         """Return whether the server keeps a block's state.
 
         This is so in global scope, unless the block holds local parameters.
@@ -115,7 +112,7 @@ class MaintainedMomentum(FederatedCallback):
         self.memory[owner] = {**self.memory.get(owner, {}), **state}
 
 
-def _state(cohort: "Cohort") -> dict[str, tuple[str, Tensor]]:
+def _state(cohort: Cohort) -> dict[str, tuple[str, Tensor]]:
     """Return the client optimizer's state by name, each with its block and rows ``[C, columns]``."""
     return {
         f"{key}/{block}": (block, rows)

@@ -1,18 +1,14 @@
 """Moment matching: the server's variance includes the variance between the clients."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
 
-from fl_lightning import FederatedCallback
+from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import sent_statistics
 from fl_lightning.batch_norm import require_batch_norm
 from fl_lightning.methods import set_server_statistics
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 
 class MomentMatching(FederatedCallback):
@@ -58,11 +54,11 @@ class MomentMatching(FederatedCallback):
         """Declare that this method computes the server's running statistics (``pooled``)."""
         return {"mean": "pooled", "var": "pooled"}
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Raise an error if the model has no running statistics."""
         require_batch_norm(pl_module.model, "MomentMatching")
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Aggregate the clients' statistics by the law of total variance."""
         sent = sent_statistics(cohort.buffers, cohort.buffer_kinds, cohort.weights, between=1.0)
         means, variances = zip(*pl_module.statistics([*sent.values()]), strict=True)

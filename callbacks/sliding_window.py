@@ -1,18 +1,15 @@
 """SlidingWindowFixBN: appendix B.6 of Zhong et al., "Making Batch Normalization Great in Federated Deep Learning"."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning import ConfigurationError
+from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.cohort import ClientMemory
 from fl_lightning.methods import FoundFreezing
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 
 class SlidingWindowFixBN(FoundFreezing):
@@ -64,7 +61,7 @@ class SlidingWindowFixBN(FoundFreezing):
         self.changes: list[float] = []
         self.statistics = ClientMemory()
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Compare the clients' statistics with their last ones; freeze if the pace is steady."""
         if self.freeze_round is not None:
             return

@@ -1,20 +1,17 @@
 """StaticBN: the "static batch normalization" of HeteroFL (Diao, Ding and Tarokh, arXiv 2010.01264)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import lightning as L
 
-from fl_lightning import FederatedCallback
+from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm import buffer_kinds, parameter_kinds, require_batch_norm
 from fl_lightning.cohort import treatments
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import Mode, collect
 from fl_lightning.round import resolve_policy
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 
 class StaticBN(FederatedCallback):
@@ -66,7 +63,7 @@ class StaticBN(FederatedCallback):
         """Declare that a round resets the statistics that BN tracks in training."""
         return dict.fromkeys(("mean", "var", "counter"), "reset")
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check that the model has running statistics, aggregated by the weighted mean."""
         require_batch_norm(pl_module.model, "StaticBN")
         require_weighted_mean(
@@ -76,13 +73,13 @@ class StaticBN(FederatedCallback):
             ("statistics_aggregator",),
         )
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the statistics if this round is evaluated or is the last round."""
         self._trained_round = cohort.round
         self._measure_if_used(trainer, pl_module, cohort.round)
 
     def on_round_skipped(
-        self, trainer: L.Trainer, pl_module: "FederatedModule"
+        self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
         """Measure the statistics if this round is evaluated and its weights are not measured yet.
 
@@ -92,7 +89,7 @@ class StaticBN(FederatedCallback):
         self._measure_if_used(trainer, pl_module, pl_module.round)
         return self._pass, int(self._is_last and bool(self._pass))
 
-    def _measure_if_used(self, trainer: L.Trainer, pl_module: "FederatedModule", round_number: int) -> None:
+    def _measure_if_used(self, trainer: L.Trainer, pl_module: FederatedModule, round_number: int) -> None:
         """Measure the statistics, and record the traffic, if an evaluation needs new statistics.
 
         This is so if the round is evaluated or is the last round, and its weights are not measured.
@@ -113,12 +110,12 @@ class StaticBN(FederatedCallback):
         clients = range(pl_module.data.num_clients)
         self._pass = {client: (statistics, weights * (client not in following)) for client in clients}
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_train_end(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Measure the statistics if training ended before its last planned round."""
         if self.measured_round < self._trained_round:
             self._measure(pl_module, self._trained_round)
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_test_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Print a warning if statistics and weights of a checkpoint are from different rounds."""
         if self._trained_round != self.measured_round:
             pl_module.print(
@@ -135,14 +132,14 @@ class StaticBN(FederatedCallback):
         self.measured_round = state_dict["measured_round"]
         self._trained_round = state_dict.get("trained_round", self.measured_round)
 
-    def _measure(self, pl_module: "FederatedModule", round_number: int) -> None:
+    def _measure(self, pl_module: FederatedModule, round_number: int) -> None:
         self.measured_round = round_number
         buffers = dict(pl_module.model.named_buffers())
         for layer, (mean, variance) in collect(pl_module, self.statistics_pass).items():
             buffers[f"{layer}.running_mean"].copy_(mean)
             buffers[f"{layer}.running_var"].copy_(variance)
 
-    def extra_traffic(self, cohort: "Cohort") -> Mapping[int, tuple[int, int]]:
+    def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
         """Return each client's traffic in a pass, as floats sent and floats received.
 
         Clients send statistics and receive weights. The clients of the next cohort receive no
@@ -150,7 +147,7 @@ class StaticBN(FederatedCallback):
         """
         return self._pass
 
-    def extra_exchanges(self, cohort: "Cohort") -> int:
+    def extra_exchanges(self, cohort: Cohort) -> int:
         """Return 1 for the last pass, and 0 for earlier passes.
 
         The server waits only for the last pass. An earlier pass overlaps with the next round.

@@ -1,18 +1,15 @@
 """Measures of the attackers' effect on the server's aggregates."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning import ConfigurationError, FederatedCallback, Report, Table
+from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule, Report, Table
 from fl_lightning.callbacks.byzantine import Byzantine
 from fl_lightning.round import sent_vectors
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 
 class AggregationDiagnostics(Report, FederatedCallback):
@@ -60,7 +57,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
         self.shares: dict[int, dict[str, list[float]]] = {}
         self._attackers: set[int] = set()
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the distance and shares of this round's aggregates."""
         if cohort.round != 1 and cohort.round % self.every_n_rounds:
             return

@@ -1,14 +1,14 @@
 """Effects of Batch Normalization on a federated run, measured during training."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from fl_lightning import ConfigurationError
+from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.batch_norm import batch_norm_layers, has_statistics
 from fl_lightning.callbacks.observers.bn_report import BatchNormReport
 from fl_lightning.callbacks.observers.gradient_deviation import FirstStep, first_step
@@ -22,9 +22,6 @@ from fl_lightning.callbacks.observers.measurements import (
 )
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import BATCH_STATISTICS, VariantEvaluation, measured_statistics
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 _MEASURES = ("statistics", "gradients", "gap", "bias")
 
@@ -144,14 +141,14 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         self._before: Tensor | None = None
         self._true: dict[str, Tensor] = {}
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Register the BN layers; reset all measurements if the run starts from round 1."""
         if not pl_module.trainer.current_epoch:
             self.start_anew()
         layers = batch_norm_layers(pl_module.model) if has_statistics(pl_module.model) else {}
         self.channels = {name: layer.num_features for name, layer in layers.items()}
 
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the first local step if the round is due; all methods have prepared it."""
         if self._is_measured(cohort):
             gradients = "gradients" in self._chosen
@@ -162,12 +159,12 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             if gradients:
                 self._measure_gradients(pl_module, cohort, first)
 
-    def _is_measured(self, cohort: "Cohort") -> bool:
+    def _is_measured(self, cohort: Cohort) -> bool:
         due = cohort.round == 1 or cohort.round % self.every_n_rounds == 0
         return due and not {"statistics", "gradients"}.isdisjoint(self._chosen)
 
     def on_train_batch_end(  # type: ignore[override]  # narrows pl_module
-        self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: FederatedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the change of the server's statistics in the round, after all callbacks have set them."""
         if self._before is not None:
@@ -175,7 +172,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             self.log_floats(pl_module, "global_change", (after - self._before).abs().double())
             self._before = None
 
-    def _measure_statistics(self, pl_module: "FederatedModule", cohort: "Cohort", clients: Tensor) -> None:
+    def _measure_statistics(self, pl_module: FederatedModule, cohort: Cohort, clients: Tensor) -> None:
         assert self._before is not None
         self.log_floats(pl_module, "local_deviation", local_deviation(clients, self._before, cohort.weights))
         number = pl_module.data.num_clients
@@ -191,7 +188,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             self.log_measure(pl_module, "statistics", {"bn/window_variance": float(variance.mean())})
             self.keep_floats(pl_module, "window_variance", variance.view(2, -1))
 
-    def _measure_gradients(self, pl_module: "FederatedModule", cohort: "Cohort", first: FirstStep) -> None:
+    def _measure_gradients(self, pl_module: FederatedModule, cohort: Cohort, first: FirstStep) -> None:
         mean, union, kinds = first.mean_gradient, first.union_gradient, cohort.parameter_kinds
         parts = {
             "": list(mean),
@@ -220,7 +217,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         )
 
     def variants(
-        self, trainer: L.Trainer, pl_module: "FederatedModule"
+        self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the variants ``batch_statistics`` and ``recalibrated``, as far as they are measured.
 
@@ -237,7 +234,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
                 variants |= {"recalibrated": self._true} if self._true else {}
         return variants
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Log the gaps and the bias of an evaluation."""
         variants = self._evaluations
         super().on_validation_epoch_end(trainer, pl_module)

@@ -1,17 +1,14 @@
 """Report of BN measurements: metrics, a table and figures."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from fl_lightning import FederatedModule
 from fl_lightning.methods import Drawing, Report, Rows, Table
 from fl_lightning.pictures import LAYERS, drift_figure, has_drift, layers_figure
-
-if TYPE_CHECKING:
-    from fl_lightning.round import FederatedModule
-
 
 MAX_ROUNDS = 100
 """Maximum number of rounds kept for each quantity, evenly spread over the planned run."""
@@ -39,7 +36,7 @@ class BatchNormReport(Report):
         self.newest: dict[str, tuple[int, dict[str, float]]] = {}
         self.channels: dict[str, int] = {}
 
-    def log_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
+    def log_floats(self, pl_module: FederatedModule, name: str, values: Tensor) -> None:
         """Log the sum and the mean of ``values``, and store the means of each layer.
 
         Args:
@@ -53,7 +50,7 @@ class BatchNormReport(Report):
         self.log_measure(pl_module, "statistics", metrics)
         self.keep_floats(pl_module, name, values)
 
-    def keep_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
+    def keep_floats(self, pl_module: FederatedModule, name: str, values: Tensor) -> None:
         """Store each layer's means of ``values`` as quantities ``<name>_mean`` and ``<name>_var``.
 
         Args:
@@ -67,14 +64,14 @@ class BatchNormReport(Report):
             means = {layer: float(piece.mean()) for layer, piece in zip(self.channels, pieces, strict=True)}
             self.keep(pl_module, f"{name}_{kind}", means)
 
-    def keep(self, pl_module: "FederatedModule", quantity: str, values: Mapping[str, float]) -> None:
+    def keep(self, pl_module: FederatedModule, quantity: str, values: Mapping[str, float]) -> None:
         """Store each layer's number of this round, unless the history already has a nearby round."""
         by_round = self.history.setdefault(quantity, {})
         every = max(pl_module.planned_rounds, MAX_ROUNDS) / MAX_ROUNDS
         if not by_round or (max(by_round) - 1) // every < (pl_module.round - 1) // every:
             by_round[pl_module.round] = dict(values)
 
-    def log_measure(self, pl_module: "FederatedModule", measure: str, metrics: Mapping[str, float]) -> None:
+    def log_measure(self, pl_module: FederatedModule, measure: str, metrics: Mapping[str, float]) -> None:
         """Log metrics of the whole model, and store them as the newest of their measure."""
         for name, value in metrics.items():
             pl_module.log(name, value)

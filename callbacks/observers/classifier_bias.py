@@ -1,7 +1,7 @@
 """Measures of the classifier's bias and of the features of the server's model."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.callbacks.observers.calibration import (
     accuracy,
     accuracy_between,
@@ -23,9 +23,6 @@ from fl_lightning.cohort import StateSlots
 from fl_lightning.errors import check_at_least
 from fl_lightning.models import read_weights
 from fl_lightning.round import ServerEvaluation, Task
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 
 class ClassifierBias(FederatedCallback):
@@ -86,18 +83,18 @@ class ClassifierBias(FederatedCallback):
         self.models: list[dict[str, Tensor]] = []
         self._said = False
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Store the server's model after this round."""
         self._keep(pl_module)
 
     def on_round_skipped(
-        self, trainer: L.Trainer, pl_module: "FederatedModule"
+        self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
         """Store the server's model again; a skipped round has not changed it."""
         self._keep(pl_module)
         return {}, 0
 
-    def _keep(self, pl_module: "FederatedModule") -> None:
+    def _keep(self, pl_module: FederatedModule) -> None:
         if self.mean_of > 1:
             model = {name: tensor.clone() for name, tensor in pl_module.model.state_dict().items()}
             self.models = [*self.models, model][-self.mean_of :]
@@ -105,7 +102,7 @@ class ClassifierBias(FederatedCallback):
     # data modules may cache tensors that training needs, and training cannot use inference tensors
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Log all metrics of this observer."""
         split = "test" if trainer.testing else pl_module.data.fit_split
         if trainer.state.fn != TrainerFn.FITTING:
@@ -122,7 +119,7 @@ class ClassifierBias(FederatedCallback):
 
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
-    def _log(self, pl_module: "FederatedModule", split: str, suffix: str = "") -> None:
+    def _log(self, pl_module: FederatedModule, split: str, suffix: str = "") -> None:
         """Log the metrics of the module's present model, on all ranks.
 
         Args:
@@ -144,7 +141,7 @@ class ClassifierBias(FederatedCallback):
         for name, value in metrics.items():
             pl_module.log(f"{split}/{name}{suffix}", value)
 
-    def _train_batches(self, pl_module: "FederatedModule") -> list[tuple[int, int]]:
+    def _train_batches(self, pl_module: FederatedModule) -> list[tuple[int, int]]:
         """Return the batches of the training sample, each as (client, local step)."""
         data = pl_module.data
         clients = range(data.num_clients)
@@ -153,7 +150,7 @@ class ClassifierBias(FederatedCallback):
         count = min(len(batches), max(1, round(self.train_samples / size)))
         return [batches[index * len(batches) // count] for index in range(count)]
 
-    def _measures(self, pl_module: "FederatedModule", logits: Tensor, labels: Tensor) -> dict[str, float]:
+    def _measures(self, pl_module: FederatedModule, logits: Tensor, labels: Tensor) -> dict[str, float]:
         finite = logits.isfinite().all(1)
         logits, labels = logits[finite], labels[finite]
         if not len(labels):
@@ -210,7 +207,7 @@ class _Outputs(ServerEvaluation):
         counted = self._task.counted(scores, targets)
         self.outputs[self._batch] = scores[counted].double().cpu(), targets[counted].long().cpu()
 
-    def gathered(self, pl_module: "FederatedModule") -> tuple[Tensor, Tensor]:
+    def gathered(self, pl_module: FederatedModule) -> tuple[Tensor, Tensor]:
         """Return logits ``[N, C]`` and labels ``[N]`` of all ranks' batches, in the data's order."""
         self.finish()  # raises an error on all ranks if one rank failed
         parts: dict[int, tuple[Tensor, Tensor]] = {}

@@ -3,15 +3,11 @@
 from collections.abc import Mapping, Sequence
 from math import ceil
 from statistics import fmean, pvariance
-from typing import TYPE_CHECKING
 
 import lightning as L
 
-from fl_lightning import FederatedCallback, Report, Table
+from fl_lightning import FederatedCallback, FederatedModule, Report, Table
 from fl_lightning.methods import evaluate_client, weighed_accuracy
-
-if TYPE_CHECKING:
-    from fl_lightning import FederatedModule
 
 
 class ClientEvaluation(Report, FederatedCallback):
@@ -51,7 +47,7 @@ class ClientEvaluation(Report, FederatedCallback):
     def __init__(self) -> None:
         self.values: dict[int, dict[str, float]] = {}
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Evaluate all clients and log the summary."""
         split = "test" if trainer.testing else pl_module.data.fit_split
         pl_module.evaluation.finish()
@@ -70,7 +66,7 @@ class ClientEvaluation(Report, FederatedCallback):
 
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
-    def _evaluate(self, pl_module: "FederatedModule", client: int, split: str) -> dict[str, float]:
+    def _evaluate(self, pl_module: FederatedModule, client: int, split: str) -> dict[str, float]:
         with pl_module.trainer.precision_plugin.val_step_context():
             evaluation = evaluate_client(pl_module, client, split, pl_module.evaluate_batch)
         if evaluation is not None:

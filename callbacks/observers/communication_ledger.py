@@ -1,19 +1,16 @@
 """Communication of a run by client and kind of state, and the time spent waiting for the server."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
-from fl_lightning import FederatedCallback
+from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.callbacks.observers.network_link import NetworkLink
 from fl_lightning.console import format_bytes, in_words
 from fl_lightning.methods import Drawing, Report, Rows, Table
 from fl_lightning.pictures import communication_figure, has_communication
 from fl_lightning.round import UpDown, add, total
-
-if TYPE_CHECKING:
-    from fl_lightning import FederatedModule
 
 
 class CommunicationLedger(Report, FederatedCallback):
@@ -74,7 +71,7 @@ class CommunicationLedger(Report, FederatedCallback):
 
     # on_round_end would be too early: the on_round_end hook of another method may still follow
     def on_train_batch_end(  # type: ignore[override]  # narrows pl_module
-        self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: FederatedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the traffic and the simulated time of the round."""
         if pl_module.round == 1:

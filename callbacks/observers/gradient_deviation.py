@@ -3,20 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from fl_lightning import Dropout
+from fl_lightning import Dropout, FederatedModule
 from fl_lightning.batch_norm import averaging_by, batch_norm_layers, evaluating, has_statistics, mean_of_all
 from fl_lightning.client_data import BatchStack
 from fl_lightning.cohort import Cohort, RoundCohort, StateSlots
 from fl_lightning.execution import Executor, SequentialExecutor, VectorizedExecutor, joint_executor
-
-if TYPE_CHECKING:
-    from fl_lightning.round import FederatedModule
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class FirstStep:
     variances: Tensor
 
 
-def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = True) -> FirstStep:
+def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True) -> FirstStep:
     """Recompute a round's first local step, forward and backward, and leave the run unchanged.
 
     The step uses the run's precision, the method's BN layers, the clients' batches, and the weights
@@ -116,7 +113,7 @@ def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
                     copies[name].copy_(rows[name][:1])
 
 
-def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
+def _beside(pl_module: FederatedModule, cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
     """Return a second cohort for this round. Its clients start as copies of the server."""
     copy = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups, parts=pl_module.parts)
     copy.broadcast(
@@ -130,7 +127,7 @@ def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[i
     return copy
 
 
-def _executor(pl_module: "FederatedModule") -> Executor:
+def _executor(pl_module: FederatedModule) -> Executor:
     joint = pl_module.joint_method
     if joint is not None:
         return joint_executor(joint)

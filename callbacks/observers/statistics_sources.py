@@ -1,14 +1,14 @@
 """Evaluation of one training run with BN statistics from several sources."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning import ConfigurationError
+from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.aggregation import LayerStatistics, StatisticsAggregator, require_weighted_mean
 from fl_lightning.batch_norm import batch_norm_layers, buffer_kinds, require_batch_norm
 from fl_lightning.callbacks.feddna import FedDNA
@@ -25,9 +25,6 @@ from fl_lightning.methods import (
     split_statistics,
 )
 from fl_lightning.round import ServerEvaluation
-
-if TYPE_CHECKING:
-    from fl_lightning import Cohort, FederatedModule
 
 _IMPORTANCES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "feddna_kl": FedDNA("kl").aggregate,
@@ -109,7 +106,7 @@ class StatisticsSources(VariantEvaluation):
         """Declare that the server averages running statistics, if a source needs this."""
         return {"mean": "averaged", "var": "averaged"} if self._followed else {}
 
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Raise an error if a BN layer or the aggregator does not fit a source."""
         for name, layer in require_batch_norm(pl_module.model, "StatisticsSources").items():
             if self._followed and layer.momentum is None:
@@ -120,13 +117,13 @@ class StatisticsSources(VariantEvaluation):
             does = f"sums statistics with importances for {', '.join(importances)} (leave them out of its sources)"
             require_weighted_mean(pl_module, "StatisticsSources", does, ["statistics_aggregator"])
 
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Copy the server's statistics and counters at the start of the round."""
         self._start = server_statistics(cohort)
         counters = [name for name, kind in cohort.buffer_kinds.items() if kind == "counter"]
         self._counters = {name: cohort.server_buffers[name].clone() for name in counters}
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+    def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update the hypothetical statistics of the server and of the round's clients."""
         if not self._followed:
             return
@@ -149,7 +146,7 @@ class StatisticsSources(VariantEvaluation):
                 self.clients[client] = {"statistics": rows[:, index].clone()}
 
     def variants(
-        self, trainer: L.Trainer, pl_module: "FederatedModule"
+        self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the statistics of each source, and for ``silobn`` those of each client."""
         variants: dict[str, Mapping[str, Tensor]] = {}
@@ -167,7 +164,7 @@ class StatisticsSources(VariantEvaluation):
         return variants
 
     def variant_metrics(
-        self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
+        self, pl_module: FederatedModule, split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
         """Return loss and accuracy of each source (for ``silobn`` the means over the clients)."""
         values: dict[str, list[float]] = {}
@@ -216,7 +213,7 @@ def _matched(
     return torch.cat(mean), torch.cat(variance)
 
 
-def _server_share(layers: Mapping[str, _BatchNorm], cohort: "Cohort", before: Mapping[str, Tensor]) -> Tensor:
+def _server_share(layers: Mapping[str, _BatchNorm], cohort: Cohort, before: Mapping[str, Tensor]) -> Tensor:
     """Return the weight of the server's statistics in each client's statistics, ``[C, channels]``.
 
     The weight is ``(1 - beta)^steps``.
@@ -234,7 +231,7 @@ def _server_share(layers: Mapping[str, _BatchNorm], cohort: "Cohort", before: Ma
     return torch.cat(shares, 1)
 
 
-def _by_name(pl_module: "FederatedModule", statistics: Tensor | None) -> dict[str, Tensor]:
+def _by_name(pl_module: FederatedModule, statistics: Tensor | None) -> dict[str, Tensor]:
     """Return running means and variances by buffer name, from ``[2, channels]``; empty for None."""
     if statistics is None:
         return {}
