@@ -288,3 +288,13 @@ def test_nan_is_refused_wherever_a_setting_takes_a_number(setting, changes, caps
     write_config(changes if isinstance(changes, dict) else {setting: changes})
     assert message_of(capsys, run) == f"error: {setting}: nan is no number; give a number\n"
     assert left_behind() == []
+
+
+def test_a_folder_with_the_name_of_a_shipped_package_needs_an_init(capsys):
+    Path("callbacks").mkdir()
+    Path("callbacks/mine.py").write_text("class Mine:\n    pass\n")
+    message = message_of(capsys, lambda: run("--trainer.callbacks", "callbacks.mine.Mine"))
+    assert message == (
+        "error: trainer.callbacks: class 'callbacks.mine.Mine' cannot be imported: module 'fl_lightning.callbacks' has no "
+        "attribute 'mine'; your folder callbacks needs an __init__.py\n"
+    )
