@@ -216,9 +216,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             {layer: relative_deviation(mean, union, names, smallest) for layer, names in layers.items()},
         )
 
-    def variants(
-        self, trainer: L.Trainer, pl_module: FederatedModule
-    ) -> Mapping[str, Mapping[str, Tensor]]:
+    def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the variants ``batch_statistics`` and ``recalibrated``, as far as they are measured.
 
         The first uses statistics of the evaluation batch, the second those of a pass over the

@@ -145,9 +145,7 @@ class StatisticsSources(VariantEvaluation):
             for index, client in enumerate(cohort.client_ids):
                 self.clients[client] = {"statistics": rows[:, index].clone()}
 
-    def variants(
-        self, trainer: L.Trainer, pl_module: FederatedModule
-    ) -> Mapping[str, Mapping[str, Tensor]]:
+    def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the statistics of each source, and for ``silobn`` those of each client."""
         variants: dict[str, Mapping[str, Tensor]] = {}
         for source in self._chosen:

@@ -219,22 +219,19 @@ def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
     """Return the verdict on a claim at a significance level."""
     kinds = [test.kind(level, len(tests)) for test in tests]
     worst = ("does not hold", CONTRADICTS, "undecided", AGREES, "holds")
-    verdict = next(kind for kind in worst if kind in kinds)
     words = tests[0].in_words(level)
     if len(tests) > 1:
         counts = ", ".join(f"{kind} in {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
         words = f"{len(tests)} comparisons: {counts}"
-    if verdict != "undecided":
-        return {"claim": text, "verdict": verdict, "words": words}
+    verdict: Verdict = {"claim": text, "verdict": next(x for x in worst if x in kinds), "words": words}
     several = [
         test for test, kind in zip(tests, kinds, strict=True) if kind == "undecided" and test.pairs > 1
     ]
-    if not several:
-        return {"claim": text, "verdict": verdict, "words": words}
-    smallest = max(test.half_width(level) for test in several)
-    what = "a difference" if tests[0].margin is None else "a margin"
-    words += f"; these seeds can decide {what} of {smallest:.3f} or more"
-    return {"claim": text, "verdict": verdict, "words": words, "decides": smallest}
+    if verdict["verdict"] == "undecided" and several:
+        verdict["decides"] = max(test.half_width(level) for test in several)
+        what = "a difference" if tests[0].margin is None else "a margin"
+        verdict["words"] += f"; these seeds can decide {what} of {verdict['decides']:.3f} or more"
+    return verdict
 
 
 def _tests(claim: Claim, found: Found) -> list[Comparison] | str:
