@@ -1,1 +1,1 @@
-"""Studies: all runs of a table or figure, described by one file and started by one command."""
+"""Studies: one file describes all runs of a table or figure, and one command starts the runs."""

@@ -1,4 +1,4 @@
-"""Values of a study as plain numbers, in a row for each combination of labels and each seed."""
+"""Values of a study as plain numbers. Each combination of labels and seed has one row."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,20 +8,22 @@ from fl_lightning.experiments.studies.found import Found, Group, Labels, RunFoun
 _COSTS = (
     "rounds", "samples", "upload_bytes", "download_bytes", "exchanges", "train_seconds", "diverged",
 )  # fmt: skip
-"""Keys of a run's findings that are copied to the row of the run."""
+"""Keys that are copied from a run's findings to the run's row in the table of cells."""
 
 
 @dataclass(frozen=True)
 class StudyCell:
-    """A cell of a study: a combination of labels, and a seed.
+    """A cell of a study, which is one combination of labels with one seed.
 
     Attributes:
         labels: Label of each axis.
         seed: Seed of the run.
         phase: Phase of the run, such as ``"done"``, ``"failed"`` or ``"missing"``.
-        values: Metrics by name, such as ``test/accuracy``; empty without a result. If ``metric`` is
-            set, its value stands under the name of the study's first metric.
-        metric: Metric that a label sets in place of the study's first metric, or None.
+        values: Values keyed by the metric's name, such as ``test/accuracy``; empty without a
+            result. If ``metric`` is set, the key of its value is the name of the study's first
+            metric.
+        metric: Metric that replaces the study's first metric for this cell; None without such a
+            metric.
         published: Published value of the combination, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
         directory: Run directory, which ``load_run`` accepts.

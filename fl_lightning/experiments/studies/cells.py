@@ -25,7 +25,7 @@ Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 """Phase of a cell.
 
 - ``done``: The cell has a result.
-- ``stale``: The result is from other source code, versions or data.
+- ``stale``: The result was computed with source code, package versions or data that have changed.
 - ``running``: A process trains the cell.
 - ``stopped``: The cell has a checkpoint to resume.
 - ``failed``: The newest attempt ended with an error.
@@ -34,11 +34,11 @@ Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 Attempts that continue another run are ignored."""
 
 RUNS = "cells"
-"""Folder of the runs of all studies, which share equal cells.
+"""Name of the folder with the runs of all studies. Studies that have the same cell share its run.
 
-The subfolders are named by the number of rounds."""
+The folder has one subfolder for each number of rounds."""
 
-_TAIL = 1 << 16  # bytes at the end of metrics.jsonl, enough for its last row
+_TAIL = 1 << 16  # number of bytes to read from the end of metrics.jsonl; they include the last row
 
 
 class State(NamedTuple):
@@ -48,8 +48,9 @@ class State(NamedTuple):
         phase: Phase of the cell.
         attempt: Attempt that determines the phase, or None.
         result: Content of the attempt's ``result.json``, or None.
-        why: Reason for the phase in words: how a stale result differs, an error, or another run
-            that the attempt continues.
+        why: Reason for the phase in words. For a stale result, the reason is what has changed. For
+            a failed cell or a damaged result, it is the error. If all attempts continue another
+            run, it describes that run.
         round: Last logged round.
     """
 
@@ -70,7 +71,7 @@ class Cell:
         config: Resolved configuration.
         parent: Cell that trains the first ``shared_rounds`` rounds for this cell, or None.
         shared_rounds: Number of rounds shared with the parent.
-        keep_rounds: Rounds whose checkpoints are kept, since other cells continue from them.
+        keep_rounds: Rounds whose checkpoints are kept because other cells continue from them.
         data: Digests of the data that a result must be computed on; None if unknown.
     """
 
@@ -97,18 +98,22 @@ class Cell:
     def key(self) -> Path:
         """Folder of the cell's first attempt.
 
-        Cells of equal configuration, number of rounds and seed share it.
+        Cells with the same configuration, number of rounds and seed share this folder.
         """
         return self.directory.root / self.directory.stem
 
     @property
     def family(self) -> str:
-        """Data settings and seed as JSON. All cells of a family must be trained on equal data."""
+        """Data settings and seed as JSON.
+
+        Cells with equal data settings and equal seed form a family. All cells of a family must be
+        trained on the same data.
+        """
         return json.dumps([self.config["data"], self.seed], sort_keys=True)
 
     @property
     def job(self) -> str:
-        """Name of the cell's job and log file, without slashes."""
+        """Name of the cell's job and of the job's log file. The name has no slashes."""
         return f"{self.key.parent.name}-{self.key.name}"
 
     @property
@@ -146,7 +151,7 @@ class Cell:
         return State("missing", newest, why=_damaged(newest), round=last)
 
     def checkpoint(self, accept_stale: bool = False) -> Path | None:
-        """Return the newest attempt's checkpoint, for resuming.
+        """Return the newest attempt's checkpoint, from which the cell can be resumed.
 
         Return None if the checkpoint is missing or stale, or if the attempt has a result.
         """
@@ -156,10 +161,11 @@ class Cell:
         return newest.checkpoints / "last.ckpt"
 
     def _attempts(self) -> tuple[list[Attempt], str]:
-        """Return the attempts that do not continue another run, newest first.
+        """Return the attempts that do not continue another run, and a text about omitted attempts.
 
-        The second value describes the run that the newest omitted attempt continues. It is empty if
-        no attempt is omitted.
+        The newest attempt comes first. Attempts that continue another run are omitted. The text
+        describes the run that the newest omitted attempt continues. The text is empty if no attempt
+        is omitted.
         """
         every = self.directory.attempts()
         origins = [other_origin(_origins(attempt), self.config, self.directory.root) for attempt in every]
@@ -188,7 +194,7 @@ class Cell:
         return path
 
     def _other_data(self, result: Result) -> str:
-        """Return in words which data have changed since a result was computed, or ``""``."""
+        """Describe which data have changed since a result was computed; ``""`` without a change."""
         digests = result.get("data", {})
         names = [name for name, digest in (self.data or {}).items() if digests.get(name) != digest]
         return f"other data than newer cells: {', '.join(names)}" if names else ""
@@ -202,7 +208,7 @@ class Cell:
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
-    """Return the checkpoints from which an attempt was continued; empty while the attempt runs."""
+    """Return the checkpoints from which an attempt continued. While it runs, the list is empty."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"
@@ -221,7 +227,8 @@ class _Source(TypedDict):
 def _record(checkpoint: Path, written: int) -> _Source | None:
     """Return the provenance that a checkpoint records; None if the checkpoint cannot be read.
 
-    The result is cached for each checkpoint and its time of writing, ``written``.
+    ``written`` is the time at which the checkpoint was written. Results are cached by path and
+    time, so a checkpoint that was written again is read again.
     """
     try:
         record = load_run(checkpoint)["fl_lightning"]["record"]
@@ -231,12 +238,12 @@ def _record(checkpoint: Path, written: int) -> _Source | None:
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
-    """Require all cells of a family to be computed on the data of the family's newest result.
+    """Require that all cells of a family use the same data as the family's newest result.
 
-    A family is all cells with equal data settings and equal seed.
+    A family consists of all cells with equal data settings and equal seed.
 
     Returns:
-        The cells that are not ``done`` under this requirement.
+        The cells that are not ``done``, given this requirement.
     """
     newest: dict[str, tuple[float, dict[str, str]]] = {}
     for family, state in zip((cell.family for cell in cells), states, strict=True):
@@ -257,7 +264,7 @@ def _finished(attempt: Attempt, rounds: int) -> Result | None:
 
 
 def _damaged(attempt: Attempt) -> str:
-    """Return the error of reading an attempt's result; empty if the result is missing or valid."""
+    """Return the error that occurs when an attempt's result is read; empty without an error."""
     try:
         if attempt.result.exists():
             read_result(attempt.result)

@@ -1,4 +1,4 @@
-"""Choice of a label, such as a learning rate or T*, on validation data."""
+"""Choice of a label on validation data. Examples of such a label are a learning rate and T*."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf, isfinite
@@ -15,10 +15,10 @@ from fl_lightning.round.directions import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
-    """Return the trials of a choice: the combinations of labels to evaluate on validation data.
+    """Return the trials of a choice, which are combinations to evaluate on validation data.
 
-    The trials are grouped by the labels of the axes ``choice.by``. A group has one trial for each
-    label of the chosen axis.
+    The trials are grouped by the labels of the axes ``choice.by``. Each group has one trial for
+    each label of the axis ``choice.axis``.
     """
     first = {axis: next(iter(labels)) for axis, labels in study.axes.items()}
     fixed = {
@@ -37,7 +37,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 
     Raises:
         ConfigurationError: A cell has no validation data, a combination has no trial, the trials'
-            seed is a seed of the table, or two labels of the chosen axis give the same run.
+            seed is a seed of the table, or two labels to choose from give the same run.
     """
     cells_of_choices = []
     for choice in study.choices:
@@ -77,11 +77,12 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 def chosen(
     study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
 ) -> list[ChoiceFound]:
-    """Return each choice, with the label whose trial has the largest metric or the smallest loss.
+    """Return each choice with its chosen label, whose trial has the best value of the metric.
 
-    Among equal values, the first label is chosen. A diverged trial ranks last. If another trial has
-    no result yet, no label is chosen. If a label sets a metric, such as ``test/accuracy_silobn``,
-    the choice uses this metric on validation data.
+    The best loss is the smallest loss. The best accuracy is the largest accuracy. Among equal
+    values, the first label is chosen. A diverged trial ranks last. While a trial that has not
+    diverged has no result, no label is chosen. If a label sets a metric, such as
+    ``test/accuracy_silobn``, the choice uses this metric on validation data.
 
     Args:
         study: The study.
@@ -128,7 +129,7 @@ def chosen(
 
 
 def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
-    """Add a value to each grid of learning rates if the chosen value is at the grid's edge.
+    """Add a value to each grid of learning rates whose chosen value is at the grid's edge.
 
     The new value lies beyond the edge. If ``a`` is the value at the edge and ``b`` its neighbour,
     the new value is ``a * a / b``. If all trials diverged, the new value lies below the smallest
@@ -158,9 +159,10 @@ def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
 
 
 def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
-    """Return the edge of the grid that was chosen; None if a value inside the grid was chosen.
+    """Return the edge of the grid at which the chosen value lies; None for a value inside the grid.
 
-    If all trials diverged, even the smallest number is too large, and the edge is ``"smallest"``.
+    If all trials diverged, the edge is ``"smallest"``, because even the smallest value is too
+    large.
     """
     tried = [*choice["values"]]
     if choice["chosen"] is None or len(tried) < 2 or not all(map(is_number, tried)):
@@ -175,7 +177,7 @@ def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
 def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> str:
     """Return the metric of a choice.
 
-    If a label sets a metric, the choice uses this metric on validation data, else
+    If a label sets a metric, the choice uses this metric on validation data. Otherwise it uses
     ``choice.metric``.
     """
     metric = next((x for labels in combinations if (x := study.metric(labels))), None)

@@ -1,4 +1,4 @@
-"""Claims of a paper: their syntax, and the pairs of combinations that they compare.
+"""Claims of a paper. The module defines their syntax and the combinations that they compare.
 
 Examples of claims:
 
@@ -22,8 +22,8 @@ class Claim(NamedTuple):
 
     Attributes:
         sides: Text of each compared side.
-        constraints: Labels of each side, by axis.
-        fixed: Labels after ``at``, by axis.
+        constraints: Labels of each side, keyed by axis.
+        fixed: Labels after ``at``, keyed by axis.
         margin: Margin of equality; None for an ordering.
     """
 
@@ -38,10 +38,8 @@ def read_claim(claim: str, known: Mapping[str, Sequence[str]]) -> Claim:
 
     Args:
         claim: Text of the claim.
-        known: All labels by axis.
-
-    Raises:
-        ConfigurationError: The claim cannot be read, or no runs could confirm or refute it.
+        known: All labels by axis. Raises: ConfigurationError: The claim cannot be read, or no runs
+            could confirm or refute it.
     """
     body, _, at = claim.partition(" at ")
     ordering, _, within = body.partition(" within ")
@@ -99,7 +97,7 @@ def _comparable(
 
 
 def difference(found: Found) -> Found:
-    """Return findings whose values are paired differences, such as ``"GN - BN"``.
+    """Return findings whose values are paired differences, for example of ``"GN - BN"``.
 
     Args:
         found: Findings of a study that has a ``difference``.
@@ -120,9 +118,10 @@ def difference(found: Found) -> Found:
 
 
 def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
-    """Yield pairs of combinations: the first has the labels ``more``, the second ``less``.
+    """Yield pairs of combinations: one with the labels ``more`` and one with the labels ``less``.
 
-    All other labels of a pair are equal, except labels that are chosen on validation data.
+    The two combinations have the same labels on all other axes, except axes whose label is chosen
+    on validation data.
     """
     for group in found["groups"]:
         if more.items() <= group["labels"].items():
@@ -132,7 +131,7 @@ def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> It
 
 
 def _labels(text: str, claim: str, known: Mapping[str, Sequence[str]], key: str = "claims") -> dict[str, str]:
-    """Return the labels in a part of a claim, by axis."""
+    """Return the labels that a part of a claim names, keyed by axis."""
     labels: dict[str, str] = {}
     for part in (part.strip() for part in text.split(",")):
         axis, _, label = part.rpartition("=")

@@ -8,22 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from fl_lightning.errors import ConfigurationError, nearest
 
 UNITS = {"sent by clients": (1e6, "MB"), "training": (1.0, "s")}
-"""Size and name of the unit of a column in LaTeX. All cells of the column have this unit."""
+"""Units of columns in LaTeX tables: the unit's size and name, keyed by column."""
 
 TEXTS = ("learning rate", "seeds", "remarks")
-"""Columns of text."""
+"""Columns whose cells are text."""
 
 COSTS = ("samples", "sent by clients", "exchanges", "training")
-"""Columns of costs, which are means over the seeds."""
+"""Columns of costs. Each cost is the mean over the seeds."""
 
 FURTHER = ("published", "ours - published", "learning rate", "seeds", *COSTS, "remarks")
-"""Columns that follow the labels and the metrics, in order."""
+"""Columns to the right of the labels and metrics, in the order of the table."""
 
 SERVER = "server/"
-"""Prefix of a metric's name in the column ``server's model``.
+"""Prefix that marks a metric as belonging to the column ``server's model``.
 
-If a label replaces the study's first metric by a metric of the clients' models, this column shows
-the first metric."""
+A label can replace the study's first metric with a metric of the clients' models. The column
+``server's model`` then shows the first metric."""
 
 COLUMNS = "columns after the labels in the tables, such as 'test accuracy, seeds, training'"
 """Help text of ``--columns``."""
@@ -32,18 +32,18 @@ TITLES = "show titles in the pictures (default: no titles); their captions are a
 """Help text of ``--titles``."""
 
 _MODELS = {"personal": "clients' models", "own": "clients' models on own data"}
-"""Clients' models that a metric evaluates, by the first word of the metric's name."""
+"""Names of the models that a metric evaluates, keyed by the first word of the metric's name."""
 
 
 def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
-    """Return further columns, by metric, for methods whose clients keep state.
+    """Return the further columns for methods whose clients keep state, keyed by metric.
 
     >>> [*local_metrics({"test/accuracy": "accuracy"}).values()]
     ["clients' models", "clients' models on own data", "server's model"]
 
     Args:
-        metrics: Columns of the study's table by metric. Further columns of the first metric have
-            only the name of the evaluated models.
+        metrics: Columns of the study's table by metric. A further column of the first metric is
+            named only after the evaluated models.
     """
     columns: dict[str, str] = {}
     for number, (metric, words) in enumerate(metrics.items()):
@@ -56,7 +56,10 @@ def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
 
 
 def models_of(metric: str) -> str:
-    """Return in words which clients' models a metric evaluates; ``""`` for the server's model."""
+    """Return the name of the clients' models that a metric evaluates.
+
+    The name is ``""`` if the metric evaluates the server's model.
+    """
     kind, _, rest = metric.rpartition("/")[2].partition("_")
     return _MODELS.get(kind, "") if rest else ""
 

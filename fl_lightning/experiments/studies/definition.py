@@ -1,4 +1,4 @@
-"""Definition of a study: base, axes, seeds, published values and claims, at three scales.
+"""Definition of a study at three scales: base, axes, seeds, published values and claims.
 
 These types are the schema of a study's file. pydantic checks the whole file against the schema.
 :mod:`fl_lightning.experiments.studies.reading` rewrites pydantic's error messages.
@@ -32,13 +32,13 @@ from fl_lightning.experiments.studies.reported import BEST, LAST, MEAN
 from fl_lightning.files import shipped
 
 Dotted = Mapping[str, Any]
-"""A label's settings by dotted name."""
+"""Settings of a label, keyed by dotted name."""
 
 HEADLINE_CLAIMS = 3
 """Largest number of headline claims of a study."""
 
 SPECIAL = ("config", "metric", "seeds")
-"""Keys of a label that are not settings of ``fit``.
+"""Keys of a label's entry that are not settings of ``fit``.
 
 - ``config``: Further configuration files.
 - ``metric``: Metric in place of the study's first metric.
@@ -71,7 +71,7 @@ def _rule(text: str) -> str:
 
 
 def _without(*names: str) -> Callable[[Config], Config]:
-    """Return a validator that raises an error for settings with these names."""
+    """Return a validator that raises an error if a setting has one of these names."""
 
     def check(settings: Config) -> Config:
         for name in settings:
@@ -97,14 +97,14 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 
 
 class SettingsOfCells(TypedDict, total=False):
-    """Settings by dotted name, and configuration files that are merged into the base."""
+    """Settings of cells, keyed by dotted name, and configuration files to merge into the base."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     config: Files
 
 
 class SettingsOfLabel(SettingsOfCells, total=False):
-    """Settings of a label, optionally with a metric and with seeds."""
+    """Settings of a label. A label may also set a metric and seeds."""
 
     metric: Name
     seeds: Seeds
@@ -113,7 +113,7 @@ class SettingsOfLabel(SettingsOfCells, total=False):
 class Published(TypedDict):
     """A published value, optionally with a standard deviation.
 
-    All further keys are axes. They give the labels of the rows to which the value belongs.
+    Each further key is an axis, with the labels of the rows to which the value belongs.
     """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
@@ -137,7 +137,7 @@ def _values_or_labels(content: Any) -> Any:
     return content
 
 
-# a list of values, or labels with their settings
+# type of an axis: a list of values, or a mapping from labels to settings
 Axis = Annotated[
     Annotated[list[Any], Field(min_length=1), AfterValidator(_different), Tag("(values)")]
     | Annotated[dict[Name, _LabelSettings], Field(min_length=1), Tag("(labels)")],
@@ -156,9 +156,9 @@ class Scale:
         base: Configuration files of all cells; later files win. Paths are relative to the study's
             folder. Shipped files such as ``configs/quickstart.yaml`` can be named as well.
         settings: Settings of all cells by dotted name.
-        axes: Labels of each axis at this scale: a list, or a mapping to further settings. An axis
-            that has values instead of labels lists its values at this scale. An axis without an
-            entry keeps all labels.
+        axes: Labels of each axis at this scale. They are a list, or a mapping from labels to
+            further settings. An axis that is named after a setting lists its values at this scale.
+            An axis without an entry keeps all its labels.
         seeds: Seeds of the runs (default 0).
         cell_seconds: Measured seconds of a cell on one core, for estimates before the first result.
         title: Title in place of the study's title, or None.
@@ -178,16 +178,17 @@ class Scale:
 
 @schema(frozen=True, config=_STRICT)
 class Choice:
-    """An axis whose label is chosen on validation data, never on test data.
+    """An axis with the rules for the choice of its label. Labels are never chosen on test data.
 
     Attributes:
         axis: Name of the axis.
-        by: Axes. A separate choice is made for each combination of their labels.
-        at: Labels of the remaining axes during the trials; default: the first label of each axis.
+        by: Names of axes. A separate choice is made for each combination of labels of these axes.
+        at: Labels of the remaining axes during the trials. The default is the first label of each
+            axis.
         metric: Metric to maximize, or loss to minimize.
         seed: Seed of the trials; no row of the table may have this seed.
-        extend: Largest number of values that are added to a grid of learning rates while the chosen
-            value is at the edge of the grid (default 2).
+        extend: Largest number of values that are added to a grid of learning rates (default 2).
+            Values are added while the chosen value is at the edge of the grid.
     """
 
     axis: Name
@@ -205,21 +206,21 @@ class Definition:
     Attributes:
         title: Title in one line.
         paper: Paper and table or figure; empty if the study does not follow a paper.
-        axes: Axes by name. An axis has labels with settings, or is named after a setting and has
-            values of this setting.
+        axes: Axes by name. An axis is a mapping from labels to settings, or a list of values. An
+            axis with a list of values is named after the setting that has these values.
         scales: Scales by name: ``quick``, ``reduced``, ``full``.
         settings: Settings of all cells at all scales.
         metrics: Columns of the table by metric.
         spread: Axis whose labels are the table's columns.
-        without: Omitted combinations. An entry gives a label or a list of labels for some axes.
+        without: Omitted combinations. An entry gives one or more labels for each of some axes.
         choose: Axes whose label is chosen on validation data.
         published: Published values of the first metric, each with labels by axis and a ``value``.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
         claims: Claims in the syntax of :mod:`fl_lightning.experiments.studies.claims`.
-        report: Evaluations that give a run's value: ``last``, ``best`` (optimistic on test data)
-            or, for example, ``mean of the last 5``.
-        headline: Headline claims, at most three. With at least five seeds, they are a separate
-            family for Holm's correction.
+        report: Rule that says which evaluations give a run's value. The rules are ``last``,
+            ``best`` (optimistic on test data) and means such as ``mean of the last 5``.
+        headline: Headline claims, at most three. With five or more seeds, the headline claims are a
+            separate family for Holm's correction.
     """
 
     title: Text
@@ -249,9 +250,9 @@ class Study:
         folder: Folder of the file.
         definition: Content of the file at this scale.
         scale_name: Name of the scale, such as ``quick``.
-        axes: Settings by axis and label.
-        added: Values that extend a grid. For each value: the labels of other axes for which the
-            value was added.
+        axes: Settings of each label, keyed by axis and then by label.
+        added: Values that were added to grids. The key is the axis and the value. The entry lists
+            the labels of other axes for which the value was added.
     """
 
     name: str
@@ -268,7 +269,7 @@ class Study:
 
     @property
     def choices(self) -> list[Choice]:
-        """The choices whose axis has several labels at this scale."""
+        """The choices for which the axis has several labels at this scale."""
         return [choice for choice in self.definition.choose if len(self.axes[choice.axis]) > 1]
 
     def known_labels(self) -> dict[str, list[str]]:
@@ -281,17 +282,17 @@ class Study:
 
     @property
     def size(self) -> int:
-        """Number of cells spanned by axes and seeds, including omitted combinations."""
+        """Number of all combinations of labels and seeds, including omitted combinations."""
         every = [settings for labels in self.axes.values() for settings in labels.values()]
         seeds = [self.scale.seeds, *(settings["seeds"] for settings in every if "seeds" in settings)]
         return prod(map(len, self.axes.values())) * max(map(len, seeds))
 
     def has(self, *fixed: Mapping[str, object]) -> bool:
-        """Return whether the study has a combination of labels that has all ``fixed`` labels."""
+        """Return whether a combination of the study has all ``fixed`` labels."""
         return next(self.combinations(*fixed), None) is not None
 
     def combinations(self, *fixed: Mapping[str, object]) -> Iterator[Labels]:
-        """Yield the combinations of labels, one label per axis, that have all ``fixed`` labels."""
+        """Yield the combinations that have all ``fixed`` labels."""
         labels = [
             [x for x in every if all(matches({axis: x}, {axis: wanted.get(axis, x)}) for wanted in fixed)]
             for axis, every in self.axes.items()
@@ -305,7 +306,7 @@ class Study:
                 yield combination
 
     def extended(self, axis: str, value: float, by: Labels) -> "Study":
-        """Return the study with a further value on an axis, only for rows with labels ``by``."""
+        """Return the study with a further value on an axis. Only rows with labels ``by`` use it."""
         label = f"{value:g}"
         axes = {**self.axes, axis: {**self.axes[axis], label: {axis: value}}}
         added = {**self.added, (axis, label): [*self.added.get((axis, label), ()), by]}
@@ -313,11 +314,14 @@ class Study:
 
     @property
     def base(self) -> list[str]:
-        """Arguments of ``fit`` that name the configuration files of all cells."""
+        """Arguments of ``fit`` that name the configuration files shared by all cells."""
         return [self._config(path) for path in self.scale.base]
 
     def arguments(self, labels: Mapping[str, str], seed: int) -> list[str]:
-        """Return the arguments of ``fit`` that follow ``base``, for a combination and a seed."""
+        """Return the arguments of ``fit`` for a combination and a seed.
+
+        These arguments must come after the arguments of :attr:`base`.
+        """
         of_labels = [self.axes[axis][label] for axis, label in labels.items()]
         arguments = []
         for settings in (self.definition.settings, self.scale.settings, *of_labels):
@@ -329,12 +333,12 @@ class Study:
         return f"--config={(shipped(path, self.folder) or self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
-        """Return the metric that a label sets in place of the table's first metric, or None."""
+        """Return the metric that one of the labels sets; None if no label sets a metric."""
         metrics = (self.axes[axis][label].get("metric") for axis, label in labels.items())
         return next(filter(None, metrics), None)
 
     def seeds(self, labels: Mapping[str, str]) -> list[int]:
-        """Return the seeds that a label sets, else the seeds of the scale."""
+        """Return the seeds that one of the labels sets; if none does, the seeds of the scale."""
         seeds = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
         return next(filter(None, seeds), self.scale.seeds)
 
@@ -345,12 +349,12 @@ class Study:
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
-    """Return whether ``labels`` has a wanted label on each axis in ``wanted``."""
+    """Return whether a combination has, on each axis in ``wanted``, one of the wanted labels."""
     return all(labels.get(axis) in [*map(str, listed(choices))] for axis, choices in wanted.items())
 
 
 def rows_of(published: Mapping[str, object]) -> dict[str, object]:
-    """Return the labels, by axis, of the rows to which a published value belongs."""
+    """Return the labels of the rows to which a published value belongs, keyed by axis."""
     return {axis: labels for axis, labels in published.items() if axis not in ("value", "deviation")}
 
 

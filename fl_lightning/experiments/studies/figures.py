@@ -45,7 +45,7 @@ class Picture(NamedTuple):
     Attributes:
         name: Stem of the figure's files.
         caption: Caption in one sentence.
-        draw: Function that draws the figure, given the lines of its title.
+        draw: Function that takes the lines of the title and draws the figure.
     """
 
     name: str
@@ -81,10 +81,10 @@ def write_figures(folder: Path, found: Found, titles: bool = False) -> list[Path
 
 
 def pictures(found: Found) -> list[Picture]:
-    """Return the figures for which there are data: values against an axis, heat maps, curves.
+    """Return the figures for which data exist. They are values against axes, heat maps and curves.
 
     Args:
-        found: Findings of a study. The paths of run directories must be correct.
+        found: Findings of a study, with paths at which the run directories exist.
     """
     metric, axes = next(iter(found["metrics"].values())), varied(found)
     drawable = []
@@ -110,17 +110,19 @@ def pictures(found: Found) -> list[Picture]:
             for run in group["runs"]
             if run.get("rounds")
         ]
-        if sent and max(sent) > 1.05 * min(sent):  # equal traffic gives the same curves
+        # if all runs send equally many bytes, these curves look like the curves over rounds
+        if sent and max(sent) > 1.05 * min(sent):
             words = f"{_in_words(logged)} over the bytes sent and received by all clients: {band}"
             drawable.append(Picture("bytes", words, partial(curves_figure, found, rows, logged, cost=True)))
     return drawable
 
 
 def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
-    """Return one heat map in a list; the list is empty if fewer than two axes vary.
+    """Return a list with one heat map. The list is empty if fewer than two axes vary.
 
-    Columns are the labels of the axis ``spread``, or of the last axis if ``spread`` does not vary.
-    Rows are the labels of the remaining axis that has the most labels.
+    The columns are the labels of the axis ``spread``. If ``spread`` does not vary, they are the
+    labels of the last axis. The rows are the labels of that remaining axis which has the most
+    labels.
     """
     axes, metric = varied(found), next(iter(found["metrics"].values()))
     if len(axes) < 2:
@@ -132,7 +134,7 @@ def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
 
 
 def read_rows(found: Found) -> dict[str, Rows]:
-    """Read the rows of each existing ``metrics.jsonl``, by run directory."""
+    """Read the rows of each existing ``metrics.jsonl``, keyed by run directory."""
     runs = [run for group in found["groups"] for run in group["runs"]]
     files = {str(Path(run["directory"])): Path(run["directory"]) / "metrics.jsonl" for run in runs}
     return {directory: read_metrics(file) for directory, file in files.items() if file.is_file()}
@@ -184,9 +186,9 @@ def curves_figure(
 def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
     """Draw the first metric against an axis of the study.
 
-    If the labels are numbers, lines join the values. Otherwise each label has the colour and marker
-    of its learning curve. Published values are hollow markers. The vertical axis need not include
-    0.
+    If the labels are numbers, lines join the values. Otherwise each label has the same colour and
+    marker as in the figure of learning curves. Published values are hollow markers. The vertical
+    axis need not include 0.
 
     Args:
         found: Findings of a study.
@@ -212,14 +214,15 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
                 look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line}
                 bars = np.transpose(ranges)
                 seeds += [len(values) for _, values in done if len(values) > 1]
-                caps = 3 * bool(bars.any())  # no caps without bars
-                name = label if numeric else "_"  # words are already on the axis
+                caps = 3 * bool(bars.any())  # draw no caps if no bar has a length
+                name = label if numeric else "_"  # the axis already shows labels that are words
                 axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=name)
             published = [(x, group["published"]) for x, _, group in drawn if group["published"] is not None]
             if published:
                 look = {"color": colour, "markerfacecolor": "none", "markersize": 8, "label": PUBLISHED}
                 axes.plot(*zip(*published, strict=True), marker, **look)
-    room = 150 / grid.columns / len(labels)  # letters that fit on two neighbouring labels
+    # number of letters for which two neighbouring labels have space
+    room = 150 / grid.columns / len(labels)
     crowded = not numeric and any(len(left) + len(right) > room for left, right in pairwise(labels))
     smallest = min((place for place in places.values() if place > 0), default=0)
     for axes in grid.panels:
@@ -285,9 +288,9 @@ def heat_figure(
 def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tuple[Series, Series]:
     """Return the x values ``[points]`` and the metrics ``[seeds, points]`` of a band.
 
-    Points are the rounds that all seeds have logged. Unfinished runs are used only if no run is
+    The points are the rounds that all seeds have logged. Unfinished runs are used only if no run is
     finished. If a label sets a metric, such as ``test/accuracy_silobn``, this metric replaces
-    ``metric``; the data, such as validation data, stay the same.
+    ``metric``. It is measured on the data that ``metric`` names, such as validation data.
     """
     if own_metric := group.get("metric"):
         metric = f"{metric.partition('/')[0]}/{own_metric.partition('/')[2]}"
@@ -310,16 +313,19 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
 
 
 def _range_in_words(what: str, seeds: Sequence[int]) -> str:
-    """Describe a band or bars, such as ``"band: min to max of 3 seeds"``; ``""`` without seeds."""
+    """Describe a band or bars, such as ``"band: min to max of 3 seeds"``.
+
+    Without seeds, the description is ``""``.
+    """
     counts = " to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))) if seeds else ""
     return f"{what}: min to max of {counts} seeds" if seeds else ""
 
 
 def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
-    """Return the metric to draw as curves, or None if no run has logged such a metric.
+    """Return the metric to draw as curves; None if no run has logged a suitable metric.
 
-    The candidates are the study's first metric and related metrics. The result is the candidate
-    that most runs have logged.
+    Suitable metrics are the study's first metric and related metrics. Of these metrics, the result
+    is the one that most runs have logged.
     """
     first = next(iter(found["metrics"]))
     related = [first.partition("/")[2], *QUALITIES, "loss"]
@@ -337,6 +343,6 @@ def _words(found: Found) -> str:
 
 
 def _in_words(metric: str) -> str:
-    """Return a logged metric in words, such as ``"validation accuracy"``."""
+    """Return the name of a logged metric in words, such as ``"validation accuracy"``."""
     split, _, name = metric.partition("/")
     return f"{SPLITS[split][0].partition(':')[0]} {QUALITIES.get(name, name.replace('_', ' '))}"

@@ -1,4 +1,4 @@
-"""Findings of a study, the content of ``study.json``: values by labels and by seed."""
+"""Findings of a study, which are the content of ``study.json``: values by labels and seed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ _COPIED = (
     "method", "model", "partition", "rounds", "planned_rounds", "samples", "upload_bytes", "download_bytes",
     "train_seconds", "diverged", "diverged_round",
 )  # fmt: skip
-"""Keys of ``result.json`` that are copied to the findings of a run."""
+"""Keys that are copied from ``result.json`` to the findings of a run."""
 
 
 def findings(
@@ -89,9 +89,9 @@ def _group(
     diverged: Collection[Path],
     local: Collection[str],
 ) -> Group:
-    """Return the findings of a combination, which has one cell for each seed.
+    """Return the findings of a combination of labels. A combination has one cell for each seed.
 
-    ``local`` are the names of further metrics, for methods whose clients keep state.
+    ``local`` has the names of further metrics of methods whose clients keep state.
     """
     labels, first = cells[0].labels, cells[0].config["model"]
     names, published = [*study.definition.metrics], study.published(labels)
@@ -137,7 +137,8 @@ def run_found(seed: int, state: State, place: Path, error: str = "", diverged: b
     Args:
         seed: Seed of the run.
         state: State of the cell.
-        place: Folder of the first attempt. If no attempt exists, this is the run's directory.
+        place: Folder of the first attempt. If no attempt exists, the findings name this folder as
+            the run's directory.
         error: Error that ended the run in this study.
         diverged: Whether the error was a non-finite update in the round after the last logged
             round.
@@ -154,7 +155,7 @@ def run_found(seed: int, state: State, place: Path, error: str = "", diverged: b
     rows = read_metrics(state.attempt.metrics)
     of_result: Any = {
         name: value for name, value in result.items() if name in _COPIED
-    }  # read_result has checked the types
+    }  # Any is safe here: read_result has checked the types
     done: RunFound = {
         **run,
         **of_result,

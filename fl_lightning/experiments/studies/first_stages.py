@@ -1,6 +1,6 @@
-"""First stages: runs that differ only in T* are equal up to the smallest T*.
+"""First stages of runs: runs that differ only in T* are equal until the smallest T*.
 
-T* is the last round that trains with batch statistics, for example with FixBN.
+T* is the last round in which a method such as FixBN trains with batch statistics.
 """
 
 import json
@@ -22,7 +22,7 @@ from fl_lightning.round.record import Origin
 def first_stage(config: Config) -> float:
     """Return the smallest T* of a run's methods.
 
-    Up to this round, the run equals a run without these methods.
+    Up to and including this round, the run equals a run without the methods that have a T*.
 
     Args:
         config: Resolved configuration of the run.
@@ -50,7 +50,7 @@ def family_of(config: Config) -> str:
 
 
 def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path) -> str:
-    """Return in words which other runs a run continues; ignore shared first stages.
+    """Describe in words which other runs a run continues. Shared first stages are ignored.
 
     Args:
         continued_from: Checkpoints that the run continues, as in ``result.json``.
@@ -63,12 +63,13 @@ def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path)
 
 
 def _is_shared(entry: Origin, config: Config, folder: Path) -> bool:
-    """Return whether a run and the run that it continues are equal up to the checkpoint."""
+    """Return whether a run equals the run that it continues in all rounds up to the checkpoint."""
     try:
         source = Attempt(folder / Path(entry["checkpoint"]).parts[-3]).read_config()
         until = min(first_stage(source), first_stage(config))
         return family_of(source) == family_of(config) and entry["round"] <= until
-    except (ConfigurationError, IndexError, KeyError, TypeError):  # the other run has no configuration here
+    # the configuration of the continued run is not in this folder
+    except (ConfigurationError, IndexError, KeyError, TypeError):
         return False
 
 
@@ -81,7 +82,7 @@ def _entries(config: Config) -> list[str]:
 
 @cache
 def _same_until(entry: str, rounds: int) -> int | None:
-    """Return ``same_until`` of a method, from its configuration; None for other callbacks."""
+    """Return ``same_until`` of a method, given its configuration; None for other callbacks."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--method", type=FederatedCallback)
     try:

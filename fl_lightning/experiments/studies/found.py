@@ -1,4 +1,4 @@
-"""Types of a study's findings, the content of ``study.json``."""
+"""Types of a study's findings, which are the content of ``study.json``."""
 
 from typing import NotRequired, TypedDict
 
@@ -13,8 +13,8 @@ class RunFound(TypedDict):
         seed: Seed of the run.
         directory: Run directory.
         phase: Phase such as ``"done"``, ``"failed"`` or ``"missing"``.
-        why: Error that ended the run, or how a stale result differs.
-        exchanges: Exchanges with the server in all rounds.
+        why: Error that ended the run. For a stale result: what has changed since it was computed.
+        exchanges: Number of exchanges with the server in all rounds together.
         origin: Descriptions of other runs that this run continues.
     """
 
@@ -51,11 +51,11 @@ class Group(TypedDict):
         published: Published value, or None.
         published_deviation: Published standard deviation over seeds, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
-        values: Value of each seed by metric.
+        values: For each metric, the value of each seed.
         runs: Findings of the runs.
         same_as: Labels of an earlier combination with the same runs and metric, or None.
-        costs_of: If ``metric`` is set: labels of the combination that has the same runs and no
-            ``metric``. Else None.
+        costs_of: Labels of the combination that has the same runs but no own ``metric``. None if
+            this combination has no own ``metric``.
     """
 
     labels: Labels
@@ -73,21 +73,22 @@ ChoiceFound = TypedDict(
     "ChoiceFound",
     {
         "axis": str,
-        "sets": NotRequired[list[str]],  # settings that the labels set
-        "for": Labels,  # labels for which the choice is made
+        "sets": NotRequired[list[str]],  # names of all settings that the axis's labels set
+        "for": Labels,  # labels of the axes ``by``, for which this choice is made
         "at": NotRequired[Labels],  # labels of other axes during the trials
         "metric": str,
         "seed": NotRequired[int],  # seed of the trials
         "chosen": str | None,  # None before all trials are done
-        "values": dict[str, float | None],  # metric by label; None for a trial without a result
+        # value of the metric for each label; None for a trial without a result
+        "values": dict[str, float | None],
         "extended": NotRequired[list[str]],  # values that were added at the grid's edge
     },
 )
-"""Choice of a label on validation data."""
+"""A choice of a label, made on validation data."""
 
 
 class Verdict(TypedDict):
-    """Verdict on a claim. With fewer than two pairs of runs, there are no p-values.
+    """Verdict on a claim. A verdict from fewer than two pairs of runs has no p-values.
 
     Attributes:
         claim: Text of the claim.
@@ -95,11 +96,11 @@ class Verdict(TypedDict):
             ``one pair contradicts``.
         words: Reason in words.
         p: Two-sided p-value.
-        adjusted: P-value after Holm's correction in the claim's family.
+        adjusted: P-value after Holm's correction for all claims of the family.
         family: Number of claims in the family.
-        headline: Whether the family consists of the headline claims.
-        decides: Smallest difference or margin that these seeds can decide. Only undecided claims
-            have this key.
+        headline: Whether the claim's family consists of the headline claims.
+        decides: Smallest difference or margin for which this number of seeds gives a verdict. Only
+            undecided claims have this key.
     """
 
     claim: str
@@ -125,13 +126,14 @@ class Found(TypedDict):
         spread: Axis whose labels are columns, or None.
         difference: Difference shown as a heat map, or None.
         metrics: Columns of the table by metric.
-        best: ``"max"`` or ``"min"`` for each metric of the runs' tasks.
+        best: For each metric of the runs' tasks: ``"max"`` if large values are good, else
+            ``"min"``.
         groups: Combinations with their runs.
         choices: Choices on validation data.
-        known: Labels of each axis at all scales.
+        known: All labels of each axis, including labels that only other scales have.
         claims: Verdicts on the claims.
-        report: Evaluations that give a run's value. If an old file has no such key, the value is
-            that of the last evaluation.
+        report: Rule that says which evaluations give a run's value. In an old file without this
+            key, the value is from the last evaluation.
         options: Options of the command line that change results.
         command: Command line of the study.
     """

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Collection, Sequence
 
 RULES = "\n".join(rf"\providecommand{{\{rule}}}{{\hline}}" for rule in ("toprule", "midrule", "bottomrule"))
-"""First lines of a file with tables. They define commands of ``booktabs`` if it is not loaded."""
+"""First lines of a file with tables. If ``booktabs`` is not loaded, they define its commands."""
 
 _ESCAPED = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
@@ -17,15 +17,16 @@ _ESCAPED = {
     "≈": r"$\approx$", "∞": r"$\infty$", "→": r"$\to$", "·": r"$\cdot$", "…": r"\ldots{}", "°": r"$^\circ$",
     "\N{EN DASH}": r"\textendash{}", "\N{EM DASH}": r"\textemdash{}", "\N{LEFT SINGLE QUOTATION MARK}": "`", "\N{RIGHT SINGLE QUOTATION MARK}": "'", "“": "``", "”": "''", "≠": r"$\neq$",
 }  # fmt: skip
-"""LaTeX for characters that LaTeX would interpret or that pdflatex does not know.
+"""LaTeX code for special characters.
 
-LaTeX would interpret ``[`` and ``*`` at the start of a row."""
+LaTeX would interpret some of these characters: for example, ``[`` and ``*`` at the start of a row.
+pdflatex does not know the other characters."""
 
 _CAPITALS = "gamma delta theta lambda xi pi sigma upsilon phi psi omega"
 _GREEK = f"alpha beta epsilon zeta eta iota kappa mu nu rho tau chi {_CAPITALS}"
 
 _LONG = 15
-"""Number of letters above which a column's name is broken into two lines."""
+"""Largest number of letters of a column's name in one line. A longer name has two lines."""
 
 _NUMBER = re.compile(r"([-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?)(?![\w.])(.*)")
 
@@ -63,7 +64,7 @@ def latex_table(
     caption: str,
     label: str,
 ) -> str:
-    r"""Return a ``table`` environment for a file that begins with :data:`RULES`.
+    r"""Return a ``table`` environment. The file with the table must begin with :data:`RULES`.
 
     The numbers in a column are aligned at ``$\pm$``. A cell that starts and ends with ``**`` is
     bold.
@@ -114,7 +115,7 @@ def latex_table(
 
 
 def _head(name: str, side: str) -> str:
-    """Return a column's name in LaTeX; break a long name into two lines, aligned at ``side``."""
+    """Return a column's name in LaTeX. A long name has two lines, which are aligned at ``side``."""
     if len(name) <= _LONG or " " not in name:
         return escaped(name)
     half = min((x.start() for x in re.finditer(" ", name)), key=lambda place: abs(2 * place - len(name)))
@@ -122,9 +123,9 @@ def _head(name: str, side: str) -> str:
 
 
 def _number(cell: str) -> tuple[str, str | None]:
-    """Return the LaTeX of a cell's number and of the text after the number.
+    """Return two LaTeX codes for a cell: one for its number and one for the text after the number.
 
-    If the cell has no number, return the LaTeX of the cell, and None.
+    If the cell has no number, return the code for the entire cell, and None.
     """
     bold = re.match(r"\*\*(.+?)\*\*", cell)
     words = bold[1] + cell[bold.end() :] if bold else cell
@@ -139,5 +140,5 @@ def _number(cell: str) -> tuple[str, str | None]:
 
 
 def _after(words: str) -> str:
-    """Return the LaTeX of the text after a number; ``~`` keeps a leading space."""
+    """Return the LaTeX code for the text after a number. ``~`` replaces a leading space."""
     return "~" * words.startswith(" ") + escaped(words)

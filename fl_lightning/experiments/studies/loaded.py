@@ -28,7 +28,7 @@ class LoadedStudy:
 
     @property
     def rows(self) -> list[Group]:
-        """The combinations of labels, with the values of all seeds."""
+        """The combinations of labels. Each combination has the values of all its seeds."""
         return self.found["groups"]
 
     @property
@@ -43,7 +43,7 @@ class LoadedStudy:
 
     @property
     def metrics(self) -> dict[str, str]:
-        """The columns of the table by metric. Claims are about the first metric."""
+        """The columns of the table, keyed by metric. Claims are about the first metric."""
         return self.found["metrics"]
 
     def frame(self) -> Any:
@@ -79,7 +79,7 @@ def load_study(path: str | os.PathLike[str]) -> LoadedStudy:
 
 
 def read_found(folder: Path) -> Found:
-    """Read the findings of a study; correct the paths of run directories if folders have moved.
+    """Read the findings of a study. If folders have moved, correct the paths of run directories.
 
     Args:
         folder: Folder of the study, such as ``runs/studies/NAME-quick``. The runs are then in

@@ -1,4 +1,4 @@
-"""Panels of a study's figures. One axis gives the curves, all further axes give the panels."""
+"""Panels of a study's figures. One axis of the study gives the curves, all others the panels."""
 
 from collections.abc import Iterator, Sequence
 from math import isfinite
@@ -19,7 +19,9 @@ BAND = 0.18
 
 
 class Grid:
-    """A figure with a curve for each label of one axis, and a panel for each label of further axes.
+    """A figure with several panels of curves.
+
+    The labels of one axis are curves. Each combination of labels of the further axes is a panel.
 
     Args:
         found: Findings of a study.
@@ -52,7 +54,7 @@ class Grid:
             axes.remove()
 
     def curves(self) -> Iterator[tuple["Axes", tuple[str, str, str], str, list[Group]]]:
-        """Yield each curve as (panel, look, label, groups).
+        """Yield each curve as a tuple (panel, look, label, groups).
 
         The look is colour, line style and marker. The groups are the combinations of labels that
         the curve shows.
@@ -86,7 +88,7 @@ class Grid:
         if bars:
             handles[bars] = Line2D([], [], color=GREY, marker="|", markersize=10, linestyle="none")
         if len(handles) > 1 or bars or PUBLISHED in handles:
-            # published values last
+            # the entry of published values is the last entry
             handles = dict(sorted(handles.items(), key=lambda handle: handle[0] == PUBLISHED))
             columns = max(1, min(4, 105 // (max(map(len, handles)) + 8)))
             self._figure.legend(
@@ -96,7 +98,7 @@ class Grid:
 
 
 def look_of(number: int) -> tuple[str, str, str]:
-    """Return colour, line style and marker of the label with this index on its axis.
+    """Return the colour, line style and marker for the label that has this index on its axis.
 
     The first 64 labels look different.
     """
@@ -105,10 +107,10 @@ def look_of(number: int) -> tuple[str, str, str]:
 
 
 def compared(found: Found, along: str | None = None) -> list[str]:
-    """Return the axis whose labels are compared, in a list; the list is empty if no axis varies.
+    """Return a list with the axis whose labels are compared. Without a varying axis, it is empty.
 
-    It is the first varying axis that has words as labels. If there is no such axis, it is the first
-    varying axis.
+    The compared axis is the first varying axis whose labels are words. If no varying axis has words
+    as labels, it is the first varying axis.
 
     Args:
         found: Findings of a study.

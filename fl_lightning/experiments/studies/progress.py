@@ -1,4 +1,4 @@
-"""Progress of a running study on the terminal. It is read from run directories."""
+"""Progress of a running study on the terminal. The progress is read from run directories."""
 
 import statistics
 import sys
@@ -88,9 +88,10 @@ def time_left(
 ) -> float | None:
     """Estimate the seconds until all cells are done; None if unknown.
 
-    The expected time of a cell is the median of the finished cells that differ only in the seed. If
-    there are none, it is the mean of the medians of the other cells. The time of a cell includes its
-    start and its evaluations, unless the cell was resumed.
+    The expected time of a cell is the median time of finished cells with the same labels. If no
+    such cell has finished, the expected time is the mean of the medians of all other labels. If no
+    cell has finished, it is ``cell_seconds``. The time of a cell includes its start and its
+    evaluations, unless the cell was resumed.
 
     Args:
         cells: All cells with their states.

@@ -26,13 +26,13 @@ from fl_lightning.experiments.studies.definition import (
 )
 
 _NO_SUCH_KEY = "unexpected_keyword_argument"
-"""Pydantic's error type for an unknown key."""
+"""Type of pydantic's error for an unknown key."""
 
 _LARGEST = 10**7
-"""Largest number of characters of a study after YAML aliases are expanded."""
+"""Largest number of characters of a study's file, counted after YAML aliases are expanded."""
 
 _NO_KEYS = ("[key]", "(values)", "(labels)")
-"""Parts of pydantic's error locations that are not keys of the file."""
+"""Parts that occur in pydantic's error locations, but are not keys of the file."""
 
 _WORDS = {
     "dataclass_type": "must be a mapping",
@@ -46,7 +46,7 @@ _WORDS = {
     "too_short": "must not be empty",
     "too_long": "must have at most three entries",
 }
-"""Messages by pydantic's error type, in place of pydantic's messages with terms of Python."""
+"""Messages, keyed by the type of pydantic's error. Pydantic's own messages use terms of Python."""
 
 
 def read_study(path: Path, scale: str) -> Study:
@@ -121,7 +121,8 @@ def _content(path: Path) -> tuple[Any, list[str]]:
         size = 0
         for part in json.JSONEncoder(default=_refused).iterencode(content):
             size += len(part)
-            if size > _LARGEST:  # a few lines of nested aliases could fill the memory
+            # limited, since a few lines of nested aliases could fill the memory
+            if size > _LARGEST:
                 raise ValueError
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8")
@@ -144,7 +145,7 @@ def _refused(value: Any) -> None:
 def _checked(content: Any) -> tuple[Definition | None, list[str]]:
     """Return the definition without unknown keys, and messages about mistakes.
 
-    The definition is None if a value is wrong.
+    If a value is wrong, the definition is None.
     """
     adapter, mistakes = TypeAdapter(Definition), list[str]()
     content = deepcopy(content)
@@ -161,11 +162,12 @@ def _checked(content: Any) -> tuple[Definition | None, list[str]]:
             owner = content
             for part in place:
                 owner = owner[part]
-            owner.pop(key, None)  # may be removed already: aliases share a mapping
+            # the key may already be missing, since YAML aliases share one mapping
+            owner.pop(key, None)
 
 
 def _in_words(error: Any) -> str:
-    """Return a message for an error of pydantic, with the path of the key."""
+    """Return a message for an error of pydantic. The message contains the path of the key."""
     *place, last = [part for part in error["loc"] if part not in _NO_KEYS] or [""]
     within = "".join(f"{part}: " for part in [".".join(map(str, place))] if part)
     if error["type"] == "missing":
@@ -188,7 +190,8 @@ def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, lis
     axes: dict[str, dict[str, Dotted]] = {}
     for axis in dict.fromkeys([*definition.axes, *scale.axes]):
         every, chosen = definition.axes.get(axis), scale.axes.get(axis)
-        if every is None or (isinstance(chosen, list) and isinstance(every, list)):  # values of the scale
+        # the scale lists all values
+        if every is None or (isinstance(chosen, list) and isinstance(every, list)):
             axes[axis] = labels_of(axis, chosen or [])
             continue
         known = labels_of(axis, every)
@@ -206,7 +209,7 @@ def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, lis
 
 
 def _contradictions(study: Study) -> Iterator[str]:
-    """Yield messages about unknown axes, unknown labels, and contradictions between settings."""
+    """Yield messages about unknown axes, unknown labels and contradictory settings."""
     definition, known = study.definition, study.known_labels()
     named: list[tuple[str, Mapping[str, object]]] = [("without", entry) for entry in definition.without]
     named += [("published", rows_of(entry)) for entry in definition.published]

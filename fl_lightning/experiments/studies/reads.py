@@ -1,4 +1,4 @@
-"""Early check that the runs of a study log the metrics that the study reads."""
+"""Early check that the runs of a study log all metrics that the study needs."""
 
 import json
 import re
@@ -19,14 +19,14 @@ from fl_lightning.experiments.studies.found import Labels
 from fl_lightning.round.module import FederatedModule
 
 _SHIPPED = ("fl_lightning.", "lightning.")
-"""Packages whose callbacks log the same metrics during training as at the end."""
+"""Packages with callbacks that log the same metrics during training and at the end."""
 
 _HEAD = 1 << 18
-"""Bytes read from the start of a ``metrics.jsonl``, enough for hundreds of rounds."""
+"""Number of bytes to read from the start of a ``metrics.jsonl``; enough for hundreds of rounds."""
 
 
 class Reads:
-    """Check that the cells of a study log the metrics that the study reads.
+    """Check that the cells of a study log the metrics that the study needs.
 
     A cell's callbacks determine when its metrics are known:
 
@@ -55,9 +55,9 @@ class Reads:
         ]
 
     def soon(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return the cells, beginning with one cell of each kind.
+        """Return the cells in an order that begins with one cell of each kind.
 
-        Call this method with all cells before :meth:`check`. Cells of a kind log the same metrics.
+        Cells of a kind log the same metrics. Call this method with all cells before :meth:`check`.
         """
         for cell in cells:
             self._of_run.setdefault(cell.key, {})[cell] = None
@@ -97,7 +97,7 @@ class Reads:
 
 
 def logged(cell: Cell, state: State) -> set[str]:
-    """Return the metrics that a cell's result has or will have; empty if still unknown."""
+    """Return the metrics that a cell's result has or will have. If unknown, the set is empty."""
     if state.phase not in ("done", "running"):  # a stale run may log other metrics
         return set()
     if state.result is not None:
@@ -113,10 +113,11 @@ def logged(cell: Cell, state: State) -> set[str]:
 
 
 def texts(module: FederatedModule, config: Config) -> set[str]:
-    """Return texts of which every evaluation metric of a cell has one, such as ``accuracy``.
+    """Return texts such as ``accuracy``. Every evaluation metric of a cell contains one of them.
 
-    Variants, clients and personal models add prefixes and suffixes. Classes of the user may log any
-    metric, so then the result is the empty text.
+    The metrics of variants, clients and personal models have further prefixes and suffixes. The
+    user's own classes may log any metric. In a run with such classes, the only text is therefore
+    the empty text.
     """
     if not _is_shipped(config) or not type(module.task).__module__.startswith(_SHIPPED):
         return {""}
@@ -126,14 +127,14 @@ def texts(module: FederatedModule, config: Config) -> set[str]:
 
 
 def check_columns_exist(metrics: Iterable[str], known: Collection[str]) -> None:
-    """Check before any run that the metrics of a study's table may exist.
+    """Check, before the first run, that the runs can log the metrics of a study's table.
 
     Args:
         metrics: Metrics of the study's table.
         known: :func:`texts` of all cells.
 
     Raises:
-        ConfigurationError: A metric of evaluations has none of the texts.
+        ConfigurationError: A metric of evaluations contains none of the texts.
     """
     for metric in metrics:
         split = metric.partition("/")[0]

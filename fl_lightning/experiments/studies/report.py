@@ -1,4 +1,4 @@
-"""Report on studies and runs: an HTML page that needs no other file and no network."""
+"""Report on studies and runs. It is an HTML page that needs no other file and no network."""
 
 import json
 import os
@@ -63,7 +63,7 @@ _SETTINGS = {
     "aggregator": "model.aggregator",
     "clients weighted by": "model.weighting",
 }
-"""Settings in the first table of a section, by the name that the page shows."""
+"""Settings in the first table of a section, keyed by the name that the page shows."""
 
 _LINKS = ("config.yaml", "result.json", "metrics.jsonl", "learning_curve.png", "error.txt")
 
@@ -80,10 +80,11 @@ def write_report(
         directories: Folders of studies and run directories. Each study has a section of the page;
             all runs share one section.
         output: HTML file. Links to run directories are relative to the file's folder. Default:
-            ``report.html`` in the folder of a single study, else in the working directory.
-        columns: Columns after the labels. If given, the tables are rewritten; tables of runs are
-            written beside the page.
-        titles: Whether pictures have titles. If given, the pictures are rewritten.
+            ``report.html``. For a single study, it is in the study's folder, otherwise in the
+            working directory.
+        columns: Columns after the labels. If this argument is given, all tables are rewritten.
+            Tables of runs are written to the page's folder.
+        titles: Whether pictures have titles. If this argument is given, all pictures are rewritten.
 
     Returns:
         The written files, the page first.
@@ -193,7 +194,7 @@ def _inline(svg: str) -> Markup:
     body = re.sub(r'<g id="[^"]*"', "<g", body)
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     body = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', body, count=1)
-    return Markup(body)  # safe: matplotlib escapes all text
+    return Markup(body)  # safe, since matplotlib escapes all text
 
 
 def _config(run: RunFound) -> Config | None:
@@ -202,12 +203,12 @@ def _config(run: RunFound) -> Config | None:
 
 
 def _flat(config: Config) -> Config:
-    """Return the number of rounds and all settings that affect results, by dotted name."""
+    """Return the number of rounds and all settings that affect results, keyed by dotted name."""
     return {**deciding_settings(config), "trainer.max_epochs": config["trainer"]["max_epochs"]}
 
 
 def _differences(first: Config, config: Config) -> list[tuple[str, Any, Any]]:
-    """Return the settings that differ between two configurations, each with both values."""
+    """Return each setting that differs between two configurations, with its two values."""
     before, now = _flat(first), _flat(config)
     names = (name for name in dict.fromkeys([*before, *now]) if name != "seed_everything")
     different = [name for name in names if before.get(name) != now.get(name)]
@@ -225,7 +226,7 @@ def _in_words(configs: Sequence[Config]) -> dict[str, str]:
 
 
 def _run(run: RunFound, label: str, home: Path) -> dict[str, object]:
-    """Return the values that the template needs for a run: findings, label and links."""
+    """Return the values that the template needs for a run. They are findings, label and links."""
     place = Path(run["directory"])
     shown = {path.name: _link(path, home) for name in _LINKS if (path := place / name).is_file()}
     identity = place / "wandb_id"
@@ -246,7 +247,7 @@ def _link(path: Path, home: Path) -> str:
 
 
 def _provenance(found: Found) -> Mapping[str, Mapping[str, int]]:
-    """Count the runs with each source hash, version, executor and so on."""
+    """Count the runs for each source hash, for each version, for each executor and so on."""
     counts: dict[str, Counter[str]] = {}
     for run in (run for group in found["groups"] for run in group["runs"] if "environment" in run):
         computed = run.get("computed_by", {})  # missing in an older study.json

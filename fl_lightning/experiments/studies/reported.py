@@ -1,4 +1,4 @@
-"""Report rule of a study. It says which evaluations give the value of a run."""
+"""Report rules. A study's report rule says which evaluations give the value of a run."""
 
 import re
 import statistics
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fl_lightning.experiments.run_directory.finished import Result
 
 LAST, BEST, MEAN = "last", "best", r"mean of the last ([1-9]\d*)"
-"""Report rules. ``MEAN`` is a regular expression that captures the number of evaluations."""
+"""Report rules. ``MEAN`` is a regular expression with a group for the number of evaluations."""
 
 
 def rule_in_words(rule: str) -> str:
@@ -27,7 +27,7 @@ def rule_in_words(rule: str) -> str:
 
 
 def check_rule(rule: str, metrics: Iterable[str], config: Config) -> None:
-    """Check before training that a run will have the evaluations that a report rule needs.
+    """Check, before training, that a run will have enough evaluations for its report rule.
 
     Args:
         rule: Report rule.
@@ -54,7 +54,7 @@ def check_rule(rule: str, metrics: Iterable[str], config: Config) -> None:
 
 
 def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str, float]]) -> float:
-    """Return the value of a finished run according to a report rule.
+    """Return the value of a finished run. A report rule says how the value is computed.
 
     Args:
         rule: Report rule: ``"last"``, ``"best"``, or for example ``"mean of the last 5"``.
@@ -63,8 +63,9 @@ def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str,
         rows: Rows of ``metrics.jsonl``.
 
     Raises:
-        ConfigurationError: Training has evaluated the metric too rarely. Or the rule is ``"best"``
-            and it is unknown whether large or small values of the metric are good.
+        ConfigurationError: Training has evaluated the metric too rarely. This error is also raised
+            if the rule is ``"best"`` and it is unknown whether large or small values of the metric
+            are good.
     """
     # imported late, so that mistakes in a study's file are reported before PyTorch is imported
     from fl_lightning.experiments.run_directory.finished import metric_values
@@ -74,7 +75,8 @@ def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str,
     if rule == LAST:
         return last
     by_round = {row["round"]: row[name] for row in rows if name in row and row["round"] > 0}
-    values = [*{**by_round, result["rounds"]: last}.values()]  # the last evaluation is in the result
+    # the value of the last evaluation is in the result
+    values = [*{**by_round, result["rounds"]: last}.values()]
     mean = re.fullmatch(MEAN, rule)
     wanted = int(mean[1]) if mean else 2
     if len(values) < wanted:

@@ -21,17 +21,17 @@ from fl_lightning.experiments.studies.found import Found, Group
 from fl_lightning.round.directions import best_is
 
 Runs = dict[int, Attempt]
-"""Attempts of one configuration by seed."""
+"""Attempts with one configuration, keyed by seed."""
 
 
 class Key(NamedTuple):
-    """Key of runs that differ only in seed.
+    """Key of a group of runs that differ only in the seed.
 
     Attributes:
         name: Name of the runs.
         hashed: Hash of the runs' configuration.
         rounds: Planned rounds; None if no file states them.
-        place: Folder of the runs, if another folder has equal runs; else empty.
+        place: Folder of the runs if another folder has equal runs, else empty.
     """
 
     name: str
@@ -43,8 +43,9 @@ class Key(NamedTuple):
 def found_in(directories: Sequence[Path]) -> Found:
     """Return the findings of run directories.
 
-    Of several attempts at a run, the newest finished attempt is used; if no attempt is finished,
-    the newest. Runs of equal configuration and seed in different folders are different runs.
+    If a run has several attempts, the newest finished attempt is used. If no attempt is finished,
+    the newest attempt is used. Runs in different folders are different runs, even if their
+    configuration and seed are equal.
 
     Args:
         directories: Run directories.
@@ -134,8 +135,8 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
 def resolved(attempt: Attempt) -> Config:
     """Return a run's configuration, with its planned number of rounds.
 
-    The configuration of a run from a Python script lacks this number. It is read from the run's
-    other files.
+    If a Python script has started the run, the configuration lacks this number. The number is then
+    read from the run's other files.
 
     Raises:
         ConfigurationError: The configuration cannot be read.
@@ -159,7 +160,7 @@ def _planned_rounds(attempt: Attempt) -> int | None:
 
 
 def _learning_rate(config: Config) -> float | None:
-    """Return the client optimizer's learning rate; None if the configuration does not give it."""
+    """Return the client optimizer's learning rate; None if the configuration does not set it."""
     try:
         return float(config["model"]["client_optimizer"]["init_args"]["lr"])
     except (KeyError, TypeError, ValueError):
@@ -167,7 +168,7 @@ def _learning_rate(config: Config) -> float | None:
 
 
 def _hash_of(attempt: Attempt, config: Config) -> str:
-    """Return the hash of a configuration, without the seed and the digest of initial weights."""
+    """Return a configuration's hash, which ignores the seed and the digest of initial weights."""
     model = config["model"].get("init_args", config["model"])
     weights = "weights_digest" in model["model"]
     named = re.fullmatch(r"([0-9a-f]{8})-s\d+(\.\d+)?", attempt.path.name)
@@ -180,10 +181,10 @@ def _hash_of(attempt: Attempt, config: Config) -> str:
 
 
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
-    """Group the runs of a configuration so that all runs in a group have different seeds.
+    """Group the runs of a configuration. The runs in a group have different seeds.
 
-    If all seeds differ, there is one group. Otherwise the runs of each folder are a group. If runs
-    in a folder have equal seeds, each run is a group.
+    If all seeds differ, all runs are one group. Otherwise the runs of each folder are a group. If
+    two runs in a folder have equal seeds, each run in this folder is a group.
     """
     newest: dict[Path, tuple[int, Attempt]] = {}
     for seed, attempt in attempts:
@@ -215,7 +216,7 @@ def _number(attempt: Attempt) -> tuple[bool, int]:
 def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[str]:
     """Return distinct names that are as short as possible.
 
-    Names are made from the run's name, method, hash, rounds and folder.
+    A name is made from a run's name, method, hash, number of rounds and folder.
     """
     results = [[state.result for state in by_seed.values() if state.result] for by_seed in states]
     methods = [str(finished[0]["method"]) if finished else "" for finished in results]
@@ -234,9 +235,9 @@ def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[s
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return the test metrics in words; if there are no test metrics, the validation metrics.
+    """Return the names of the test metrics; without test metrics, of the validation metrics.
 
-    Frequent metrics come first, and losses come last.
+    The metrics that most runs have come first. Losses come last.
     """
     counts = Counter(name for result in results for name in result)
     for split, words in {"test/": "test ", "val/": "validation "}.items():

@@ -1,4 +1,4 @@
-"""Runner of a study's cells. A cell runs after its parent."""
+"""Runner of a study's cells. A cell with a parent runs after its parent."""
 
 import json
 import sys
@@ -19,8 +19,9 @@ from fl_lightning.experiments.studies.engines.base import Engine, Job
 from fl_lightning.experiments.studies.sharing import share_first_stages
 from fl_lightning.files import write_text
 
-_PAUSE = 0.5  # seconds between two checks
-_PATIENCE = 60.0  # seconds to wait until a shared file system shows files of another machine
+_PAUSE = 0.5  # seconds between two checks of all cells
+# seconds until a shared file system surely shows the files that another machine wrote
+_PATIENCE = 60.0
 
 
 @dataclass
@@ -28,9 +29,9 @@ class _Life:
     """Progress of a cell that this process has to run.
 
     Attributes:
-        phase: ``"waiting"``, ``"submitted"`` or ``"ended"``. ``"ended"`` means that the job has
-            ended and its result is not yet visible.
-        before: The cell's attempt at the time of submission, or None.
+        phase: ``"waiting"``, ``"submitted"`` or ``"ended"``. In phase ``"ended"`` the job has
+            ended, but its result is not visible yet.
+        before: The cell's newest attempt when its job was submitted; None without an attempt.
         status: Exit status of the cell's job.
         ended: Time at which the job ended, in seconds of the monotonic clock.
     """
@@ -42,14 +43,14 @@ class _Life:
 
 
 class Runner:
-    """Runner of cells. Each cell runs at most once, and after its parent.
+    """Runner of cells. Each cell runs at most once. A cell with a parent runs after its parent.
 
     The runner waits for cells that other processes train. It continues if a cell fails.
 
     Args:
-        folder: Folder of the study, for the configurations and the output of the cells.
+        folder: Folder of the study. The runner writes the cells' configurations and output to it.
         engine: Engine that runs the cells.
-        jobs: Number of cells that run at a time, including cells of other processes.
+        jobs: Largest number of cells that run at a time, including cells that other processes run.
         accept_stale: Whether stale results count as done (default False).
         show: Function that is called repeatedly with all cells and their states. If it raises an
             error, the runner ends.
@@ -70,11 +71,11 @@ class Runner:
         self._done: dict[Cell, State] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run all cells without a result, then rerun cells whose data have changed.
+        """Run all cells without a result. Then rerun cells whose data have changed.
 
         Cells with equal data settings and seed are a family. One cell of each family is rerun
-        first, to find the present data. Afterwards, ``failed`` contains the errors of failed cells
-        by key, and ``diverged`` the keys of diverged cells.
+        first, because its result records the present data. Afterwards, ``failed`` contains the
+        errors of failed cells by key, and ``diverged`` the keys of diverged cells.
         """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
@@ -125,13 +126,13 @@ class Runner:
         life = left[cell]
         another = states[cell].attempt != life.before
         if states[cell].phase == "stale" and another and not life.status:
-            cell.data = None  # the new result used the present data
+            cell.data = None  # the new result was computed on the present data
             states[cell] = self._state(cell)
         there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
         if not (life.status or there or time.monotonic() - life.ended > _PATIENCE):
             return
         del left[cell]
-        if states[cell].phase == "running":  # another study trains the cell
+        if states[cell].phase == "running":  # another study trains this cell now
             left[cell] = _Life()
         elif life.status or states[cell].phase != "done":
             self.failed[cell.key] = self._error(cell, life.status, states[cell])
@@ -154,7 +155,7 @@ class Runner:
         self.engine.submit(jobs)
 
     def _state(self, cell: Cell) -> State:
-        """Return the state of a cell, cached if the phase is ``done``."""
+        """Return the state of a cell. A state with the phase ``done`` is cached."""
         state = self._done.get(cell) or cell.state(self.accept_stale)
         if state.phase == "done":
             self._done[cell] = state
@@ -171,7 +172,7 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        # study_cell, not fit: if the command is killed and rerun, it finds its newest checkpoint
+        # study_cell instead of fit: a killed command that is rerun finds its newest checkpoint
         command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
         branch = cell.branch(self.accept_stale)
         command += [f"--branch={branch.resolve()}"] if branch is not None else []

@@ -1,6 +1,6 @@
-"""Sharing of first stages: cells that are equal up to T* train these rounds only once.
+"""Sharing of first stages. If cells are equal up to T*, the rounds up to T* are trained once.
 
-T* is the last round that trains with batch statistics.
+T* is the last round in which a method such as FixBN trains with batch statistics.
 """
 
 from collections.abc import Iterable
@@ -10,11 +10,12 @@ from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 
 
 def share_first_stages(cells: Iterable[Cell]) -> None:
-    """Set the parent of each cell whose first rounds another cell can train.
+    """Set the parent of each cell. The parent is a cell that can train the first rounds for it.
 
-    The parent is the cell with the latest T* among cells that differ only in T*. A cell without T*
-    counts as the latest. The child continues from the parent's checkpoint after the child's T*.
-    Cells with a budget of epochs are ignored, since their number of rounds is unknown.
+    Among cells that differ only in T*, the parent is the cell with the latest T*. A cell without T*
+    counts as having the latest T*. Each other cell continues from the parent's checkpoint after its
+    own round T*. Cells with a budget of epochs have no parent, since their number of rounds is
+    unknown.
     """
     families: dict[str, list[tuple[float, Cell]]] = {}
     for cell in cells:

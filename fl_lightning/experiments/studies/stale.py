@@ -1,4 +1,4 @@
-"""Detection of stale results: other source code or other versions have computed them."""
+"""Detection of stale results, which other source code or other package versions have computed."""
 
 from collections.abc import Mapping
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
     """Return in words which source code and versions of a run differ from ``now``.
 
-    The text is empty if all are equal. Names that a record lacks are ignored: the record of a
-    shared first stage lacks methods that the first stage did not use.
+    The text is empty if nothing differs. A name that a record lacks is ignored. For example, the
+    record of a shared first stage lacks methods that the first stage did not use.
 
     Args:
         computed_by: Records of source code and versions, one for each part of the run.

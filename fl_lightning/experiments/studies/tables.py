@@ -30,13 +30,14 @@ from fl_lightning.files import csv_text, write_text
 from fl_lightning.round.directions import best_is
 
 Rows = tuple[list[str], list[list[str]]]
-"""Names of the columns, and the cells of each row."""
+"""Table: the names of its columns, and the cells of each row."""
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """Return mean ± standard deviation (n - 1), such as ``"0.528 ± 0.006"``; empty without a value.
+    """Return mean and standard deviation, such as ``"0.528 ± 0.006"``; empty without a value.
 
-    Non-finite values are excluded, and the text gives their number.
+    The standard deviation has the divisor n - 1. Non-finite values are excluded, and the text gives
+    their number.
     """
     finite = [*filter(isfinite, values)]
     parts = [f"{statistics.mean(finite):.3f}"] if finite else []
@@ -80,7 +81,7 @@ def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), 
         found: Findings of a study.
         brief: Whether columns of costs are omitted (default False).
         columns: Columns after the labels (default: all columns that are not empty).
-        latex: Whether the header names units, and ``**`` encloses the best values (default False).
+        latex: Whether the header names units and ``**`` encloses the best values (default False).
     """
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
     metrics, first = found["metrics"], next(iter(found["metrics"]))
@@ -125,7 +126,10 @@ def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), 
 
 
 def named_metrics(found: Found) -> list[str]:
-    """Return the names of the metrics' columns, with the report rule unless it is ``last``."""
+    """Return the names of the metrics' columns.
+
+    A report rule other than ``last`` is a part of the names.
+    """
     rule = found.get("report", LAST)
     return [name + f", {rule_in_words(rule)}" * (rule != LAST) for name in found["metrics"].values()]
 
@@ -145,8 +149,8 @@ def _seconds(seconds: float, latex: bool) -> str:
 def spread_table(found: Found, latex: bool = False) -> Rows | None:
     """Return a table of the first metric with a column for each label of the axis ``spread``.
 
-    For methods whose clients keep state, further rows show the clients' models or the server's
-    model. Return None if the axis has fewer than two labels.
+    For methods whose clients keep state, further rows show the values of the clients' models or of
+    the server's model. Return None if the axis has fewer than two labels.
 
     Args:
         found: Findings of a study.
@@ -184,7 +188,7 @@ def published_in_words(group: Group) -> str:
 
 
 def learning_rate(group: Group, found: Found) -> str:
-    """Return a combination's learning rate, and in words whether it was given or chosen."""
+    """Return a text with a combination's learning rate, and whether it was given or chosen."""
     if group["learning_rate"] is None:
         return ""
     rates = ("client_optimizer.lr", "client_optimizer.init_args.lr")
@@ -198,7 +202,7 @@ def learning_rate(group: Group, found: Found) -> str:
 
 
 def choice_in_words(choice: ChoiceFound) -> str:
-    """Return in words the chosen label, and all tried labels with their metrics."""
+    """Return a text with the chosen label, and with all tried labels and their metrics."""
     combination = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
     values = (
         f"{label}: {'-' if x is None else f'{x:.3f}' if isfinite(x) else 'diverged'}"
@@ -210,14 +214,14 @@ def choice_in_words(choice: ChoiceFound) -> str:
 
 
 def _at(choice: ChoiceFound) -> str:
-    """Return in words the labels of other axes during the trials; empty without other axes."""
+    """Return a text with the labels of other axes during the trials; empty without other axes."""
     labels = [f"{axis.rpartition('.')[2]}={label}" for axis, label in choice.get("at", {}).items()]
     others = " and ".join(label.partition("=")[0] for label in labels)
     return f" at {', '.join(labels)}, used at every {others}" if labels else ""
 
 
 def _kind_of(choice: ChoiceFound) -> str:
-    """Return a caveat about a choice: all trials diverged, or the choice is at the grid's edge."""
+    """Return a warning if all trials diverged, or if the chosen value is at the grid's edge."""
     if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
         return ", the first, since all diverged"
     added = choice.get("extended", [])
@@ -287,7 +291,7 @@ def caption(found: Found) -> str:
 
 
 def _smaller(found: Found) -> str:
-    """Describe how a reduced study differs from the paper; empty for a study of our own."""
+    """Describe how a reduced study differs from its paper; empty for a study without a paper."""
     runs = [run for group in found["groups"] for run in group["runs"] if "model" in run]
     if not runs or not found["paper"]:
         return ""
@@ -314,11 +318,11 @@ def _counted(counts: Iterable[tuple[str, int]], what: str) -> list[str]:
 
 
 COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
-"""Keys of a run's ``computed_by`` that affect rounding errors."""
+"""Keys of a run's ``computed_by`` whose values affect rounding errors."""
 
 
 def _unlike(found: Found) -> str:
-    """Return in words how runs differ in data and computation; empty if all runs are alike."""
+    """Describe how the runs differ in data and computation; empty if all runs are alike."""
     runs = {run["directory"]: run for group in found["groups"] for run in group["runs"]}.values()
 
     def differing(values: Sequence[Mapping[str, object]], names: Iterable[str]) -> str:
@@ -341,7 +345,7 @@ def _unlike(found: Found) -> str:
 
 
 def latex_tables(found: Found, columns: Sequence[str] = ()) -> str:
-    """Return the tables in LaTeX; choices and remarks are LaTeX comments.
+    """Return the tables in LaTeX. Choices and remarks are written as comments of LaTeX.
 
     Args:
         found: Findings of a study.

@@ -23,10 +23,10 @@ HEADLINE_SEEDS = 5
 """Smallest number of seeds for which headline claims form a separate family."""
 
 ONE_PAIR = 0.1
-"""Smallest difference for which a single pair of runs agrees with a claim or contradicts it.
+"""Smallest difference for which a single pair of runs agrees with or contradicts a claim.
 
-The value is 2 √2 · 0.035. This is twice the standard deviation of a difference between two runs, if
-each run has standard deviation 0.035.
+The value is 2 √2 · 0.035. If each run has a standard deviation of 0.035, this is twice the standard
+deviation of the difference between two runs.
 """
 
 AGREES, CONTRADICTS = "one pair agrees", "one pair contradicts"
@@ -49,10 +49,10 @@ class Comparison(NamedTuple):
 
     @classmethod
     def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
-        """Return the comparison from paired differences; two equal differences count as one.
+        """Return the comparison, given paired differences. Two equal differences count as one.
 
-        Accuracies are multiples of 1 / (number of test samples), so two differences may be equal by
-        chance. Their standard deviation of 0 would decide any claim.
+        Accuracies are multiples of 1 / (number of test samples). Two differences may therefore be
+        equal by chance. Their standard deviation would be 0, and this would decide any claim.
         """
         n = len(differences)
         n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=1e-9) else n
@@ -105,7 +105,7 @@ class Comparison(NamedTuple):
 
         Args:
             level: Probability of a wrong verdict.
-            tests: Number of the claim's tests. A single test can contradict the claim.
+            tests: Number of the claim's tests. One test is enough to contradict the claim.
         """
         if self.pairs < 2:
             low, high = self.mean - ONE_PAIR, self.mean + ONE_PAIR
@@ -129,11 +129,12 @@ class Comparison(NamedTuple):
 
 
 def p_of(tests: Sequence[Comparison]) -> float | None:
-    """Return the two-sided p-value of a claim; None if no test has more than one pair.
+    """Return the two-sided p-value of a claim; None if all tests have only one pair.
 
-    A claim holds if all of its tests hold. So the p-value for the claim is the largest p-value of
-    its tests. A claim does not hold if one of its tests does not hold. So the p-value against the
-    claim is the smallest p-value of its tests, times the number of tests.
+    A claim holds if all of its tests hold. The p-value for the claim is therefore the largest
+    p-value of its tests. A claim does not hold if one of its tests does not hold. The p-value
+    against the claim is therefore the smallest p-value of its tests, multiplied by the number of
+    tests.
     """
     if all(test.pairs < 2 for test in tests):
         return None
@@ -150,25 +151,25 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
         error: Largest probability of one or more wrong rejections (default :data:`FAMILY_ERROR`).
 
     Returns:
-        For each p-value, the adjusted p-value and the level at which Holm's procedure tests the
-        p-value. The adjusted p-value is at most ``error`` if and only if the p-value is at most its
-        level.
+        For each p-value, the adjusted p-value, and the level at which Holm's procedure tests. The
+        adjusted p-value is at most ``error`` if and only if the p-value is at most its level.
     """
     order = sorted(range(len(values)), key=lambda index: values[index])
     tested: dict[int, tuple[float, float]] = {}
     adjusted, level = 0.0, error
     for rank, index in enumerate(order):
-        level = error / (len(values) - rank) if adjusted <= error else level  # else the procedure has ended
+        # the level stays once the procedure has ended
+        level = error / (len(values) - rank) if adjusted <= error else level
         adjusted = max(adjusted, min(1.0, (len(values) - rank) * values[index]))
         tested[index] = adjusted, level
     return [tested[index] for index in range(len(values))]
 
 
 def judge(claims: Sequence[str], found: Found, headline: Collection[str] = ()) -> list[Verdict]:
-    """Return the verdicts on those claims whose labels all exist at this scale.
+    """Return the verdicts on all claims whose labels exist at this scale.
 
-    If a result is missing or a choice is open, a claim is undecided: the finished runs may be a
-    biased selection. Otherwise, Student's t-test of the paired differences decides. Its
+    A claim is undecided if a result is missing or a choice is open, because the finished runs may
+    be a biased selection. Otherwise, Student's t-test of the paired differences decides. Its
     significance level comes from Holm's procedure for the claim's family. A single pair of runs can
     only agree with a claim or contradict it.
 
@@ -235,7 +236,7 @@ def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
 
 
 def _tests(claim: Claim, found: Found) -> list[Comparison] | str:
-    """Return the tests of a claim, or the reason why it cannot be tested."""
+    """Return the tests of a claim, or the reason why the claim cannot be tested."""
     for choice in found["choices"]:
         by = choice["for"].items()
         concerned = (
@@ -260,7 +261,7 @@ def _tests(claim: Claim, found: Found) -> list[Comparison] | str:
 
 
 def _differences(group: Group, other: Group, metric: str) -> list[float] | str:
-    """Return the difference for each seed, or why two combinations cannot be compared."""
+    """Return the difference for each seed, or the reason why no comparison is possible."""
     return next(_reasons(group, other, metric), "") or _by_seed(
         group["values"][metric], other["values"][metric]
     )

@@ -1,4 +1,4 @@
-"""Base class of engines. An engine runs command lines, on this machine or on others."""
+"""Base class of engines. An engine runs command lines on this machine or on other machines."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """Command line of a cell. If killed and run again, it resumes from the cell's checkpoint.
+    """Command line of a cell. If it is killed and run again, it resumes from the cell's checkpoint.
 
     Attributes:
         name: Name of the job.
         command: Command line.
         log: File to which the output is appended.
         threads: Number of CPU threads (default 1).
-        gpus: Share of a GPU (default 0).
+        gpus: Number of GPUs; less than 1 for a share of a GPU (default 0).
     """
 
     name: str
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables to add to the environment of the study's process."""
+        """Environment variables that the job has in addition to those of the study's process."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
@@ -53,7 +53,7 @@ class Engine(ABC):
 
     @abstractmethod
     def ended(self) -> dict[str, int]:
-        """Return the exit statuses, by job name, of jobs that have ended since the last call."""
+        """Return the exit status of each job that has ended since the last call, by job name."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -75,7 +75,7 @@ def run_command(command: Sequence[str], log: str, folder: str, environment: Mapp
     signals: list[int] = []
     # without this handler, SIGINT could raise KeyboardInterrupt before the process exists
     signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
-    # the opener repeats fl_lightning.files.no_link, since the worker may not have fl_lightning
+    # the opener is a copy of fl_lightning.files.no_link: the worker may not have fl_lightning
     with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as output:
         process = subprocess.Popen(
             command,

@@ -1,10 +1,11 @@
-"""A fork server for Linux, whose forks run a module as ``python -m`` does.
+"""A server for Linux that forks processes. A fork runs a module, as ``python -m`` would.
 
 ``python -m fl_lightning.experiments.studies.engines.forks SOCKET MODULE`` is the server. It imports
 the module once for all forks, and calls the module's function ``preload`` if there is one.
 
-The server computes nothing: computing could start threads, and a fork of a process with threads
-could hang. OpenBLAS starts threads if ``OMP_NUM_THREADS`` is above 1, but ends them before a fork.
+The server computes nothing, because a computation could start threads, and a fork of a process with
+threads could hang. If ``OMP_NUM_THREADS`` is above 1, OpenBLAS starts threads. This causes no
+problem, because OpenBLAS ends its threads before a fork.
 """
 
 import ctypes
@@ -26,7 +27,8 @@ from typing import BinaryIO
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants of this process become its children
 _MESSAGE = 1 << 16  # largest size of a request in bytes
-_ROOM = " " * 4000  # last argument of the server: space for the command lines of its forks
+# last argument of the server: spaces that forks overwrite with their command lines
+_ROOM = " " * 4000
 
 
 def adopt_orphans() -> bool:
@@ -35,11 +37,12 @@ def adopt_orphans() -> bool:
 
 
 class Forked:
-    """A forked child of this process, with methods of ``subprocess.Popen``.
+    """A forked child of this process. It has the main methods of ``subprocess.Popen``.
 
     Attributes:
         pid: Process id.
-        returncode: Exit status, negative for a signal; None until :meth:`poll` sees the end.
+        returncode: Exit status, or minus the number of the signal that killed the process. It is
+            None until :meth:`poll` has noticed that the process has ended.
     """
 
     def __init__(self, pid: int) -> None:
@@ -67,10 +70,11 @@ class Forked:
 
 
 class ForkServer:
-    """A server process that has imported a module and forks a process for each run of the module.
+    """A server process that imports a module, and forks a process for each run of the module.
 
-    The forked processes outlive the server. After :func:`adopt_orphans`, they are children of the
-    present process, which receives their exit statuses.
+    The forked processes outlive the server. After a call of :func:`adopt_orphans`, the forked
+    processes are children of the present process. The present process then receives their exit
+    statuses.
 
     Args:
         module: Module to run.
@@ -100,7 +104,7 @@ class ForkServer:
     def start(
         self, arguments: Sequence[str], log: BinaryIO, environment: Mapping[str, str]
     ) -> Iterator[Forked]:
-        """Fork a process that runs the module as soon as the block has ended.
+        """Fork a process. It runs the module as soon as the ``with`` block has ended.
 
         If the present process ends within the block, the forked process exits.
 
@@ -124,7 +128,7 @@ class ForkServer:
                 raise ConnectionError("the server has ended")
             self.has_served = True
             yield Forked(int(pid))
-            with suppress(BrokenPipeError):  # the process was killed; poll returns its status
+            with suppress(BrokenPipeError):  # the process was killed, and poll returns its status
                 say_go.write(b"\n")
 
 
@@ -137,13 +141,15 @@ def _close(connection: socket.socket, process: "subprocess.Popen[bytes]") -> Non
 def _serve(connection: socket.socket) -> list[str]:
     """Fork a process for each request.
 
-    Only the forks return from this function, with the arguments of their request.
+    This function returns only in the forks. It returns the arguments of the fork's request.
     """
-    gc.freeze()  # else garbage collection writes to memory that forks share, and so duplicates it
+    # garbage collection must not write to memory that forks share: each write copies memory
+    gc.freeze()
     files = _files()
     while True:
         request, descriptors, *_ = socket.recv_fds(connection, _MESSAGE, 2)
-        # end if a source file has changed, as forks would run the old code, or if there are threads
+        # end if a source file has changed, because forks would run old code; also end if threads
+        # run
         if not request or threading.active_count() > 1 or files != _files():
             sys.exit()
         log, go = descriptors
@@ -162,12 +168,12 @@ def _serve(connection: socket.socket) -> list[str]:
         os._exit(128 + signal.SIGTERM)
     os.close(go)
     os.environ.update(json.loads(request)["environment"])
-    importlib.invalidate_caches()  # the user may have added modules
+    importlib.invalidate_caches()  # the user may have added modules since the server started
     return list(json.loads(request)["arguments"])
 
 
 def _files() -> dict[str, tuple[int, int] | None]:
-    """Return modification time and size of each imported module's file."""
+    """Return the modification time and the size of each imported module's file."""
     states: dict[str, tuple[int, int] | None] = {}
     for name, module in [*sys.modules.items()]:
         try:
@@ -180,10 +186,10 @@ def _files() -> dict[str, tuple[int, int] | None]:
 
 
 def _fork() -> int:
-    """Fork twice, so that the second fork is an orphan.
+    """Fork, and fork again in the child. The second fork is an orphan, as the child exits.
 
     Returns:
-        The process id of the second fork; in the second fork itself, 0.
+        The process id of the second fork. In the second fork itself, the result is 0.
     """
     sys.stdout.flush()
     receiving, sending = os.pipe()
@@ -207,7 +213,7 @@ def _fork() -> int:
 def _show(arguments: Sequence[str]) -> None:
     """Overwrite the arguments of this process, so that ``ps`` shows the module's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # 0 if this process lacks permission
+    start, end = int(fields[45]), int(fields[46])  # both are 0 if this process lacks permission
     line = "\0".join([sys.executable, "-m", sys.argv[2], *arguments]).encode()[: max(end - start - 1, 0)]
     ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 

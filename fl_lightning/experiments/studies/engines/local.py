@@ -1,4 +1,4 @@
-"""Engine for this machine: a process for each cell. The cells are distributed over the GPUs."""
+"""Engine for this machine. Each cell has a process. The cells are distributed over the GPUs."""
 
 import os
 import signal
@@ -17,11 +17,11 @@ _GPU = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalEngine(Engine):
-    """Engine that runs each cell in a separate process group: Ctrl-C reaches only the study.
+    """Engine that runs each cell in a separate process group, which Ctrl-C does not reach.
 
     On Linux, cells are forks of a server that has imported PyTorch, Lightning and this package.
-    There is one server for each number of threads. If the server cannot start or has ended, a cell
-    is a new process.
+    There is one server for each number of threads. If the server cannot start or has ended, a new
+    process is started for the cell.
 
     Args:
         forks: Whether cells may be forks (default True).
@@ -58,9 +58,9 @@ class LocalEngine(Engine):
     def _fork(self, job: Job, environment: dict[str, str], log: BinaryIO) -> bool:
         """Start a job ``python -m MODULE`` as a fork; return False if that is not possible.
 
-        In the fork, only the environment variable that selects the GPU is set. All others are set
-        when the server starts, since some packages read variables such as ``OMP_NUM_THREADS`` when
-        they are imported.
+        In the fork, only the environment variable that selects the GPU is set. All other variables
+        are set when the server starts, because some packages read variables such as
+        ``OMP_NUM_THREADS`` on import.
         """
         if not self._forks or [*job.command[:2]] != [sys.executable, "-m"]:
             return False
@@ -93,7 +93,7 @@ class LocalEngine(Engine):
         return statuses
 
     def stop(self) -> None:
-        """Send all processes a signal to stop; wait until they have finished their rounds."""
+        """Send all processes a signal to stop; wait until all have finished their rounds."""
         for process in self._running.values():
             process.send_signal(signal.SIGTERM)
         for process in self._running.values():

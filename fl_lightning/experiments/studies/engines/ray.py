@@ -15,8 +15,9 @@ from fl_lightning.files import no_link
 class RayEngine(Engine):
     """Engine that runs cells as tasks of a Ray cluster.
 
-    The cluster is the one at ``RAY_ADDRESS``, else a local cluster, which is started if needed. All
-    nodes need this Python and the working directory at the same paths.
+    If the environment variable ``RAY_ADDRESS`` is set, the engine uses the cluster at this address.
+    Otherwise it uses a local cluster, and starts one if needed. All nodes need this Python and the
+    working directory at the same paths.
     """
 
     def __init__(self) -> None:
@@ -24,8 +25,9 @@ class RayEngine(Engine):
         ray.init(
             include_dashboard=False, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True
         )
-        signal.signal(signal.SIGTERM, handler)  # Ray's handler would end the study silently
-        ray.cloudpickle.register_pickle_by_value(base)  # pickled, as workers may lack it
+        # with Ray's own handler, SIGTERM would end the study silently
+        signal.signal(signal.SIGTERM, handler)
+        ray.cloudpickle.register_pickle_by_value(base)  # workers may lack this module
         resources = ray.cluster_resources()
         self.cores, self.gpus = int(resources.get("CPU", 1)), int(resources.get("GPU", 0))
         self._running: dict[Any, Job] = {}

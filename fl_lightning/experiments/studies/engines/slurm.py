@@ -15,18 +15,16 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.engines.base import Engine, Job, run_command
 from fl_lightning.files import no_link
 
-_MINUTES = 60  # time limit of a job; a longer cell is requeued and resumes
-_TIMES = 10_000  # largest number of times that a job is requeued at its time limit
-# Slurm sends USR2 to all processes of a job: submitit requeues the job, and cells ignore USR2
-_UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
-_ENDED = [
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
-]  # fmt: skip
-_ARRAY = 1000  # Slurm's default limit on the jobs in an array
+_MINUTES = 60 # time limit of a job; a cell that takes longer is requeued and resumes _TIMES =
+10_000 # largest number of times that a job is requeued at its time limit # Slurm sends the signal
+USR2 to all processes of a job; submitit then requeues the job _UNTIL_TERMINATED = ("sh", "-c",
+"trap '' USR2; exec \"$@\"", "sh") _ENDED = [ "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE",
+"FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT", ] # fmt: skip _ARRAY = 1000 #
+Slurm's default limit on the number of jobs in an array
 
 
 class SlurmEngine(Engine):
-    """Engine whose jobs are requeued after preemption, a time limit or the loss of a node.
+    """Engine whose jobs are requeued after preemption, a time limit or a node failure.
 
     The environment variables of ``sbatch``, such as ``SBATCH_PARTITION``, ``SBATCH_ACCOUNT`` and
     ``SBATCH_TIMELIMIT``, set further options. All nodes need this Python and the working directory
@@ -39,7 +37,7 @@ class SlurmEngine(Engine):
         ConfigurationError: Slurm is not installed on this machine.
     """
 
-    cores = gpus = _ARRAY  # Slurm limits how many jobs run at a time
+    cores = gpus = _ARRAY  # these are only upper limits: Slurm decides how many jobs run at a time
 
     def __init__(self, cluster: str = "slurm") -> None:
         if cluster == "slurm":
@@ -97,13 +95,13 @@ class SlurmEngine(Engine):
     def stop(self) -> None:
         """Cancel all jobs and wait until all have ended."""
         for job, _ in self._running.values():
-            job.cancel(check=False)  # the job may have ended already
+            job.cancel(check=False)  # no error if the job has already ended
         while not all(job.done(force_check=True) for job, _ in self._running.values()):
             time.sleep(2)
 
 
 class _Queue(submitit.slurm.slurm.SlurmInfoWatcher):  # type: ignore[misc]  # submitit is untyped
-    """Reader of job states with ``squeue``, since ``sacct`` needs Slurm's accounting database."""
+    """Reader of job states. It calls ``squeue``, as ``sacct`` needs Slurm's accounting database."""
 
     def _make_command(self) -> list[str]:
         return ["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i|%T"]
@@ -118,5 +116,6 @@ class _Command(submitit.helpers.Checkpointable):  # type: ignore[misc]  # requeu
     def __call__(self, *arguments: Any) -> int:
         status = run_command(*arguments)
         if status in (128 + signal.SIGTERM, -signal.SIGTERM):
-            os._exit(128 + signal.SIGTERM)  # no result: Slurm may requeue the job
+            # exit without a result, so that Slurm may requeue the job
+            os._exit(128 + signal.SIGTERM)
         return status
