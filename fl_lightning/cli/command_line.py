@@ -1,4 +1,4 @@
-"""The command line. It finds shipped callbacks, data sets and models without a dotted path."""
+"""The command line. Shipped callbacks, data sets and models need no dotted path."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
-# imported so that bare class names resolve in YAML
+# imported so that YAML can name these classes without their dotted path
 import fl_lightning.aggregation
 import fl_lightning.callbacks
 import fl_lightning.datamodules
@@ -42,9 +42,9 @@ def main(
         cli_class: Class of the command line.
 
     Returns:
-        The command line, with trainer, model and data, after its command has ended.
+        The command line after its command has ended. It has the trainer, the model and the data.
     """
-    # the agent of a W&B sweep adds an argument --_wandb... to a restarted run; fit does not know it
+    # remove the argument --_wandb..., which the agent of a W&B sweep gives to a restarted run
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
     return _started(given, cli_class, model_class)
 
@@ -70,7 +70,7 @@ def _started(
 
 
 class _Made(Exception):
-    """Exception that ends a command line before its command runs.
+    """Exception that stops a command line before its command runs.
 
     Attributes:
         cli: The command line.
@@ -90,7 +90,7 @@ class _Raising(FederatedCLI):
 
 
 class _Reader(_Raising):
-    """Command line that makes its parser and ends before it reads settings."""
+    """Command line that makes its parser, and ends before it reads any settings."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
         """End the command line."""
@@ -126,7 +126,7 @@ def build(args: Sequence[str]) -> FederatedCLI:
 
 @cache
 def _reader() -> FederatedCLI:
-    """Return a command line that is made only once, since making its parser is slow."""
+    """Return a command line. It is made only once, because making its parser is slow."""
     try:
         return _started(["fit"], _Reader)
     except _Made as made:
@@ -152,7 +152,7 @@ _load_yaml = get_loader("yaml")
 
 
 def _with_current_names(text: str) -> Any:
-    """Read YAML and replace the old dotted paths of shipped classes by the current ones."""
+    """Read YAML, and replace the old dotted paths of shipped classes with the current paths."""
 
     def renamed(node: Any) -> Any:
         if isinstance(node, dict):

@@ -16,7 +16,7 @@ from fl_lightning.round.tasks import Classification
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Save the workspace at W&B and print its address, or write it to a file.
+    """Save the workspace at W&B and print its address, or write the workspace to a file.
 
     Args:
         args: Arguments after ``dashboard``.
@@ -48,7 +48,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def _metrics(folders: Sequence[str]) -> Metrics:
-    """Return the metrics of the runs' tasks, beginning with the metrics of the first run."""
+    """Return the metrics of the runs' tasks. The metrics of the first run come first."""
     metrics: dict[str, dict[str, str]] = {}
     for folder in folders:
         attempt = Attempt(user_path("dashboard", folder))

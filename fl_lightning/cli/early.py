@@ -10,20 +10,21 @@ from fl_lightning.files import shipped
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Check that configuration files can be read; for ``study``, also check the study's file.
+    """Check that configuration files can be read. For ``study``, also check the study's file.
 
-    The settings of a study's cells are not checked here.
+    This function does not check the settings of a study's cells.
 
     Args:
         arguments: A command and its arguments.
 
     Raises:
-        ConfigurationError: An option of ``study`` is not valid, or a file is missing, is not YAML,
-            or is not a study.
+        ConfigurationError: An option of ``study`` is invalid, a file is missing or not YAML, or the
+            study's file does not hold a study.
     """
     fit_options = list(arguments[1:])
     if arguments[0] == "study":
-        from fl_lightning.experiments.studies.reading import read_study  # late: pydantic is slow
+        # imported late, because pydantic is slow
+        from fl_lightning.experiments.studies.reading import read_study
 
         try:
             options, fit_options = study_options(arguments[1:])

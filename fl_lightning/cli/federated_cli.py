@@ -42,33 +42,35 @@ class FederatedCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._asked = next(iter(kwargs.get("args") or ()), None)
         try:
-            with ExitStack() as self.held:  # releases the lock of the run directory when the run ends
+            # at the end of the run, this releases the lock of the run directory
+            with ExitStack() as self.held:
                 super().__init__(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # users see one line, whatever the error
             self.end(error)
 
     def end(self, error: Exception) -> NoReturn:
-        """Print one line about an error, write its traceback to the run directory, and exit."""
+        """Print one line about an error, write a traceback to the run directory, and exit."""
         attempt = self.attempt
         fail(error, attempt.error if attempt is not None and attempt.path.exists() else None)
 
     @property
     def attempt(self) -> Attempt | None:
-        """Run directory; None if no files are written (``fast_dev_run``)."""
+        """Run directory; None if no files are written, as with ``fast_dev_run``."""
         return self.training.start.attempt if self.training is not None else None
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in Lightning
         """Return the requested subcommand, or all subcommands if the requested one is unknown.
 
-        Lightning makes a parser for each subcommand, which takes time.
+        Lightning makes a parser for each subcommand in the result, and making a parser takes time.
         """
         known = LightningCLI.subcommands()
         return {self._asked: known[self._asked]} if self._asked in known else known
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing. Lightning would load the checkpoint, unchecked, and look for settings in it.
+        """Do nothing, unlike Lightning, which would load the checkpoint to find settings in it.
 
-        Checkpoints of fl_lightning hold no settings.
+        Lightning would load the checkpoint without the checks of fl_lightning. Checkpoints of
+        fl_lightning hold no settings.
         """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -90,20 +92,22 @@ class FederatedCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the settings; raise errors for values that Lightning would misread or override."""
+        """Read the settings. Raise an error for values that Lightning would misread or override."""
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
-        # a file for several commands has a section for each command: remove the section's name
+        # a file for several commands has one section per command: remove the section's name from
+        # names
         read = [
             setting._replace(name=setting.name.removeprefix(f"{command}.")) for setting in read_given(args)
         ]
         ConciseParser.given, self.given = read, given_settings(read)
         seed = self.given.get("seed_everything", 0)
-        if type(seed) is not int or not 0 <= seed < 2**32:  # for true, Lightning draws a seed
+        # if seed_everything is true, Lightning would draw a random seed
+        if type(seed) is not int or not 0 <= seed < 2**32:
             raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
         for name, value in self.given.items():
-            # nan passes range checks: comparisons with it are false
+            # range checks would accept nan, because all comparisons with nan are false
             if isinstance(value, float) and math.isnan(value):
                 raise ConfigurationError(f"{name}: nan is no number; give a number")
             inner = [setting for setting in known if setting.startswith(f"{name}.")]
@@ -125,19 +129,19 @@ class FederatedCLI(LightningCLI):
                 )
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
-        """Return the function that links a setting of the data to the model.
+        """Return the function that passes a setting of the data on to the model.
 
-        The function raises an error if the user's value contradicts the data. A plain link would
-        override the user's value without an error.
+        The function raises an error if the user's value contradicts the data. Lightning's own links
+        would override the user's value without an error.
         """
 
         def of_data(value: Any) -> Any:
             setting = f"model.model.init_args.{name}"
-            # the link is not applied yet: this is the user's value or the model's default
+            # the user's value, or the model's default, because the link is not applied yet
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if self._gives(name) else None
             if value is None and name == "in_features":
-                return parsed  # image data have no in_features: keep the model's value
+                return parsed  # keep the model's value, because image data have no in_features
             # a default other than None means that the model needs this setting
             if value is None and given is None and parsed is not None:
                 raise ConfigurationError(
@@ -157,14 +161,19 @@ class FederatedCLI(LightningCLI):
         if config.threads is not None:
             config.trainer.devices = use_threads(config.threads, config.trainer.devices)
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
-        config.name = config.name or stem  # saved too: a rerun of the saved file has the same name
-        # without ckpt_path: the saved configuration of a resumed run must start a new run
+        # also saved, so that a rerun of the saved file has the same name
+        config.name = config.name or stem
+        # save no ckpt_path, because a rerun of the saved file must start a new run
         self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
 
     def resolve(self, config: Namespace) -> Config:
-        """Return a configuration as built-in types; of linked settings, keep only given ones."""
+        """Return a configuration as built-in types.
+
+        A linked setting is kept only if the user gives it.
+        """
         resolved = self.plain(config)
-        kind = import_object(config.data.class_path)  # may fix a value, such as CIFAR10's ten classes
+        # the class of the data may fix a value, such as CIFAR10's ten classes
+        kind = import_object(config.data.class_path)
         for name in LINKED:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):
@@ -178,7 +187,7 @@ class FederatedCLI(LightningCLI):
         return values
 
     def _gives(self, name: str) -> bool:
-        """Return whether the user gives a linked setting of the model."""
+        """Return whether the user gives this linked setting of the model."""
         return not {f"model.model.{name}", f"model.model.dict_kwargs.{name}"}.isdisjoint(self.given)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -209,7 +218,7 @@ class FederatedCLI(LightningCLI):
         folder = source.path if source is not None else Path()
         self._predictions = folder / f"predictions_round_{checkpoint['global_step']}"
         if config.trainer.enable_progress_bar is None and not has_progress_bar(callbacks):
-            kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no progress bar in a log file
+            kwargs["enable_progress_bar"] = sys.stdout.isatty()  # a log file gets no progress bar
         return make_trainer(settings, **{**kwargs, "callbacks": [*callbacks, config.checkpoint]})
 
     def fit(self, **kwargs: Any) -> None:
@@ -223,6 +232,6 @@ class FederatedCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         outputs = [*map(self.model.task.scores, raw)]
-        # trainer.limit_predict_batches may have left out the last batches
+        # the last batches are missing if trainer.limit_predict_batches left them out
         batches = islice(self.datamodule.predict_dataloader(), len(outputs))
         print(write_predictions(self._predictions, outputs, batches, self.datamodule))

@@ -32,16 +32,16 @@ class Given(NamedTuple):
 
     @property
     def setting(self) -> str:
-        """Plain name (:func:`plain_name`) without a final ``+``."""
+        """Plain name of the setting, without a final ``+``. See :func:`plain_name`."""
         return plain_name(self.name).removesuffix("+")
 
 
 _SECTION = object()
-"""Value of a section's entry; the settings in the section have separate entries."""
+"""Value in the entry of a section. Each setting in the section has a separate entry."""
 
 
 def read_given(arguments: Sequence[str]) -> list[Given]:
-    """Return the settings on the command line and in the files that the command line names.
+    """Return the settings on the command line, and in all files that the command line names.
 
     Each section of a file has an entry in addition to its settings.
 
@@ -61,12 +61,15 @@ def read_given(arguments: Sequence[str]) -> list[Given]:
 
 
 def given_settings(given: Sequence[Given]) -> Config:
-    """Return the settings' values by plain name (:func:`plain_name`); later values win."""
+    """Return the settings' values, keyed by :func:`plain_name`.
+
+    If a setting is given several times, the last value is returned.
+    """
     return {entry.setting: entry.value for entry in given if entry.value is not _SECTION}
 
 
 def plain_name(setting: str) -> str:
-    """Return a dotted name without ``init_args`` and ``class_path``, as on the command line."""
+    """Remove ``init_args`` and ``class_path`` from a dotted name, as users of a command line do."""
     return ".".join(part for part in setting.split(".") if part not in ("init_args", "class_path"))
 
 
@@ -97,7 +100,7 @@ def _walk(given: Given, folder: Path) -> Iterator[Given]:
 def place_in(file: str, line: int) -> str:
     """Return a clause with a file and a line, such as `` (mine.yaml, line 7)``.
 
-    The clause is empty if the file or the line is unknown.
+    If the file or the line is unknown, the clause is empty.
     """
     return f" ({file}, line {line})" if file and line else ""
 
@@ -105,8 +108,8 @@ def place_in(file: str, line: int) -> str:
 def _check_class(tree: Config, name: str, place: str) -> None:
     """Raise an error if the entry of a class is malformed.
 
-    ``class_path`` must be a name. ``init_args`` must be settings with names, or a file of settings.
-    The entry must have no settings outside ``init_args``.
+    ``class_path`` must be a name. ``init_args`` must be a mapping of settings, or a file with
+    settings. All settings of the entry must be in ``init_args``.
     """
     kind, settings = tree["class_path"], tree.get("init_args") or {}
     if not isinstance(kind, str):
@@ -123,7 +126,8 @@ def _check_class(tree: Config, name: str, place: str) -> None:
 
 def _read(path: Path) -> Config:
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # a SafeLoader
+        # safe: the loader is a SafeLoader
+        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
@@ -142,11 +146,11 @@ class _Lined(dict[Any, Any]):
 class _OnceEach(yaml.SafeLoader):
     """YAML loader that stores the line number of each key.
 
-    Duplicate keys are an error; PyYAML's own loaders accept them.
+    A duplicate key is an error, although PyYAML's own loaders accept duplicate keys.
     """
 
     def lined(self, node: yaml.MappingNode) -> Iterator[_Lined]:
-        """Yield a mapping before filling it, since it may contain an alias of itself."""
+        """Yield a mapping, and fill it afterwards, because it may contain an alias of itself."""
         mapping = _Lined()
         yield mapping
         keys: dict[Any, int] = {}
@@ -165,7 +169,8 @@ _OnceEach.add_constructor("tag:yaml.org,2002:map", _OnceEach.lined)
 def _value(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # ValueError: an impossible date such as 2024-02-30
+    # a date that does not exist, such as 2024-02-30, gives a ValueError
+    except (yaml.YAMLError, ValueError):
         return text
 
 

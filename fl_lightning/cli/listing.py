@@ -1,4 +1,4 @@
-"""``python -m fl_lightning list``: list names for configurations, shipped files or parameters."""
+"""``python -m fl_lightning list``: list class names, shipped files, or a model's parameters."""
 
 import re
 from collections.abc import Sequence
@@ -35,20 +35,21 @@ KINDS = {
     "aggregators": "model.aggregator",
     "attacks": "trainer.callbacks.attack",
 }
-"""Setting that accepts the names of each kind."""
+"""Setting that accepts the class names of a kind, for each kind."""
 
 
 FILES = {"configs": "fit --config", "studies": "study"}
-"""Command that accepts the shipped files of each kind."""
+"""Command that accepts the shipped files of a kind, for each kind."""
 
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Print the names of methods, models and so on with descriptions, or a model's parameters.
+    """Print names and descriptions of methods, models and so on, or print a model's parameters.
 
     Args:
-        args: Arguments after ``list``: either kinds of names, such as ``methods`` (default: all
-            kinds), or ``parameters`` and arguments of ``fit``.
+        args: Arguments after ``list``. To list names, they are kinds such as ``methods`` (default:
+            all kinds). To list a model's parameters, they are the word ``parameters`` and arguments
+            of ``fit``.
     """
     if args[:1] == ["parameters"]:
         if not args[1:]:
@@ -67,7 +68,8 @@ def main(args: Sequence[str]) -> None:
 def files(kind: str) -> dict[str, str]:
     """Return a description of each shipped file of a kind.
 
-    The description of a study is its title; for a configuration, it is the comment in line 1.
+    The description of a study is its title. The description of a configuration is the comment in
+    the file's first line.
 
     Args:
         kind: Key of :data:`FILES`.
@@ -83,7 +85,7 @@ def files(kind: str) -> dict[str, str]:
 
 
 def parameters(cli: FederatedCLI) -> str:
-    """Return a table of a model's parameters and buffers: name, shape, kind and treatment.
+    """Return a table with the name, shape, kind and treatment of a model's parameters and buffers.
 
     Args:
         cli: Command line with a model, from :func:`~fl_lightning.cli.command_line.build`.
@@ -95,7 +97,7 @@ def parameters(cli: FederatedCLI) -> str:
     callbacks = in_order(as_list(cli.config_init.fit.trainer.callbacks))
     module.trainer = L.Trainer(callbacks=[*callbacks], logger=False, enable_checkpointing=False)
     extend_model(module.model, callbacks, module.seed)
-    # methods without a policy treat no part, and may ask for data
+    # omit methods without a policy: they have no entry in the table, and might need data
     configure_batch_norm(module, [cb for cb in callbacks if type(cb).policy is not Declarations.policy])
     treatments = treatment_table(module.model, callbacks, _rounds(cli))
     kinds = {**parameter_kinds(module.model), **buffer_kinds(module.model)}
@@ -114,7 +116,7 @@ def parameters(cli: FederatedCLI) -> str:
 def _rounds(cli: FederatedCLI) -> int:
     """Return the planned number of rounds.
 
-    If ``budget_epochs`` determines this number, the data are set up.
+    If ``budget_epochs`` determines this number, this function sets up the data.
     """
     module: FederatedModule = cli.model
     data: FederatedDataModule = cli.datamodule
@@ -129,7 +131,7 @@ def _rounds(cli: FederatedCLI) -> int:
 
 
 def named(kind: str) -> dict[str, str]:
-    """Return the names of a kind, each with the first line of its docstring.
+    """Return the class names of a kind, each with the first line of the class's docstring.
 
     Args:
         kind: Key of :data:`KINDS`.
@@ -144,7 +146,8 @@ def named(kind: str) -> dict[str, str]:
         made = get_type_hints(thing).get("return") if isfunction(thing) else thing
         is_base = thing in base_classes() or isabstract(thing)
         if isinstance(made, type) and issubclass(made, base) and not is_base:
-            name = f"{module.__name__}.{name}" if isfunction(thing) else name  # a function needs its path
+            # a function needs its dotted path
+            name = f"{module.__name__}.{name}" if isfunction(thing) else name
             line = (thing.__doc__ or "").partition("\n")[0]
             lines[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")
     return lines

@@ -1,4 +1,4 @@
-"""Errors of commands, printed as one line with the setting, its value and a remedy."""
+"""Errors of commands. Each is printed as one line with the setting, its value and a remedy."""
 
 import errno
 import inspect
@@ -39,15 +39,15 @@ from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.ranks import is_shared
 from fl_lightning.round.tasks import Task
 
-_PATIENCE = 10.0  # seconds that other ranks wait for rank 0's message
+_PATIENCE = 10.0  # number of seconds for which the other ranks wait for rank 0's message
 
 _PACKAGE = Path(fl_lightning.__file__).parent
 
 _SHIPPED = ("fl_lightning", "torch", "torchvision", "lightning")
-"""Packages whose classes need no dotted path in a configuration."""
+"""Packages with classes that a configuration can name without a dotted path."""
 
 _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
-"""Parts of Lightning's error messages on mistakes that a user can correct.
+"""Parts of those error messages of Lightning that report a mistake of the user.
 
 The mistakes are a missing metric and duplicate callbacks."""
 
@@ -63,7 +63,9 @@ SHAPES = {
     "setting of no class": r"Given value: NestedArg\(key='(.+?)'",
     "what a class says": r"(?m)^ +- (?!Expected |Type |Import path |Not a|Not of|Problem with |Does not |a class path|a dict |invalid literal)(.+)",
 }
-"""Regular expressions for jsonargparse's messages; tested in ``tests/cli/test_jsonargparse.py``."""
+"""Regular expressions for jsonargparse's messages.
+
+The tests are in ``tests/cli/test_jsonargparse.py``."""
 
 
 def explain(
@@ -74,11 +76,11 @@ def explain(
     Args:
         message: Message of the parser.
         settings: Settings of the parser.
-        owner: Class whose settings the parser reads; empty for several classes.
-        given: Settings of the user by plain name.
+        owner: Class whose settings the parser reads; empty for several classes. given: Settings of
+            the user by plain name.
 
     Returns:
-        One line with the setting and the value. If a name is unknown, the line suggests similar
+        One line with the setting and its value. If a name is unknown, the line suggests similar
         names.
     """
     matches = {shape: re.search(pattern, message) for shape, pattern in SHAPES.items()}
@@ -128,17 +130,18 @@ def explain(
         if any(missing[1] in _classes(kind) for kind in kinds.values()):
             return f"{setting}the class {missing[1]!r} is of another kind; {remedy}"
         near = nearest(missing[1].rpartition(".")[2], known)
-        if last == "model" and missing[1] in models.__all__:  # a function needs its dotted path
+        # a configuration must name a function by its dotted path
+        if last == "model" and missing[1] in models.__all__:
             near = f"; did you mean {models.__name__}.{missing[1]}?"
         near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
         return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
     text = message.partition(f'"{key}":')[2] if key else message
-    # users write settings without the command's name: remove it
+    # remove the command's name, because users write settings without it
     return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", text))
 
 
 def _not_importable(path: str) -> str:
-    """Return in words why a class in a dict of classes cannot be made.
+    """Describe why a class that is in a dict of classes cannot be made.
 
     Args:
         path: Dotted path of the class.
@@ -154,7 +157,7 @@ def _not_importable(path: str) -> str:
 
 
 def setting_of(message: str, settings: Sequence[str]) -> str:
-    """Return the name of the setting in a parser's message, up to the first unknown part.
+    """Return the name of the setting in a parser's message. It ends at the first unknown part.
 
     Args:
         message: Message of the parser.
@@ -166,7 +169,8 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
         return key[1] if key else ""
     option = str(unknown[unknown.lastgroup or 0])
     for end in (match.start() for match in re.finditer(r"\.", option)):
-        if option[:end] in settings:  # the value is a class; its settings are not in this list
+        # the value is a class, and the settings of this class are not in the list
+        if option[:end] in settings:
             break
         if not any(known.startswith(option[: end + 1]) for known in settings):
             return option[:end]
@@ -174,7 +178,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
 
 
 def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) -> str:
-    """Return a clause that suggests similar settings, also of classes that the user configures."""
+    """Return a clause with similar settings, including settings of classes that the user names."""
     kinds, last = kinds_of_settings(), option.rpartition(".")[2]
     known = [*settings, *given]
     for name, value in given.items():
@@ -187,9 +191,9 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) ->
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause that names the classes of the owner's kind that have a setting.
+    """Return a clause that names all classes with this setting, if they are of the owner's kind.
 
-    The clause is empty if no class or more than four classes have it.
+    The clause is empty if no such class exists, or if there are more than four.
     """
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
@@ -199,7 +203,11 @@ def _classes_with(option: str, owner: str) -> str:
 
 
 def kinds_of_settings() -> dict[str, type]:
-    """Return the base class of a setting's values, by the last part of the setting's name."""
+    """Return the base classes of settings whose value is a class.
+
+    Each key is the last part of a setting's name. All values of this setting are subclasses of the
+    base class.
+    """
     from fl_lightning.datamodules.partitions import Partition  # imported late, as rarely needed
 
     return {
@@ -222,7 +230,7 @@ def kinds_of_settings() -> dict[str, type]:
 
 
 def base_classes() -> tuple[type, ...]:
-    """Return the shipped base classes. A configuration can name only their subclasses."""
+    """Return the shipped base classes. A configuration can name only subclasses of them."""
     from fl_lightning import attacks, datamodules  # imported late, as rarely needed
 
     return (
@@ -236,7 +244,7 @@ def base_classes() -> tuple[type, ...]:
 
 
 def _classes(base: type) -> dict[str, type]:
-    """Return the subclasses of a class by name; omit classes that need a dotted path."""
+    """Return the subclasses of a class, keyed by name. Omit classes that need a dotted path."""
     classes, subclasses = dict[str, type](), list[type](type.__subclasses__(base))
     for kind in subclasses:
         classes |= _classes(kind)
@@ -252,9 +260,9 @@ def _one_line(text: str) -> str:
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Run a command: an error or a signal ends the command with a one-line message.
+    """Run a command. An error or a signal ends the command with a one-line message.
 
-    If an output is closed or its disk is full, the command continues.
+    If an output stream is closed, or its disk is full, the command continues.
     """
     quiet_host()
     if under_torchrun() and launched_rank():
@@ -277,7 +285,7 @@ def command() -> Iterator[None]:
 
 
 class _Output:
-    """A stream that silently discards output once its reader is gone."""
+    """An output stream that discards all output, without an error, after its reader has closed."""
 
     def __init__(self, stream: TextIO, nowhere: TextIO) -> None:
         self._stream, self._nowhere = stream, nowhere
@@ -293,7 +301,7 @@ class _Output:
         try:
             act(*arguments)
         except OSError:
-            os.dup2(self._nowhere.fileno(), self._stream.fileno())  # discards the buffer as well
+            os.dup2(self._nowhere.fileno(), self._stream.fileno())  # this also discards the buffer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -327,22 +335,22 @@ def _end(line: str, status: int) -> NoReturn:
 
 
 def _let_the_first_rank_speak() -> None:
-    """Wait, since rank 0 probably prints the same error; ``torchrun`` then ends this rank."""
+    """Wait, because rank 0 probably prints the same error. ``torchrun`` then ends this rank."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_PATIENCE)
 
 
 def _errors() -> TextIO:
-    """Return the stream for errors, the only stream to which ranks other than 0 print."""
+    """Return the stream for errors. Ranks other than 0 print only to this stream."""
     return (sys.__stderr__ if launched_rank() else None) or sys.stderr
 
 
 def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     """Print one line about an error and exit.
 
-    The exit status is 1 for an unforeseen error, and the error's ``exit_status`` (default 2) for
-    other errors. The traceback of an unforeseen error is written to a file. If the environment
-    variable ``FL_LIGHTNING_TRACEBACK`` is set, the traceback of any error is printed.
+    For an unforeseen error, the exit status is 1. For other errors, it is the error's attribute
+    ``exit_status`` (default 2). The traceback of an unforeseen error is written to a file. If the
+    environment variable ``FL_LIGHTNING_TRACEBACK`` is set, the traceback of any error is printed.
 
     Args:
         error: Error that ends the command.
@@ -357,16 +365,16 @@ def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     if line is not None:
         _end(line + module, getattr(error, "exit_status", 2))
     place = _write_traceback(error, traceback_file or Path("error.txt"))
-    # jsonargparse wraps an error that a class raises; the notes are on the inner error
+    # jsonargparse wraps errors that a class raises: the inner error has the notes
     cause = next((cause for cause in _causes(error) if hasattr(cause, "__notes__")), error)
     doing = "; ".join([*getattr(cause, "__notes__", ()), place])
     _end(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f"{module} ({doing})", 1)
 
 
 def broken_module(error: BaseException | None) -> str:
-    """Return the place of a failed import outside this package, such as `` (methods.py, line 7)``.
+    """Return the place of a failed import outside fl_lightning, such as `` (methods.py, line 7)``.
 
-    The text is empty if no such import failed.
+    If no such import failed, the text is empty.
     """
     place = ""
     for cause in _causes(error):
@@ -392,7 +400,7 @@ def _write_traceback(error: Exception, path: Path) -> str:
 
 
 def told(error: BaseException | None) -> str | None:
-    """Return the line to print for an error that a user can fix; None for an unforeseen error."""
+    """Return the line to print for an error that a user can fix. For other errors, return None."""
     cause = next((x for x in _causes(error) if isinstance(x, ConfigurationError | ImportError)), None)
     if isinstance(cause, ModuleNotFoundError):
         doing = "".join(f" ({note})" for note in getattr(cause, "__notes__", ())[:1])
@@ -407,7 +415,7 @@ def told(error: BaseException | None) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its explicit causes (``raise ... from ...``), without contexts."""
+    """Yield an exception, and its causes that were set by ``raise ... from ...``."""
     while error is not None:
         yield error
         error = error.__cause__

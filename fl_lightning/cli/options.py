@@ -9,7 +9,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.columns import COLUMNS, TITLES, split_columns
 
 ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
-"""Class of each engine, by its module in ``fl_lightning.experiments.studies.engines``."""
+"""Class of each engine. A key is a module in ``fl_lightning.experiments.studies.engines``."""
 
 _DESCRIPTION = """\
 Run the cells of a study that have no result yet, and print its table. The same command resumes a stopped study. All other
@@ -32,12 +32,12 @@ class Refusal(SystemExit):
 
 
 class CommandParser(ArgumentParser):
-    """Parser of a command's options with one-line errors and without abbreviated options.
+    """Parser of a command's options. Its errors have one line. Options cannot be abbreviated.
 
     Args:
         command: Name of the command.
         description: Description in ``--help``.
-        usage: Usage after the command; None lists all options.
+        usage: Text after the command in the usage line. With None, the line lists all options.
     """
 
     def __init__(self, command: str, description: str, usage: str | None = None) -> None:
@@ -50,12 +50,12 @@ class CommandParser(ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise :class:`Refusal` with a parser's message."""
+        """Raise :class:`Refusal` with the parser's message."""
         raise Refusal(message)
 
 
 def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Split arguments into the options of ``study`` and all others, which are options of ``fit``.
+    """Split arguments into the options of ``study`` and the options of ``fit``.
 
     Raises:
         ConfigurationError: An option is not valid.

@@ -1,4 +1,4 @@
-"""Parser of LightningCLI with one-line errors, which name file and line and suggest names."""
+"""Parser of LightningCLI. An error is one line with the file, the line number and similar names."""
 
 import enum
 import inspect
@@ -22,16 +22,17 @@ from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.recorded import parameters, record
 
-# the default of a str may be an enum, as in Timer(interval: str = Interval.step): write its value
+# a str may have an enum as default, as in Timer(interval: str = Interval.step): write its value
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 class ConciseParser(LightningArgumentParser):
-    """A parser with one-line errors and without abbreviated settings.
+    """A parser whose errors have one line. It does not accept abbreviated names of settings.
 
     Attributes:
         owner: Class whose settings the parser reads; empty for several classes.
-        given: The user's settings. Error messages take files, lines and similar names from them.
+        given: The user's settings. Error messages take file names, line numbers and similar names
+            from these settings.
     """
 
     owner = ""
@@ -39,14 +40,18 @@ class ConciseParser(LightningArgumentParser):
     _functions: ClassVar[set[Any]] = set()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # with abbreviations, a misspelt setting (--model.local_step) would set another setting
+        # if abbreviations were allowed, a misspelt name (--model.local_step) would set another
+        # setting
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._commands: Any = None
 
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        """Add the settings of a class; without ``nested_key``, store its name in ``owner``."""
+        """Add the settings of a class.
+
+        Without ``nested_key``, store the name of the class in the attribute ``owner``.
+        """
         if nested_key is None:
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
@@ -59,7 +64,8 @@ class ConciseParser(LightningArgumentParser):
     ) -> list[str]:
         """Add the settings of a function that makes a model.
 
-        jsonargparse passes ``linked_targets`` here, although its own method does not accept it.
+        jsonargparse calls this method with ``linked_targets``. jsonargparse's own method does not
+        accept this argument.
         """
         self.owner = function.__name__
         self._functions.add(function)
@@ -69,12 +75,16 @@ class ConciseParser(LightningArgumentParser):
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
-            # jsonargparse cannot find num_classes in functions such as timm's create_model
+            # functions such as timm's create_model hide num_classes behind **kwargs: add this
+            # setting here
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
     def _let_links_decide(self, targets: Any) -> None:
-        """Set unknown defaults of linked settings to None, else jsonargparse ignores the links."""
+        """Set unknown defaults of linked settings to None.
+
+        jsonargparse would ignore a link to a setting whose default is unknown.
+        """
         for action in self._actions:
             if action.dest in (targets or ()) and isinstance(action.default, UnknownDefault):
                 action.default = None
@@ -92,27 +102,30 @@ class ConciseParser(LightningArgumentParser):
                     )
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the subcommands and store them for :meth:`settings`."""
+        """Add the subcommands, and store them, because :meth:`settings` needs them."""
         self._commands = super().add_subcommands(*args, **kwargs)
         return self._commands
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Make the configured objects; if this fails, note class and settings in the exception."""
+        """Make the configured objects. If this fails, add class and settings to the exception."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
 
     def _get_parser_instantiators(self) -> dict[tuple[Any, bool], Any]:
-        """Return :func:`_make` for each model function; ``instantiate`` covers only classes."""
+        """Return :func:`_make` for each function that makes a model.
+
+        :meth:`instantiate` passes :func:`_make` only for classes.
+        """
         return {(function, False): _make for function in self._functions}
 
     def settings(self) -> list[str]:
-        """Return the plain names of all settings, including settings of subcommands."""
+        """Return the plain names of all settings, also of the subcommands' settings."""
         parsers = self._commands.choices.values() if self._commands else [self]
         names = [name for parser in parsers for name, _ in parser.get_defaults().items()]
         return list(dict.fromkeys(map(plain_name, names)))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise :class:`Refusal` with a parser's message, shortened to one line."""
+        """Raise :class:`Refusal` with the parser's message, shortened to one line."""
         settings = self.settings()
         given = given_settings(self.given)
         place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)
@@ -121,9 +134,9 @@ class ConciseParser(LightningArgumentParser):
 
 
 def _of_import(message: str) -> Exception | None:
-    """Import the class in a parser's message; return the error, or None if the import works.
+    """Import the class in a parser's message, and return the error; None if the import works.
 
-    For lists of classes, jsonargparse omits this error.
+    jsonargparse does not report this error if the class is in a list.
     """
     named = re.search(r"Given value: '?(\w+(?:\.\w+)+)'?$", message)
     try:
@@ -145,13 +158,17 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
 
 
 def _refuse_null(class_type: type, settings: Config) -> None:
-    """Raise an error if a setting is null but its type excludes null; jsonargparse accepts null."""
+    """Raise an error if a setting is null, but its type excludes null.
+
+    jsonargparse itself would accept null.
+    """
     for name in [name for name, value in settings.items() if value is None]:
         known = parameters(class_type).get(name)
         if known is None or known.default is None:
             continue
         if known.annotation is known.empty:
-            if known.default is known.empty:  # jsonargparse requires only settings with a type
+            # a setting without a type: jsonargparse would not require it
+            if known.default is known.empty:
                 raise ConfigurationError(f"{class_type.__name__}.{name} is missing; give it")
             continue
         kinds = get_args(known.annotation) or (known.annotation,)
@@ -161,7 +178,7 @@ def _refuse_null(class_type: type, settings: Config) -> None:
 
 
 def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
-    """Return the place of a setting, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
+    """Return the place of a setting, such as `` (mine.yaml, line 7)``; empty for several places."""
     inner = f".{setting}"
     entries = [x for x in given if x.setting == setting or (of_a_class and x.setting.endswith(inner))]
     entries = entries if setting else []
@@ -172,9 +189,10 @@ def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
 
 
 def new_lists(arguments: Sequence[str]) -> list[str]:
-    """Insert ``--trainer.callbacks=null`` before each list of callbacks except the first.
+    """Insert ``--trainer.callbacks=null`` before each list of callbacks, except before the first.
 
-    Otherwise jsonargparse would fill a list's entries with settings of the earlier list.
+    Without this option, jsonargparse would fill the entries of a list with settings of the earlier
+    list.
     """
     result, is_given = [], False
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
@@ -189,7 +207,7 @@ def new_lists(arguments: Sequence[str]) -> list[str]:
 
 
 def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
-    """Make the option ``freeze_round`` replace a file's ``freeze_fraction``, and vice versa."""
+    """Make the option ``freeze_round`` replace ``freeze_fraction`` of a file, and vice versa."""
     options, result = [argument.partition("=")[0] for argument in arguments], []
     for option, argument in zip(options, arguments, strict=True):
         name, _, unit = option.rpartition("_")

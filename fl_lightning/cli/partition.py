@@ -1,4 +1,4 @@
-"""``python -m fl_lightning partition``: show the clients of a configuration, without training."""
+"""``python -m fl_lightning partition``: show a configuration's clients, without training."""
 
 import json
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ and a picture. All options of fit are accepted, such as --data.partition.alpha 0
 
 
 class DataCLI(FederatedCLI):
-    """Command line that reads all settings of ``fit`` and makes only the data."""
+    """Command line that reads all settings of ``fit``, but makes only the data."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the settings of ``fit``, with all settings of the model optional."""
+        """Add the settings of ``fit``. All settings of the model are optional."""
         super().add_arguments_to_parser(parser)
         for action in parser._actions:
             action.required &= not action.dest.startswith("model.")
@@ -47,7 +47,7 @@ class DataCLI(FederatedCLI):
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Print a table of the clients; write their picture and, with ``--save``, a partition file.
+    """Print a table of the clients, and draw it. With ``--save``, also write a partition file.
 
     Args:
         args: Arguments after ``partition``.
@@ -64,7 +64,7 @@ def main(args: Sequence[str]) -> None:
     cli = run(["fit", *fit_options], cli_class=DataCLI)
     data: FederatedDataModule = cli.datamodule
     data.prepare_data()
-    # the table shows clients with less than one batch, for which setup("fit") raises an error
+    # not setup("fit"), which raises an error for a client with less than one batch
     data.setup("validate" if isinstance(data, PartitionedDataModule) else "fit")
     distribution: Any = getattr(data, "distribution", None)
     if saved is not None and distribution is None:

@@ -45,14 +45,14 @@ _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
     "model.executor": "SequentialExecutor", "model.executor.compile": False,
 }  # fmt: skip
-"""Default settings of cells. With them, results do not depend on how many cells run at a time."""
+"""Default settings of cells. They make results independent of the number of cells at a time."""
 
 _resolved = cache(resolve)
 
 
 @contextmanager
 def _cells_are_kept() -> Iterator[None]:
-    """Let the message of an interruption say which results are kept."""
+    """Add to the message about an interruption which results are kept."""
     try:
         yield
     except Stopped as stopped:
@@ -65,7 +65,7 @@ def _cells_are_kept() -> Iterator[None]:
 @command()
 @_cells_are_kept()
 def main(args: Sequence[str]) -> None:
-    """Run a study; print and write its tables.
+    """Run a study. Print its tables, and write them to files.
 
     Args:
         args: Arguments after ``study``.
@@ -100,7 +100,7 @@ def main(args: Sequence[str]) -> None:
         runner = Runner(folder, engine, jobs, accept_stale, show)
 
         def choose() -> list[ChoiceFound]:
-            """Run the trials; add trials while a chosen learning rate is at the grid's edge."""
+            """Run the trials. While a chosen learning rate is at the grid's edge, add trials."""
             while True:
                 runner.run(reads.soon(cells.trial_cells))
                 choices = chosen(cells.study, cells.trials, accept_stale, runner.diverged)
@@ -111,7 +111,8 @@ def main(args: Sequence[str]) -> None:
         choices = choose()
         table = cells.table(choices)
         runner.run([*cells.trial_cells, *reads.soon(table)])
-        while (again := choose()) != choices:  # a trial was rerun: the table's cells have newer data
+        # if cells have newer data, trials are rerun, and other labels may be chosen
+        while (again := choose()) != choices:
             choices, table = again, cells.table(again)
             runner.run([*cells.trial_cells, *reads.soon(table)])
     if table:
@@ -135,7 +136,7 @@ def main(args: Sequence[str]) -> None:
 
 
 class StudyCells:
-    """The cells of a study with the settings of a command line.
+    """The cells of a study. Settings on a command line apply to all cells.
 
     Args:
         study: The study.
@@ -151,10 +152,11 @@ class StudyCells:
             )
 
     def check(self) -> None:
-        """Build data, model and callbacks of enough cells to cover all labels.
+        """Build data, model and callbacks of some cells, so that each label is used at least once.
 
         Raises:
-            ConfigurationError: A setting is invalid; the message lists each cell's first mistake.
+            ConfigurationError: A setting is invalid. The message lists the first mistake of each
+                cell.
         """
         seen: set[tuple[str, str]] = set()
         mistakes: dict[str, str] = {}
@@ -186,16 +188,16 @@ class StudyCells:
 
     @cached_property
     def trials(self) -> list[list[Cell]]:
-        """Trial cells of each choice on validation data."""
+        """Trial cells of each choice, as one list per choice."""
         return trial_cells(self.study, self.cell)
 
     @property
     def trial_cells(self) -> list[Cell]:
-        """Trial cells of all choices."""
+        """Trial cells of all choices, as a single list."""
         return [cell for trial in self.trials for cell in trial]
 
     def extend(self, choices: Sequence[ChoiceFound]) -> bool:
-        """Extend each grid of learning rates if the value at the grid's edge was chosen.
+        """Extend each grid of learning rates whose chosen value is at the grid's edge.
 
         Returns:
             Whether a grid was extended.
@@ -219,25 +221,27 @@ class StudyCells:
                         f"{name}: {config[name]} is no setting of a study's cells: the study sets seeds and checkpoints; leave it out"
                     )
             rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
-            config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}"}  # resolved once for all seeds
+            # the configuration is resolved once for all seeds
+            config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}"}
             self._made[key] = Cell(labels, seed, config)
         return self._made[key]
 
     def _settings(self, labels: Labels) -> list[str]:
-        """Return the settings of a combination, with its first seed, as arguments of ``fit``."""
+        """Return the arguments of ``fit`` for a combination with its first seed."""
         computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
         arguments = self.study.arguments(labels, self.study.seeds(labels)[0])
         return [*self.study.base, *computed, *arguments, *self._options]
 
     def table(self, choices: Sequence[ChoiceFound]) -> list[Cell]:
-        """Return the cells of the table: all seeds of the combinations with the chosen labels."""
+        """Return the table's cells: all seeds of each combination that has the chosen labels."""
         combinations = [x for x in self.study.combinations() if is_chosen(x, choices)]
         return [self.cell(labels, seed) for labels in combinations for seed in self.study.seeds(labels)]
 
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
-    for _ in range(2):  # the second pass ignores trials for which the first pass found newer data
+    # if the first pass finds newer data, the second pass ignores trials on older data
+    for _ in range(2):
         choices = chosen(cells.study, cells.trials, accept_stale)
         while cells.extend(choices):
             choices = chosen(cells.study, cells.trials, accept_stale)
@@ -265,7 +269,7 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
 
 
 def deciding_options(fit_options: Sequence[str]) -> list[str]:
-    """Return the options that decide which cells are run; omit others, such as ``--threads 2``."""
+    """Return the options that affect which cells are run. Omit options such as ``--threads 2``."""
     deciding_words: list[str] = []
     counts = True
     for word in fit_options:
@@ -292,7 +296,7 @@ def print_found(found: Found, folder: Path, columns: Sequence[str] = ()) -> None
 
 
 def make_engine(name: str) -> Engine:
-    """Return a new engine by name.
+    """Return a new engine, given its name.
 
     Raises:
         ConfigurationError: The package of the engine is missing.
@@ -309,7 +313,8 @@ def make_engine(name: str) -> Engine:
 def _room(cells: StudyCells, engine: Engine) -> int:
     """Return the default number of cells at a time.
 
-    The number is one per GPU; without GPUs, it is the number of cores divided by a cell's threads.
+    With GPUs, it is the number of GPUs. Without GPUs, it is the number of cores divided by the
+    number of threads of a cell.
     """
     first = cells.any.config
     if engine.gpus and first["trainer"]["accelerator"] != "cpu":

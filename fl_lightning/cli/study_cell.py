@@ -1,6 +1,6 @@
 """Command with which an engine trains a cell of a study.
 
-The command runs ``fit`` and resumes from the cell's newest checkpoint, if there is one.
+The command runs ``fit``. If the cell has a checkpoint, it resumes from the newest checkpoint.
 """
 
 import json
@@ -21,13 +21,14 @@ from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.files import locked
 
-_PAUSE = 1.0  # seconds between two checks
+_PAUSE = 1.0  # seconds between two checks of the cell's state
 
 
 def preload() -> None:
-    """Import packages that runs import late, and read the source code, once for all forks.
+    """Import packages that runs would import late, and read the source code.
 
-    Packages of data sets are not imported, since some import pyarrow, which starts a thread.
+    This is done once, and all forks use the result. Packages of data sets are not imported, because
+    some of them import pyarrow, which starts a thread.
     """
     import_module("matplotlib.backends.backend_agg")
     provenance({})
@@ -37,8 +38,8 @@ def preload() -> None:
 def main(args: Sequence[str]) -> None:
     """Train a cell that has no result yet.
 
-    A lock lets only one process at a time train the cell: another study may run the same cell, or
-    a scheduler may have started it twice.
+    A lock lets only one process at a time train the cell. Without a lock, another study could run
+    the same cell, or a scheduler could start it twice.
 
     Args:
         args: File with the configuration of the cell, and options. ``--branch`` names a parent's
@@ -54,7 +55,7 @@ def main(args: Sequence[str]) -> None:
     config = yaml.safe_load(options.file.read_text())
     cell = Cell({}, config["seed_everything"], config, data=options.data)
     with ExitStack() as held:
-        with suppress(OSError):  # some file systems cannot lock: train without a lock
+        with suppress(OSError):  # on a file system without locks, train without a lock
             cell.key.parent.mkdir(parents=True, exist_ok=True)
             lock = cell.key.parent / f".{cell.key.name}.lock"
             held.enter_context(locked(lock))
@@ -69,7 +70,8 @@ def main(args: Sequence[str]) -> None:
             try:
                 run(fit)
                 break
-            except SystemExit as stop:  # the checkpoint is of other data: start without a checkpoint
+            # if the checkpoint is from a run on other data, start without a checkpoint
+            except SystemExit as stop:
                 if stop.code != OtherData.exit_status:
                     raise
 

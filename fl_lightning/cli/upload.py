@@ -17,9 +17,9 @@ from fl_lightning.files import user_path
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Create the W&B run of each folder, or complete it if it exists.
+    """Create a W&B run for each folder. If the W&B run exists, complete it.
 
-    The environment variable ``WANDB_MODE`` decides whether this is done online or offline.
+    The environment variable ``WANDB_MODE`` says whether W&B is used online or offline.
 
     Args:
         args: Arguments after ``upload``.
@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def _settings(attempt: Attempt) -> WandbSettings:
-    """Return the W&B settings in a run's configuration, with mode ``auto``."""
+    """Return the W&B settings in a run's configuration, but with the mode ``auto``."""
     given = resolved(attempt).get("wandb") or {}
     try:
         return replace(TypeAdapter(WandbSettings).validate_python(given), mode="auto")

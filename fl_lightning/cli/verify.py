@@ -1,4 +1,4 @@
-"""``python -m fl_lightning verify``: check methods. Their settings have the syntax of ``fit``."""
+"""``python -m fl_lightning verify``: check methods. Settings are written as for ``fit``."""
 
 import os
 import sys
@@ -14,14 +14,15 @@ from fl_lightning.methods.callback import FederatedCallback
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Check the claims of a method, or of all shipped methods, and print a certificate.
+    """Check the claims of one method or of all shipped methods, and print a certificate.
 
-    The exit status is 1 if a check fails, and 2 if the arguments cannot be used.
+    If a check fails, the exit status is 1. If the arguments are invalid, it is 2.
 
     Args:
         args: Arguments after ``verify``.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # checks fork this process, so it must not use a GPU
+    # this process must not use a GPU, because the checks fork it
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     parser = ConciseParser(
         prog="python -m fl_lightning verify",
         description="Check the claims of a method on a tiny federation in float64, and print a certificate.",
@@ -37,7 +38,7 @@ def main(args: Sequence[str]) -> None:
         raise ConfigurationError(
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"
         )
-    # imported late: the parser must not accept the callbacks that the battery defines
+    # imported late, so that the parser does not accept the callbacks that the battery defines
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
     from fl_lightning.verification.comparison import Finding
@@ -48,9 +49,10 @@ def main(args: Sequence[str]) -> None:
         certificates = []
         for cls, settings in [(method, settings) for method in methods for settings in method.examples]:
             try:
-                # the summary table has no room for distances to references
+                # no distances to references, because the summary table has no room for them
                 certificates.append(certify(partial(cls, **settings), references=False))
-            except ConfigurationError as error:  # continue with the other methods
+            # record the error, and continue with the other methods
+            except ConfigurationError as error:
                 failure = Finding("runs", "FAILED", str(error))
                 certificates.append(Certificate(f"{cls.__name__}({settings})", cls.paper, [failure]))
         print_summary(certificates)

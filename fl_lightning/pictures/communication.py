@@ -1,4 +1,4 @@
-"""Figure of accuracy against communication: bytes, exchanges with the server, simulated time."""
+"""Figure of accuracy against communication, in bytes, exchanges and simulated time."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 def has_communication(rows: Rows) -> bool:
-    """Return whether the rows have the metrics for :func:`communication_figure`."""
+    """Return whether the rows have the metrics that :func:`communication_figure` needs."""
     return _quality(rows) is not None and any(name in row for row in rows for name in COSTS)
 
 
 @paper_style()
 def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[str]) -> "Figure":
-    """Draw accuracy against bytes, exchanges and simulated time; without accuracy, draw the loss.
+    """Draw accuracy against bytes, exchanges and simulated time. Without accuracy, draw the loss.
 
-    For several runs, the horizontal axes are logarithmic. They omit the initial model, since its
-    cost is 0.
+    For several runs, the horizontal axes are logarithmic. The initial model is then omitted, since
+    its cost is 0.
 
     Args:
-        runs: Rows of each run by label; the label of a single run is not shown.
-        link: Description of the network link whose time is simulated.
+        runs: Rows of each run, keyed by the run's label. The label of a single run is not shown.
+        link: Description of the network link for which the time is simulated.
         title: Lines of the title.
     """
     several = len(runs) > 1
@@ -71,7 +71,8 @@ def _quality(rows: Rows) -> str | None:
 def _curve(rows: Rows, cost: str, quality: str, *, log: bool) -> tuple[Series, Series]:
     """Return the costs and qualities of all evaluated rounds.
 
-    For a ``log`` axis, omit the initial model, since its cost is 0.
+    If ``log`` is True, the axis is logarithmic. The initial model is then omitted, since its cost
+    is 0.
     """
     pairs = [
         (float(row.get(cost, 0.0)), float(row[quality]))

@@ -1,4 +1,4 @@
-"""Figures of BN statistics and gradients over the rounds: for the whole model and by layer."""
+"""Figures of BN statistics and gradients over the rounds, for the whole model and per layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ByLayer = Mapping[str, Mapping[int, Mapping[str, float]]]
-"""``values[quantity][round][layer]``."""
+"""Values by layer. ``values[quantity][round][layer]`` is one of them."""
 
 _LOOKS = ((BLUE, "-", "."), (VERMILLION, "--", "."), (BLACK, ":", "."))
 _REACH = {
     "bn/gradient_deviation": 1.0,
     "gradient_deviation": 1.0,
-}  # the scale reaches at least this value, so that rounding errors are drawn near 0
+}  # each scale reaches at least this value, so that rounding errors are drawn close to 0
 
 
 def has_drift(rows: Rows) -> bool:
-    """Return whether the rows have the metrics for :func:`drift_figure`."""
+    """Return whether the rows have the metrics that :func:`drift_figure` needs."""
     return any(key.startswith("bn/") for row in rows for key in row)
 
 
@@ -50,10 +50,10 @@ def has_drift(rows: Rows) -> bool:
 def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
     """Draw the measurements of BN over the rounds, with a panel for each measured quantity.
 
-    The quantities are change and variance of statistics, loss, gradient deviation, bias of running
-    statistics, and gap between training and evaluation. The figure follows Figure 3 of Zhong et
-    al., arXiv 2303.06530. Each panel's heading says how to read the panel. A vertical line marks
-    the first round with frozen BN.
+    The quantities are the change and the variance of statistics, the loss, the gradient deviation,
+    the bias of running statistics, and the gap between training and evaluation. The figure follows
+    Figure 3 of Zhong et al., arXiv 2303.06530. Each panel's heading says how to read the panel. A
+    vertical line marks the first round with frozen BN.
     """
     measured = {name for row in rows for name in row}
     panels = [panel for panel in DRIFT if measured & panel.curves.keys()]
@@ -82,7 +82,10 @@ def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
 
 @paper_style()
 def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
-    """Draw a heat map of each deviation in :data:`LAYERS`: a row per layer, a column per round."""
+    """Draw a heat map of each deviation in :data:`LAYERS`.
+
+    Each row of a heat map is a layer, and each column is a round.
+    """
     maps = {quantity: _grid(values[quantity]) for quantity in LAYERS if values.get(quantity)}
     heights = [0.55 + 0.17 * max(len(names), 3) for _, names, _ in maps.values()]
     figure = new_figure(sum(heights) + 0.3, title)
@@ -101,7 +104,7 @@ def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
 
 
 def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[str], Series]:
-    """Return the rounds, the measured layers and the values ``[layers, rounds]``."""
+    """Return the rounds, the measured layers, and the values in the shape ``[layers, rounds]``."""
     rounds = sorted(by_round)
     names = list(dict.fromkeys(name for number in rounds for name in by_round[number]))
     cells = [[by_round[number].get(name, np.nan) for number in rounds] for name in names]
@@ -111,7 +114,7 @@ def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[
 def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) -> None:
     """Draw a heat map, in which missing values are white.
 
-    If the values span decades, the scale is logarithmic, and zeros are white too.
+    If the values span decades, the scale is logarithmic. Zeros are then white, too.
     """
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import NullFormatter
@@ -121,7 +124,7 @@ def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) 
     highest = max(positive.max(initial=0), reach) or 1.0
     log = len(positive) > 0 and highest > 20 * positive.min()
     norm = LogNorm(positive.min(), highest) if log else Normalize(0, highest)
-    # a cell extends half-way to the previous and to the next round
+    # a cell extends half of the way to the previous round and to the next round
     middles = (np.array(rounds[1:]) + np.array(rounds[:-1])) / 2
     edges = np.concatenate([[rounds[0] - 0.5], middles, [rounds[-1] + 0.5]])
     image = axes.pcolormesh(edges, np.arange(len(cells) + 1) - 0.5, shown, norm=norm)

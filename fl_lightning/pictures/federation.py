@@ -1,4 +1,4 @@
-"""Figures of clients and classes: the partition, and the server model's accuracy of each class."""
+"""Figures of clients and classes: the partition, and the server model's accuracy per class."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,15 +12,16 @@ if TYPE_CHECKING:
 
     from fl_lightning.client_data.federated import PartitionRecord
 
-_MAX_NAMED = 25  # for more clients or classes, the axis shows numbers only
-_MAX_ROWS = 250  # for more clients, a row is the mean of several similar clients
-_MAX_BARS = 200  # for more classes, bars are thinner and have no labels
+_MAX_NAMED = 25  # largest number of clients or classes for which the axis shows each name
+# largest number of rows; with more clients, a row is the mean of several similar clients
+_MAX_ROWS = 250
+_MAX_BARS = 200  # with more classes than this, bars are thinner and have no labels
 
 
 def clients_figure(
     record: "PartitionRecord", class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """Draw the samples by client and class; if there are no classes, draw the clients' sizes."""
+    """Draw the samples of each client and class. Without classes, draw the clients' sizes."""
     if record.get("class_histogram"):
         return partition_figure(record["class_histogram"], class_names, title)
     return client_sizes_figure(record["sizes"], title)
@@ -30,22 +31,21 @@ def clients_figure(
 def partition_figure(
     histogram: Sequence[Sequence[int]], class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """Draw a heat map of samples, a row per client and a column per class; draw sizes as bars.
+    """Draw a heat map of samples by client (row) and class (column). Draw clients' sizes as bars.
 
-    If there are more than 250 clients, they are sorted by their most frequent class and its share,
-    and neighbouring clients are averaged to 250 rows.
+    If there are more than 250 clients, they are sorted by their most frequent class and by the
+    share of this class. Neighbouring clients are then averaged, which gives 250 rows.
 
     Args:
         histogram: ``histogram[i][c]`` is the number of samples of class c at client i, as in
             ``partition.json``.
-        class_names: Name of each class; None to show class numbers.
-        title: Lines of the title.
+        class_names: Name of each class; None to show class numbers. title: Lines of the title.
     """
     from matplotlib.colors import PowerNorm
 
     counts = np.asarray(histogram)
     clients, classes = counts.shape
-    label, first = "client", np.arange(clients + 1)  # first client of each row
+    label, first = "client", np.arange(clients + 1)  # index of the first client in each row
     if clients > _MAX_ROWS:
         order = np.lexsort((-counts.max(1) / np.maximum(counts.sum(1), 1), counts.argmax(1)))
         first = np.linspace(0, clients, _MAX_ROWS + 1).astype(int)
@@ -55,7 +55,8 @@ def partition_figure(
         )
     figure = new_figure(0.2 * min(clients, _MAX_NAMED) + 2.0, title)
     cells, sizes = figure.subplots(1, 2, sharey=True, width_ratios=(6, 1))
-    norm = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # the square root keeps small counts visible
+    # the colour shows the square root, so that small counts are visible
+    norm = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))
     edges = (-0.5, classes - 0.5, clients - 0.5, -0.5)
     image = cells.imshow(
         counts, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest", extent=edges
@@ -63,7 +64,8 @@ def partition_figure(
     text = "samples of a class (colours: square root)"
     bar = figure.colorbar(image, ax=(cells, sizes), location="bottom", shrink=0.5, aspect=40, label=text)
     bar.ax.locator_params(nbins=4)
-    rows, gap = np.diff(first), 0.2 if clients <= 100 else 0.0  # narrow gaps give a moiré
+    # no gaps for many clients, since narrow gaps give a moiré
+    rows, gap = np.diff(first), 0.2 if clients <= 100 else 0.0
     lower = first[:-1] - 0.5 + gap / 2 * rows
     sizes.barh(lower, counts.sum(1), (1 - gap) * rows, align="edge", color=GREY)
     cells.locator_params(integer=True, nbins=_MAX_NAMED, min_n_ticks=1)
@@ -78,7 +80,7 @@ def partition_figure(
 
 @paper_style()
 def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
-    """Draw the number of training samples of each client, for data without classes."""
+    """Draw a bar for each client: its number of training samples. The data have no classes."""
     figure = new_figure(2.4, title)
     axes = figure.subplots()
     axes.bar(range(len(sizes)), sizes, 0.8 if len(sizes) <= 100 else 1.0, color=GREY)
@@ -91,7 +93,7 @@ def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
 def class_quality_figure(
     quality: Sequence[float | None], class_names: Sequence[str] | None, what: str, title: Sequence[str]
 ) -> "Figure":
-    """Draw the server model's quality, such as accuracy, for each class and as the mean of classes.
+    """Draw the server model's quality, such as accuracy, for each class, and the mean of classes.
 
     Args:
         quality: Quality of each class in [0, 1], in the order of the labels; None for a class
@@ -120,7 +122,7 @@ def class_quality_figure(
 
 
 def class_labels(names: Sequence[str] | None, count: int) -> list[str]:
-    """Return a label for each class: the first letters of its name, or the class number."""
+    """Return a label for each class. It is the start of the class's name, or the class number."""
     if names is None or len(names) != count:
         return [str(number) for number in range(count)]
     return [literal(" ".join(name.split())[:18]) or str(number) for number, name in enumerate(names)]

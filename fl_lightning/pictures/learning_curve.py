@@ -21,27 +21,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Policy = Mapping[str, Sequence[Sequence[Any]]]
-"""Stages of each kind of state. A stage is a first round and a treatment.
+"""Stages of each kind of state. A stage has a first round and a treatment.
 
-If training finds the first round, the name of the method stands in its place."""
+If a method finds the first round during training, the stage has the method's name instead of a
+first round."""
 
 
 @paper_style()
 def learning_curve_figure(
     rows: Rows, policy: Policy, title: Sequence[str], quality: str = "", further: Sequence[str] = ()
 ) -> "Figure":
-    """Draw the loss and the measured qualities, such as accuracy or mean IoU, over the rounds.
+    """Draw the loss and the quality metrics, such as accuracy or mean IoU, over the rounds.
 
     A vertical line marks each round in which the policy changes. The legend names the change. If a
     value is not finite or above 1e30, the curve has a gap and a cross at the upper edge.
 
     Args:
         rows: Rows of ``metrics.jsonl``; row 0 is the initial model.
-        policy: Stages of each kind of state, as in ``policy.json``. For example, the means in
-            ``{"mean": [[1, "averaged"], [201, "frozen"]]}`` are frozen from round 201.
+        policy: Content of ``policy.json``, which says how each kind of state is treated from which
+            round. For example, ``{"mean": [[1, "averaged"], [201, "frozen"]]}`` means that running
+            means are averaged from round 1 and frozen from round 201.
         title: Lines of the title.
-        quality: Quality metric of a user's task, in [0, 1].
-        further: Further metrics; each has a panel if the rows have the metric.
+        quality: Name of a quality metric with values in [0, 1], for a task that the user has
+            defined.
+        further: Names of further metrics. A metric has its own panel if the rows contain it.
     """
     known = {name.partition("/")[2] for row in rows for name in row}
     words = {quality: quality.replace("_", " ")} if quality else {}
@@ -72,10 +75,10 @@ def learning_curve_figure(
 
 
 def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
-    """Return the rounds in which the policy changes, and each change in words.
+    """Return each round in which the policy changes, with a description of the change.
 
-    ``policy`` is the content of ``policy.json``, and ``rows`` that of ``metrics.jsonl``. If
-    training has found T*, the rows contain T*.
+    ``policy`` is the content of ``policy.json``, and ``rows`` that of ``metrics.jsonl``. If a
+    method has found T* during training, the rows contain T*.
 
     >>> policy_changes({"mean": [[1, "averaged"], [3, "frozen"]], "var": [[1, "averaged"], [3, "frozen"]]})
     {3: 'BN statistics frozen from round 3'}
@@ -98,7 +101,7 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
 
 
 def _draw_metric(axes: "Axes", rows: Rows, metric: str, is_quality: bool) -> list[Series]:
-    """Draw a curve of a metric for each split that has the metric; return the drawn values."""
+    """Draw a metric's curve for each split that has the metric. Return the drawn values."""
     drawn = []
     for split, (name, look) in SPLITS.items():
         # if clients keep local state, also draw the quality of the clients' models

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def colours(labels: Any, palette: Sequence[tuple[int, int, int]]) -> Any:
-    """Return labels ``[H, W]`` as colours, uint8 ``[H, W, 3]``; unknown labels are black."""
+    """Convert labels ``[H, W]`` to colours, uint8 ``[H, W, 3]``. Unknown labels become black."""
     table = np.zeros((256, 3), dtype=np.uint8)
     table[: len(palette)] = palette
     return table[np.asarray(labels, dtype=np.uint8)]
@@ -39,7 +39,7 @@ def overlay_figure(
 
     Args:
         images: uint8 ``[H, W, 3]``.
-        truths: Labels ``[H, W]``. Labels ``len(palette)`` and above mark ignored pixels.
+        truths: Labels ``[H, W]``. Labels of at least ``len(palette)`` mark ignored pixels.
         guesses: Predicted labels ``[H, W]``.
         palette: Colour of each class.
         class_names: Name of each class; None to show class numbers.

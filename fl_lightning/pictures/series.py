@@ -1,4 +1,4 @@
-"""Metrics of a run over its rounds: as arrays, and as curves with gaps at non-finite values."""
+"""Metrics of a run over its rounds, as arrays, and as curves with gaps at non-finite values."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,13 +15,13 @@ Rows = Sequence[Mapping[str, float]]
 Series = NDArray[np.float64]
 
 MAX_POINTS = 500
-"""Maximum number of points of a curve. In a longer series, groups of points are averaged."""
+"""Maximum number of points of a curve. If a series has more points, groups are averaged."""
 
-_LARGEST = 1e30  # matplotlib cannot draw larger values, which come from divergence
+_LARGEST = 1e30  # matplotlib cannot draw larger values; such values occur if training diverges
 
 
 def series(rows: Rows, name: str) -> tuple[Series, Series]:
-    """Return the rounds that have the metric ``name``, and the metric's values."""
+    """Return the rounds in which the metric ``name`` was logged, and the metric's values."""
     pairs = [(float(row["round"]), float(row[name])) for row in rows if name in row]
     rounds, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return rounds, values
@@ -30,7 +30,7 @@ def series(rows: Rows, name: str) -> tuple[Series, Series]:
 def frozen_from(rows: Rows) -> int | None:
     """Return the first round with frozen BN, which is T* + 1.
 
-    T* is read from the last row that has it. If no row has T*, return None.
+    The last row that contains T* gives its value. If no row contains T*, return None.
     """
     starts = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
     return starts[-1] if starts else None
@@ -74,13 +74,13 @@ def draw_curve(
 
 
 def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> None:
-    """Make the y-axis logarithmic if no value is negative and the positive values span decades.
+    """Make the y-axis logarithmic if the positive values span decades and no value is negative.
 
     Args:
         axes: Panel of the curves.
         drawn: Values of each curve.
-        reach: Value up to which a logarithmic axis extends at least (default 0). The axis includes
-            0 if a value is 0.
+        reach: A logarithmic axis extends at least up to this value (default 0). If a value is 0,
+            the axis also shows 0.
     """
     values = np.concatenate([*drawn, []])
     positive = values[values > 0]

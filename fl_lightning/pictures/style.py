@@ -1,6 +1,4 @@
-"""Style of figures: colours, labels, legends and files.
-
-matplotlib is imported with the first figure.
+"""Style of figures: colours, labels, legends and files. The first figure imports matplotlib.
 """
 
 import textwrap
@@ -45,13 +43,14 @@ SPLITS = {
     "val": ("validation", (BLUE, "-", "o")),
     "test": ("test", (VERMILLION, "--", "s")),
 }
-"""Label of each split's curves, and their colour, line style and marker."""
+"""For each split, the label of its curves, and the colour, line style and marker of its curves."""
 
 
 @cache
 def qualities() -> Mapping[str, str]:
-    """Return the labels of the quality metrics of shipped tasks, by metric."""
-    from fl_lightning.round.tasks import QUALITIES  # imported late, as torchmetrics imports pyplot
+    """Return the label of each quality metric of the shipped tasks, keyed by metric."""
+    # imported late, because torchmetrics imports pyplot
+    from fl_lightning.round.tasks import QUALITIES
 
     return QUALITIES
 
@@ -60,7 +59,7 @@ PERSONAL = {
     "own": ("clients' own models, data like their own", (GREEN, "-", "D")),
     "personal": ("clients' own models, the server's data", (PURPLE, "-.", "^")),
 }
-"""Label and style of the curves for the clients' own models, by prefix of the metric.
+"""Label and style of curves for the clients' own models, keyed by the metric's prefix.
 
 These curves are drawn before the server model's curve."""
 
@@ -75,7 +74,7 @@ COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
         {86400.0: "days", 3600.0: "h", 60.0: "min", 1.0: "s"},
     ),
 }
-"""Axis label of each communication cost, and its units by their size. Keys are metrics."""
+"""Axis label and units of each communication cost. The units are keyed by their size."""
 
 
 class Panel(NamedTuple):
@@ -84,8 +83,7 @@ class Panel(NamedTuple):
     Attributes:
         axis: Label of the y-axis.
         curves: Label of each metric's curve.
-        heading: Name of the quantity, and how to read it.
-        zero: Whether a line marks 0.
+        heading: Name of the quantity, with a hint on how to read it. zero: Whether a line marks 0.
     """
 
     axis: str
@@ -144,19 +142,19 @@ LAYERS = {
     "local_deviation_var": "distance of clients' batch variances from the server's running variances, per channel",
     "gradient_deviation": "relative distance of clients' mean gradient from the union batch's gradient",
 }
-"""Quantities shown layer by layer, and their titles."""
+"""Quantities that are shown for each layer, with their titles."""
 
 _STYLE = {
-    "agg.path.chunksize": 10_000,  # otherwise Agg rejects curves of many thousand points
+    "agg.path.chunksize": 10_000,  # without this, Agg rejects curves of many thousand points
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.titlesize": 9,
     "font.size": 9,
     "legend.fontsize": 8,
     "lines.markersize": 4,
-    "pdf.fonttype": 42,  # TrueType keeps text selectable
+    "pdf.fonttype": 42,  # with TrueType, text is selectable
     "svg.fonttype": "none",
-    "svg.hashsalt": "",  # reproducible element ids
+    "svg.hashsalt": "",  # makes element ids reproducible
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
 }
@@ -164,7 +162,7 @@ _STYLE = {
 
 @contextmanager
 def paper_style() -> Iterator[None]:
-    """Draw figures in this project's style, whatever the user's matplotlib settings."""
+    """Draw figures in this project's style. The user's settings of matplotlib have no effect."""
     from matplotlib import style
 
     with style.context(["default", _STYLE]):
@@ -174,7 +172,7 @@ def paper_style() -> Iterator[None]:
 def new_figure(height: float, title: Sequence[str]) -> "Figure":
     """Return a figure whose height is ``height`` inches plus the title.
 
-    A long line of the title is wrapped into at most three lines.
+    If a line of the title is too long, it is broken into at most three lines.
     """
     from matplotlib.figure import Figure
 
@@ -187,10 +185,11 @@ def new_figure(height: float, title: Sequence[str]) -> "Figure":
 
 
 def legend_above(axes: "Axes", heading: str | None = None) -> None:
-    """Put a legend with a heading above the data if a curve has a label."""
+    """If a curve has a label, put a legend with a heading above the data."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
-        columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # as many as fit with the longest label
+        # as many columns as fit if all labels were as long as the longest label
+        columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1),
@@ -223,7 +222,8 @@ def rendered(figure: "Figure", form: str) -> bytes:
     """
     content = BytesIO()
     with paper_style(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # matplotlib draws a box instead
+        # no warning about a missing glyph: matplotlib draws a box in its place
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure.savefig(content, format=form, dpi=DOTS_PER_INCH, metadata=_METADATA[form])
     return content.getvalue()
 

@@ -19,17 +19,17 @@ from fl_lightning.round.tasks import Classification
 
 
 def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of ``wandb.init`` that name a run, and facts about the run.
+    """Return the arguments of ``wandb.init`` that name a run, and a dict of facts about the run.
 
-    A run's name is, for example, ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0``; its
+    An example of a name is ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0``. This run's
     tags are ``[FedAvg, FixBN, Digits, LeNet]``. The environment variables ``WANDB_NAME``,
     ``WANDB_RUN_GROUP`` and ``WANDB_PROJECT`` override the default name, group and project. The
-    facts are not in the run's configuration; they become columns of W&B's table of runs.
+    facts become columns of W&B's table of runs. They are not in the run's configuration.
 
     Args:
         attempt: The run's folder.
         settings: The run's W&B settings.
-        group: The W&B group, shared by all seeds of the configuration.
+        group: The W&B group of all runs that have this configuration and any seed.
     """
     given = os.environ.get
     facts = json.loads(attempt.identity.read_text())
@@ -45,17 +45,17 @@ def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dic
 
 
 def metrics_of(attempt: Attempt) -> dict[str, dict[str, str]]:
-    """Return ``label`` and ``best`` (``"max"`` or ``"min"``) of each metric of a run's task.
+    """Return each metric of a run's task with ``label`` and ``best`` (``"max"`` or ``"min"``).
 
-    The first metric is the task's quality, such as accuracy. If the run's folder lists no metrics,
-    as for an older version, the metrics are those of a classification.
+    The first metric is the task's quality, such as accuracy. A run of an older version lists no
+    metrics in its folder. The metrics of classification are then returned.
     """
     metrics: dict[str, dict[str, str]] | None = json.loads(attempt.identity.read_text()).get("metrics")
     return metrics or shown_metrics(Classification())
 
 
 def callback_settings(config: Config) -> dict[str, Config]:
-    """Return the settings of each callback by the name of its class.
+    """Return the settings of each callback, keyed by the name of the callback's class.
 
     A second ``FixBN`` is called ``FixBN_2``. W&B shows a setting as
     ``callbacks.FixBN.freeze_round``.
@@ -81,11 +81,11 @@ def tested(attempt: Attempt) -> dict[str, float]:
 
 
 def media(attempt: Attempt) -> dict[str, Any]:
-    """Return the tables, histograms and pictures of a run's folder.
+    """Return the tables, histograms and pictures in a run's folder.
 
     The table ``policy`` lists the treatment of each kind of state. The table ``clients`` lists the
-    data and the training of each client. A method's report has a table ``<name>_table`` and may
-    have a picture ``<name>``.
+    data and the training of each client. Each report of a method has a table ``<name>_table``, and
+    may have a picture ``<name>``.
     """
     import wandb
 
@@ -95,7 +95,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
         "policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)
     }
     for path in sorted(attempt.path.glob("*.csv")):
-        if not path.name.startswith("predictions"):  # predictions have a row per sample
+        if not path.name.startswith("predictions"):  # left out: a row per sample
             columns, cells = read_table(path)
             name = "clients" if path == attempt.participation else f"{path.stem}_table"
             shown[name] = wandb.Table(columns=[*columns], data=cells)
@@ -106,7 +106,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[Any]]]:
-    """Return the columns and rows of a CSV file, with numbers converted; an empty cell is None."""
+    """Return the columns and rows of a CSV file. Numbers are converted. An empty cell is None."""
     with path.open(newline="") as file:
         columns, *rows = csv.reader(file)
     cells = [_typed(column) for column in zip(*rows, strict=True)]
@@ -134,7 +134,7 @@ def summary(attempt: Attempt) -> dict[str, float]:
 
 
 def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
-    """Log a run's checkpoints as an artifact, with the last round as metadata.
+    """Log a run's checkpoints as an artifact. Its metadata contain the last round.
 
     If the run has no checkpoints, nothing is logged.
     """
@@ -145,6 +145,6 @@ def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
         return
     artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"round": round})
     for path in paths:
-        # W&B makes no copy: it uploads this very file, now or by wandb sync
+        # live: W&B uploads the original file, now or with wandb sync
         artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)
     run.log_artifact(artifact)

@@ -1,4 +1,4 @@
-"""Logger for Weights & Biases: a row per round, online or in files for ``wandb sync``."""
+"""Logger for Weights & Biases. It logs a row per round, online or to files for ``wandb sync``."""
 
 import os
 import shutil
@@ -21,19 +21,19 @@ from fl_lightning.files import write_text
 
 
 class RoundWandbLogger(Logger):
-    """Logger that uploads a run's folder: a row per round, then tables, pictures and the result.
+    """Logger that uploads a row per round, and at the end tables, pictures and the result of a run.
 
-    The W&B run starts after the first trained round. It logs all rows of ``metrics.jsonl`` that W&B
-    does not have yet. A resumed run keeps its W&B id and sends no row twice. Offline, a resumed run
-    writes all rows again, since ``wandb sync`` cannot join the parts of a run. If W&B fails, one
-    line reports the failure, and training continues.
+    The W&B run starts after the first trained round. All rows of ``metrics.jsonl`` that W&B does
+    not have yet are logged. A resumed run keeps its W&B id, and sends no row twice. If W&B is
+    offline, a resumed run writes all rows again, since ``wandb sync`` cannot join the parts of a
+    run. If W&B fails, one line reports the failure, and training continues.
 
     Args:
         attempt: The run's folder, which also holds W&B's files.
         settings: The run's W&B settings.
     """
 
-    name = version = ""  # empty: Lightning would add folders of these names
+    name = version = ""  # both empty, since Lightning would create folders with these names
 
     def __init__(self, attempt: Attempt, settings: WandbSettings) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ class RoundWandbLogger(Logger):
         self._run: Any = None
         self._round = 0
         self._defined = {"round"}
-        self._summaries: dict[str, str] = {}  # W&B's summary by metric; default: last value
+        # value that W&B's summary shows for each metric; default: last value
+        self._summaries: dict[str, str] = {}
         self._failed = False
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -52,8 +53,8 @@ class RoundWandbLogger(Logger):
         """Log the row of a round.
 
         Args:
-            metrics: Numbers by name. A row without ``"round"`` is ignored. Row 0 is written before
-                the run's other files, and is logged together with round 1.
+            metrics: Numbers by name. A row without ``"round"`` is ignored. Row 0 is logged together
+                with round 1, because the run's other files do not exist before.
             step: Ignored, as the metrics include the round.
         """
         if not metrics.get("round") or self._failed:
@@ -77,7 +78,8 @@ class RoundWandbLogger(Logger):
         A run without a result is marked as failed.
 
         Args:
-            preempted: Whether a scheduler has ended the run; a W&B sweep then starts the run again.
+            preempted: Whether a scheduler has ended the run. In this case, a W&B sweep starts the
+                run again.
         """
         if self._run is None:
             return
@@ -91,7 +93,8 @@ class RoundWandbLogger(Logger):
                     self._define(tested := contents.tested(self.attempt))
                 # W&B stores files that are not uploaded yet in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # W&B writes a step when the next one begins, so the last round's step is still open
+                # W&B writes a step only when the next step begins: the last round's step is not yet
+                # written
                 self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)
@@ -99,11 +102,12 @@ class RoundWandbLogger(Logger):
             self._run.finish(exit_code=int(not finished))
         if self._failed:
             with suppress(Exception):
-                sys.modules["wandb"].teardown()  # otherwise W&B fails again when the process exits
+                # without this line, W&B would fail again when the process exits
+                sys.modules["wandb"].teardown()
 
     @property
     def place(self) -> str | None:
-        """Message with the address or the offline files of the W&B run; None without a W&B run."""
+        """Message with the address of the W&B run or with its offline files; None without a run."""
         if self._run is None or self._failed:
             return None
         if not self._run.offline:
@@ -111,14 +115,16 @@ class RoundWandbLogger(Logger):
         return f"W&B: offline; to upload the run: wandb sync {os.path.relpath(Path(self._run.dir).parent)}"
 
     def _start(self) -> None:
-        folder = self.attempt.path.resolve()  # W&B's process may have another working directory
+        # absolute: W&B's process may have another working directory
+        folder = self.attempt.path.resolve()
         id_file = self.attempt.wandb_id
         for earlier in folder.glob("wandb/offline-run-*"):
             shutil.rmtree(earlier, ignore_errors=True)
         run_id = id_file.read_text().strip() if id_file.is_file() else os.environ.get("WANDB_RUN_ID")
         config = yaml.safe_load(self.attempt.config.read_text())
         config_hash = folder.name.partition("-")[0]
-        group = f"{config['name']}-{config_hash}"  # the same for all seeds of a configuration
+        # this group is the same for all seeds of a configuration
+        group = f"{config['name']}-{config_hash}"
         names, facts = contents.identity(self.attempt, self.settings, group)
         init = {"id": run_id or uuid.uuid4().hex[:8], "resume": "allow", "dir": str(folder), **names}
         self._run = open_run(self.settings.asked, init)
@@ -140,7 +146,7 @@ class RoundWandbLogger(Logger):
     def _log_row(self, row: Mapping[str, float]) -> None:
         self._round = int(row["round"])
         if self._round < self._run.starting_step:
-            return  # W&B already has this row
+            return  # W&B has this row already
         self._define(row)
         self._run.log(dict(row), step=self._round)
 

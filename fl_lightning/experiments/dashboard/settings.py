@@ -1,4 +1,4 @@
-"""Weights & Biases: settings of a run, and its start. Errors of W&B never stop training."""
+"""Weights & Biases: the settings and the start of a run. Errors of W&B never stop training."""
 
 import os
 import sys
@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict
 
 _INIT_SECONDS = 10.0
-_UPLOAD_SECONDS = 120.0  # limit at the end of a run; wandb sync can upload the rest later
+# time limit for uploads at the end of a run; wandb sync can upload the rest later
+_UPLOAD_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,18 @@ class WandbSettings:
     Args:
         mode: ``"online"``, ``"offline"`` (files in the run directory, for ``wandb sync``),
             ``"disabled"`` or ``"auto"`` (default). ``"auto"`` uses the environment variable
-            ``WANDB_MODE``. Without the variable, the run is online if W&B finds an API key, else
-            offline. ``wandb login`` stores an API key.
+            ``WANDB_MODE``. If this variable is not set, the run is online if W&B finds an API key,
+            and offline otherwise. ``wandb login`` stores an API key.
         project: Project of the run. Default: the environment variable ``WANDB_PROJECT``, else
             ``fl_lightning``.
         entity: User or team that owns the project. Default: the environment variable
             ``WANDB_ENTITY``, else W&B's default for the key.
-        tags: Tags in addition to the methods, the data set, the model and the environment variable
-            ``WANDB_TAGS``.
+        tags: Further tags of the run. A run always has its methods, data set and model as tags, and
+            the tags in the environment variable ``WANDB_TAGS``.
         log_checkpoints: Whether to upload the checkpoints as an artifact at the end of the run.
     """
 
-    # the upload command reads the settings from a file
+    # this attribute is needed because the upload command reads the settings from a file
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: str | None = None
@@ -41,19 +42,23 @@ class WandbSettings:
 
     @property
     def asked(self) -> str:
-        """The configured mode. For ``"auto"``, the environment variable ``WANDB_MODE`` if set."""
+        """The configured mode.
+
+        For the mode ``"auto"``, it is the value of the environment variable ``WANDB_MODE``. If this
+        variable is not set, it is ``"auto"``.
+        """
         return self.mode if self.mode != "auto" else os.environ.get("WANDB_MODE") or "auto"
 
 
 def open_run(mode: str, init: dict[str, Any]) -> Any:
-    """Start or resume a run at W&B; if that fails, try offline.
+    """Start or resume a run at W&B. If W&B does not work online, try offline.
 
     Args:
         mode: ``"auto"`` or a mode of ``wandb.init``.
         init: Arguments of ``wandb.init``.
 
     Returns:
-        The run; None if W&B is disabled, or if it does not work even offline.
+        The run; None if W&B is disabled or does not even work offline.
     """
     wrong = ""
     for way in (mode, "offline"):
@@ -62,7 +67,8 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
         except Exception as error:  # noqa: BLE001  # an error of W&B must not end training
             wrong = wrong or " ".join(str(error).split()) or type(error).__name__
             with suppress(Exception):
-                sys.modules["wandb"].teardown()  # otherwise the run's id remains in use
+                # without this line, the run's id would remain in use
+                sys.modules["wandb"].teardown()
         else:
             if wrong:
                 print(f"W&B does not work online, the run continues offline: {wrong}", file=sys.stderr)
@@ -72,7 +78,7 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
 
 
 def session_mode(mode: str) -> Any:
-    """Return W&B's mode on this machine. Without an API key, ``"auto"`` gives ``"offline"``.
+    """Return the mode for W&B on this machine. Without an API key, ``"auto"`` gives ``"offline"``.
 
     Args:
         mode: ``"auto"`` or a mode of ``wandb.init``.
@@ -81,7 +87,8 @@ def session_mode(mode: str) -> Any:
         wandb.Error: The mode is ``"online"`` without an API key, or W&B refuses the key or an
             environment variable.
     """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else W&B reports even offline runs
+    # by default, W&B sends error reports even from offline runs
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     session = wandb.setup(settings=wandb.Settings(silent=True)).settings
@@ -102,7 +109,7 @@ def _start(mode: str, init: dict[str, Any]) -> Any:
     settings = wandb.Settings(
         silent=True,
         console="off",
-        disable_git=True,  # the configuration has the commit
+        disable_git=True,  # not needed, as the configuration has the commit
         disable_code=True,
         init_timeout=_INIT_SECONDS,
         finish_timeout=_UPLOAD_SECONDS,

@@ -1,4 +1,4 @@
-"""Workspace of a Weights & Biases project: its panels, their metrics, and the upload."""
+"""Workspace of a Weights & Biases project. The module defines the panels and uploads them."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,16 +43,16 @@ _FIXED = {
         "skipped rounds": ["clients/skipped"],
     },
 }
-"""Panels that every task has: the metrics of each panel, by section and by the panel's title."""
+"""Panels for every task: the metrics of each panel, keyed by section and by the panel's title."""
 
 Metrics = Mapping[str, Mapping[str, str]]
-"""``label`` and ``best`` (``"max"`` or ``"min"``) of each metric of a task.
+"""Metrics of a task. Each metric has a ``label`` and ``best`` (``"max"`` or ``"min"``).
 
 The first metric is the task's quality, such as accuracy."""
 
 
 def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
-    """Return the metrics of each line plot, by section and by title of the plot.
+    """Return the metrics of each line plot, keyed by section and by the plot's title.
 
     Args:
         metrics: The metrics of the task.
@@ -85,7 +85,7 @@ def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
 
 
 def final(metrics: Metrics) -> dict[str, list[str]]:
-    """Return the metrics of each bar chart of the first section, by title of the chart.
+    """Return the metrics of each bar chart of the first section, keyed by the chart's title.
 
     The metrics are numbers in the summary of a W&B run.
     """
@@ -96,11 +96,11 @@ def final(metrics: Metrics) -> dict[str, list[str]]:
 
 
 def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
-    """Save the workspace at W&B and return its address; return None if W&B is not online.
+    """Save the workspace at W&B, and return its address. Return None if W&B is not online.
 
     Args:
         project: Project of the runs.
-        entity: User or team that owns the project; None for W&B's default for the API key.
+        entity: User or team that owns the project. With None, W&B takes the API key's default.
         metrics: The metrics of the runs' task.
 
     Raises:
@@ -117,7 +117,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
         return str(workspace.url)
     except ConfigurationError:
         raise
-    except Exception as error:  # such as an error of the network
+    except Exception as error:  # for example an error of the network
         wrong = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
             f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes the workspace to a file"

@@ -41,7 +41,7 @@ class StudyCell:
     run: RunFound
 
     def row(self) -> dict[str, object]:
-        """Return labels, seed, phase, metrics and costs by column; a missing value is None."""
+        """Return labels, seed, phase, metrics and costs, keyed by column; None if missing."""
         found: dict[str, object] = {**self.run}
         return {
             **self.labels,

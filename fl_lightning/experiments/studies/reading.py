@@ -98,7 +98,7 @@ class _Loader(yaml.SafeLoader):
         self.mistakes: list[str] = []
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Read a mapping and record its duplicate keys, which the resulting dict cannot show."""
+        """Read a mapping, and record its duplicate keys, since the dict has each key only once."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:

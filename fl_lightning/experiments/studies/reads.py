@@ -91,7 +91,7 @@ class Reads:
                 _expect("metrics: no run has", name, {*chain(*self._logged.values())})
 
     def _kind(self, labels: Labels) -> tuple[str, ...]:
-        """Return the settings that may decide which metrics are logged: all except numbers."""
+        """Return the settings that may affect which metrics are logged. Numbers are left out."""
         arguments = self.study.arguments(labels, 0)
         return tuple(argument for argument in arguments if not re.fullmatch(r"[^=]+=[-+.\de]+", argument))
 

@@ -45,7 +45,7 @@ SCALES = {
     "reduced": "Smaller than the paper, see the settings below; orderings of methods can be compared, numbers cannot.",
     "full": "The paper's setting except for what the title says, or the largest setting of a study of our own.",
 }
-"""Meaning of each scale. A key is the first part of a scale's name: ``full`` of ``full_lenet``."""
+"""Meaning of each scale. Keys are the first parts of scales' names: ``full`` of ``full_lenet``."""
 
 _SETTINGS = {
     "data": "data",
@@ -168,7 +168,7 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
 
 
 def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
-    """Yield figures as HTML with captions; for a single run, also the pictures in its directory."""
+    """Yield figures as HTML with captions. For a single run, yield its directory's pictures."""
     runs = [run for group in found["groups"] for run in group["runs"]]
     place = Path(runs[0]["directory"])
     drawable = pictures(found)

@@ -1,4 +1,4 @@
-"""Findings of run directories in a study's format. Runs that differ only in seed are grouped."""
+"""Findings of run directories in a study's format. Runs that differ only in seed form a group."""
 
 import json
 import re
@@ -184,7 +184,7 @@ def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
     """Group the runs of a configuration. The runs in a group have different seeds.
 
     If all seeds differ, all runs are one group. Otherwise the runs of each folder are a group. If
-    two runs in a folder have equal seeds, each run in this folder is a group.
+    two runs in one folder have equal seeds, every run is a group of its own.
     """
     newest: dict[Path, tuple[int, Attempt]] = {}
     for seed, attempt in attempts:

@@ -122,7 +122,7 @@ class Runner:
             raise
 
     def _settle(self, cell: Cell, left: dict[Cell, "_Life"], states: dict[Cell, State]) -> None:
-        """Record the outcome of a cell whose job has ended, once its files are visible."""
+        """Record the outcome of a cell if its job has ended and the job's files are visible."""
         life = left[cell]
         another = states[cell].attempt != life.before
         if states[cell].phase == "stale" and another and not life.status:

@@ -57,7 +57,7 @@ class Engine(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Tell all jobs to finish their rounds and write checkpoints; wait until all have ended."""
+        """Tell all jobs to finish their rounds and write checkpoints. Wait until all jobs end."""
 
 
 def run_command(command: Sequence[str], log: str, folder: str, environment: Mapping[str, str]) -> int:
