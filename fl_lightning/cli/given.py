@@ -175,7 +175,7 @@ def _value(text: str) -> Any:
 
 
 def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
-    """Replace ``configs/X.yaml`` in arguments by the shipped file, unless the user has the file."""
+    """Replace ``configs/X.yaml`` in arguments by the shipped file, if the user has no such file."""
 
     def located(argument: str) -> str:
         option, _, value = argument.rpartition("=")

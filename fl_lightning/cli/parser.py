@@ -90,7 +90,7 @@ class ConciseParser(LightningArgumentParser):
                 action.default = None
 
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
-        """Raise an error if a default is a class with required arguments, as in ShuffleNetV2."""
+        """Raise an error if a default is a class with required arguments, as for ShuffleNetV2."""
         for action in self._actions:
             if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
                 path = action.default["class_path"]

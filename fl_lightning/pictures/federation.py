@@ -39,7 +39,8 @@ def partition_figure(
     Args:
         histogram: ``histogram[i][c]`` is the number of samples of class c at client i, as in
             ``partition.json``.
-        class_names: Name of each class; None to show class numbers. title: Lines of the title.
+        class_names: Name of each class; None to show class numbers.
+        title: Lines of the title.
     """
     from matplotlib.colors import PowerNorm
 

@@ -1,5 +1,4 @@
-"""Style of figures: colours, labels, legends and files. The first figure imports matplotlib.
-"""
+"""Style of figures: colours, labels, legends, files. The first figure imports matplotlib."""
 
 import textwrap
 import warnings
@@ -83,7 +82,8 @@ class Panel(NamedTuple):
     Attributes:
         axis: Label of the y-axis.
         curves: Label of each metric's curve.
-        heading: Name of the quantity, with a hint on how to read it. zero: Whether a line marks 0.
+        heading: Name of the quantity, with a hint on how to read it.
+        zero: Whether a line marks 0.
     """
 
     axis: str

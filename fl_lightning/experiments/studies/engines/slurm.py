@@ -15,12 +15,15 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.engines.base import Engine, Job, run_command
 from fl_lightning.files import no_link
 
-_MINUTES = 60 # time limit of a job; a cell that takes longer is requeued and resumes _TIMES =
-10_000 # largest number of times that a job is requeued at its time limit # Slurm sends the signal
-USR2 to all processes of a job; submitit then requeues the job _UNTIL_TERMINATED = ("sh", "-c",
-"trap '' USR2; exec \"$@\"", "sh") _ENDED = [ "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE",
-"FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT", ] # fmt: skip _ARRAY = 1000 #
-Slurm's default limit on the number of jobs in an array
+_MINUTES = 60  # time limit of a job; a cell that takes longer is requeued and resumes
+_TIMES = 10_000  # largest number of times that a job is requeued at its time limit
+# cells ignore the signal USR2, which Slurm sends to all processes of a job; submitit does not
+# ignore it, and requeues the job
+_UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
+_ENDED = [
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
+]  # fmt: skip
+_ARRAY = 1000  # Slurm's default limit on the number of jobs in an array
 
 
 class SlurmEngine(Engine):
@@ -37,7 +40,7 @@ class SlurmEngine(Engine):
         ConfigurationError: Slurm is not installed on this machine.
     """
 
-    cores = gpus = _ARRAY  # these are only upper limits: Slurm decides how many jobs run at a time
+    cores = gpus = _ARRAY  # upper limits only: Slurm decides how many jobs run at a time
 
     def __init__(self, cluster: str = "slurm") -> None:
         if cluster == "slurm":
