@@ -72,7 +72,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(list(sys.argv[1:] if args is None else args))
-    except KeyboardInterrupt:  # while torch is imported; afterwards, commands handle signals
+    except KeyboardInterrupt:  # Ctrl-C during the import of torch; later, commands handle signals
         if not launched_rank():
             print("stopped by Ctrl-C; nothing new is kept", file=sys.stderr)
         sys.exit(130)
@@ -111,7 +111,10 @@ def _run(arguments: list[str]) -> None:
 
 
 def _check_files(arguments: list[str]) -> None:
-    """Exit with one line if a check without PyTorch finds a mistake; ignore all other errors."""
+    """Exit with a one-line message if a check without PyTorch finds a mistake.
+
+    All other errors are ignored.
+    """
     if launched_rank() or os.environ.get("FL_LIGHTNING_TRACEBACK"):
         return
     from fl_lightning.cli.early import check_files

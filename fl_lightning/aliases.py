@@ -48,9 +48,9 @@ class _OldNames(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module with an old name: the user's module, else the shipped one.
+        """Return the spec of a module with an old name; None for any other name.
 
-        Return None if the name is not an old name.
+        The user's own module takes precedence over the shipped module.
         """
         if fullname.partition(".")[0] not in OLD_NAMES:
             return None
@@ -100,7 +100,7 @@ def _named(path: str) -> object:
 
     If the import of the object fails, return the error message.
     """
-    from pydoc import ErrorDuringImport, locate  # late: slow to import
+    from pydoc import ErrorDuringImport, locate  # imported here, because this import is slow
 
     try:
         return locate(path)

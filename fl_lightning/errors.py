@@ -73,8 +73,8 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
     """Add a note to an exception that leaves the block; the command line prints the note.
 
     Args:
-        what: Activity of the block, such as ``"drawing the batch of client 3"``. If this text is
-            slow to make, a function that returns it.
+        what: Activity of the block, such as ``"drawing the batch of client 3"``, or a function that
+            returns this text. Pass a function if the text is slow to make.
     """
     try:
         yield
@@ -97,7 +97,10 @@ def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_at_least(least: int, below: int | None = None, **settings: int) -> None:
-    """Raise a ``ConfigurationError`` that names the first setting outside ``least`` to ``below - 1``."""
+    """Raise a ``ConfigurationError`` for the first setting that is outside the allowed range.
+
+    The range is ``least`` <= value < ``below``.
+    """
     for name, value in settings.items():
         if value < least or (below is not None and value >= below):
             bound = "" if below is None else f" and below {below}"

@@ -1,4 +1,4 @@
-"""Atomic writing of files, file locks, paths from users, and JSON."""
+"""Functions for files: atomic writing, locks, checks of users' paths, CSV and JSON."""
 
 import csv
 import errno
@@ -58,9 +58,9 @@ def unwritable(path: Path, error: OSError) -> ConfigurationError:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file as the ``opener`` of ``open``; raise an error for a symbolic link.
+    """Open a file; raise an error for a symbolic link.
 
-    A link may lead out of the run's folder.
+    Pass this function to ``open`` as ``opener``. A link may lead out of the run's folder.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -81,7 +81,7 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool
         folder: Whether to lock a folder (default False).
         wait: Whether to wait while another process holds the lock (default True).
         certain: Whether to raise an error if the file system cannot lock, as is the case for some
-            network file systems. If False (default), the block then runs without a lock.
+            network file systems. With False (default), the block runs without a lock in this case.
 
     Yields:
         The file descriptor.
@@ -165,7 +165,7 @@ def missing_folders(path: Path) -> list[Path]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove the empty folders, in the given order."""
+    """Remove folders in the given order; skip folders that are not empty."""
     for folder in folders:
         with suppress(OSError):  # not empty, or already removed
             folder.rmdir()

@@ -14,8 +14,8 @@ def launched_rank() -> int:
     """Return the rank that ``torchrun``, Slurm or the user has given this process; default 0.
 
     Without a launcher, the user sets ``NODE_RANK`` on each node. If the ranks of a node are not
-    forks, the user also sets ``LOCAL_RANK``. Then several ranks may have the same result, but only
-    the first rank has the result 0.
+    forks, the user also sets ``LOCAL_RANK``. In this case, several ranks may have the same result,
+    but only the first rank has the result 0.
     """
     names = ("RANK",) if under_torchrun() else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return max(int(os.environ.get(name, "0")) for name in names)
@@ -24,5 +24,5 @@ def launched_rank() -> int:
 def silence() -> None:
     """Discard all further output and warnings of this rank, as another rank prints the same."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # both, as either may have been redirected
+    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # either may have been redirected
     warnings.filterwarnings("ignore")

@@ -62,7 +62,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of torch (all devices), numpy and Python from one integer."""
     if _has_accelerator():
         torch.manual_seed(seed)
-    else:  # same effect, but fast: torch.manual_seed stores a traceback for each uninitialised device
+    else:  # torch.manual_seed has the same effect, but is slow: it stores a traceback for each device
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

@@ -16,9 +16,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fl_lightning.errors import ConfigurationError
 
-_LARGE = 200_000  # bytes above which a block is sent separately
-_SHORT = 4096  # bytes of each rank in the first all-gather of an exchange
-_GRACE = 10.0  # seconds in which running ranks must report after a rank is lost
+_LARGE = 200_000  # larger blocks, in bytes, are sent separately
+_SHORT = 4096  # bytes that each rank sends in the first all-gather of an exchange
+_GRACE = 10.0  # if a rank is lost, other ranks must report within these seconds
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -45,7 +45,7 @@ class Ranks:
     def share(self, count: int, rank: int | None = None) -> range:
         """Return the indices of a rank's share of ``count`` items.
 
-        Shares are contiguous and differ by at most one item.
+        A share is contiguous. The sizes of two shares differ by at most one.
 
         Args:
             count: Number of items.
@@ -55,7 +55,9 @@ class Ranks:
         return range(int(mine[0]), int(mine[-1]) + 1) if len(mine) else range(0)
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Return ``[function(item) for item in items]`` on every rank; one rank computes each item.
+        """Return ``[function(item) for item in items]`` on every rank.
+
+        Each item is computed on one rank, which sends the result to the other ranks.
 
         Args:
             function: Function of an item, equal on every rank. Results are pickled, and tensors in
@@ -94,7 +96,7 @@ class Ranks:
             message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # all ranks raise the error of a nested exchange: remove this rank's own notes
+                # all ranks raise the error of a nested exchange: keep only notes that all ranks have
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
             mine, message = error, pickle.dumps((None, described(error), 0))
@@ -165,7 +167,7 @@ class Ranks:
                     )
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
-        """Receive the rows of blocks that other ranks have computed, in place.
+        """Complete blocks in place with the rows that other ranks have computed.
 
         Each rank has computed its :meth:`share` of the rows of each block.
 
@@ -190,7 +192,7 @@ class Ranks:
                 work.wait()
 
     def _complete_together(self, blocks: Sequence[Tensor]) -> None:
-        """Complete small blocks with a single all-gather, since latency outweighs their bytes."""
+        """Complete small blocks with a single all-gather, because each exchange has a latency."""
 
         def parts(rank: int) -> list[Tensor]:
             shares = [self.share(len(block), rank) for block in blocks]
@@ -233,8 +235,8 @@ class Ranks:
         """Return the ranks that are lost.
 
         This rank reports to the process group's store and leaves the group, which wakes ranks that
-        wait in the group. Running ranks then do the same. Ranks that do not report in time are
-        lost.
+        wait in the group. The other running ranks then do the same. Ranks that do not report in
+        time are lost.
         """
         try:
             store: Any = dist.distributed_c10d._get_default_store()
@@ -259,7 +261,7 @@ def checksums(state: Mapping[str, object]) -> dict[str, int]:
 
 
 def _number(leaf: Any) -> int:
-    if hasattr(leaf, "checksum"):  # a large object that updates a checksum with each change
+    if hasattr(leaf, "checksum"):  # a large object that keeps its own checksum up to date
         return int(leaf.checksum())
     if isinstance(leaf, Tensor):
         values = leaf.detach().cpu()
@@ -293,7 +295,7 @@ def described(error: Exception) -> tuple[bool, str, list[str], str]:
 
 
 def failure_of(rank: int, mistake: bool, message: str, notes: Sequence[str], trace: str) -> Exception:
-    """Return an exception like another rank's, from its description by :func:`described`."""
+    """Rebuild another rank's exception from its description by :func:`described`."""
     failure: Exception = ConfigurationError(message) if mistake else RuntimeError(message)
     for note in notes:
         failure.add_note(note)

@@ -16,7 +16,7 @@ _RECORD = "_made_with"
 
 
 class Making(NamedTuple):
-    """The class or function that made an object, with the arguments.
+    """The class or function that made an object, with its arguments.
 
     Attributes:
         maker: The class or function.
@@ -35,7 +35,7 @@ class Recorded:
     Attributes:
         deciding_files: Names of arguments that are paths of files; the files affect results.
 
-    The record does not depend on the object's attributes, which may be computed or missing.
+    The record contains the arguments, whatever attributes ``__init__`` sets:
 
     ::
 

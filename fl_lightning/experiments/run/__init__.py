@@ -1,1 +1,1 @@
-"""Start of runs from the command line or Python: trainer, progress line, signals and result."""
+"""Runs from the command line or Python: trainer, progress line, signals and result."""

@@ -16,7 +16,7 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # seconds until a signal is sent again if Python has discarded the exception
+_AGAIN = 0.05  # seconds to wait before a signal whose exception Python has discarded is sent again
 _ECHO = 2.0  # seconds within which torchrun may repeat a signal of the terminal
 
 
@@ -48,7 +48,7 @@ def stoppable() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     def hear_lost(lost: Any) -> None:
-        if isinstance(lost.exc_value, Stopped):  # raised in a destructor or a weakref's callback
+        if isinstance(lost.exc_value, Stopped):  # Python discards exceptions in destructors
             threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
         else:
             unraisable(lost)

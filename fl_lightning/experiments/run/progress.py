@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
 
 _REFRESH_SECONDS = 0.1
-_RECENT = 20  # rounds whose median is the expected time of a round
+_RECENT = 20  # number of recent rounds; the median of their times predicts the remaining time
 
 
 class RoundProgress(Recorded, ProgressBar):
@@ -23,11 +23,12 @@ class RoundProgress(Recorded, ProgressBar):
 
     A terminal shows one line, which is refreshed at most ten times a second. A pipe or a log file
     gets a new line each time, without control characters. The total is the trainer's
-    ``max_epochs``. The line shows the module's ``metrics``, which are of the newest complete round.
-    The module calls :meth:`local_step` after each local step.
+    ``max_epochs``. The line shows ``metrics`` of the module: the metrics of the newest complete
+    round. The module calls :meth:`local_step` after each local step.
 
-    The remaining time follows from the medians of recent rounds and of recent evaluations. It is
-    unknown until the second round of a process, as the first round may include compilation.
+    The remaining time is computed from the median times of recent rounds and recent evaluations.
+    The remaining time is unknown until the second round of a process, because the first round may
+    include compilation.
 
     Args:
         every_n_seconds: Minimum time between two lines of a pipe or log file in seconds, >= 0.
@@ -46,12 +47,12 @@ class RoundProgress(Recorded, ProgressBar):
         if not every_n_seconds >= 0:
             raise ConfigurationError(f"every_n_seconds must be >= 0, found {every_n_seconds}")
         self.every_n_seconds = every_n_seconds
-        self.is_enabled = True  # read by ``LightningModule.print``
+        self.is_enabled = True  # ``LightningModule.print`` reads this attribute
         self._live: Live | None = None
         self._next_time = self._started_at = self._round_started_at = self._evaluation_started_at = 0.0
         self._first_round = 0
         self._rounds, self._evaluations = deque[float](maxlen=_RECENT), deque[float](maxlen=_RECENT)
-        self._metrics: dict[str, float] = {}  # the newest value of each, as not every round is evaluated
+        self._metrics: dict[str, float] = {}  # newest value of each metric: not every round is evaluated
 
     def disable(self) -> None:
         """Hide the line on this rank; Lightning calls this method on all ranks but the first."""
@@ -67,7 +68,7 @@ class RoundProgress(Recorded, ProgressBar):
         self._evaluation_started_at = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the time of an evaluation apart from the round's time."""
+        """Subtract the time of an evaluation from the time of the round."""
         seconds = time.monotonic() - self._evaluation_started_at
         self._round_started_at += seconds
         if not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf"):
@@ -78,7 +79,7 @@ class RoundProgress(Recorded, ProgressBar):
         self._metrics, self._first_round, self._started_at = {}, trainer.current_epoch, time.monotonic()
         console = Console()
         if console.is_interactive and self.is_enabled:
-            # no auto_refresh: its thread could hold a lock at the moment a worker is forked
+            # without auto_refresh: its thread could hold a lock while a worker is forked
             self._live = Live(console=console, auto_refresh=False)
             self._live.start()
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)

@@ -39,14 +39,14 @@ class Run:
         run_root: Folder of all runs.
         checkpoint: Settings of the checkpoints. Default: ``RoundCheckpoint()``.
         wandb: Mode of Weights & Biases, as ``wandb.mode`` on the command line.
-        threads: Number of CPU threads, from 1 to 1024. With more than 1, the run has one rank by
-            default. Default: 1 for each rank on CPUs, torch's number on a GPU. After a fit, the
-            previous number is restored.
+        threads: Number of CPU threads, from 1 to 1024. With more than 1 thread, the run has one
+            rank by default. Default on CPUs: 1 per rank. Default on a GPU: torch's default. After a
+            fit, the previous number is restored.
         trainer: Arguments of Lightning's ``Trainer``; ``max_epochs`` is the number of rounds.
 
     Attributes:
-        attempt: Folder of the last fit, with its path as ``attempt.path``; None before the first
-            fit.
+        attempt: Folder of the last fit; ``attempt.path`` is the folder's path. None before the
+            first fit.
         config: Settings of the run, as in ``config.yaml``.
 
     Example:
@@ -102,9 +102,10 @@ class Run:
         """Train the model, and evaluate the final model; write and print the result.
 
         Args:
-            resume: Checkpoint to resume from. True is the last checkpoint of the newest attempt,
-                ``"best"`` the best one, and a path any file. ``"auto"`` is the last checkpoint if
-                there is one, and otherwise starts a new run. Default: a new run.
+            resume: Checkpoint to resume from: the path of a file, ``True`` for the last checkpoint
+                of the newest attempt, or ``"best"`` for the best checkpoint. ``"auto"`` resumes
+                from the last checkpoint if there is one, and otherwise starts a new run. Default: a
+                new run.
             accept_data: Whether the data may differ from the checkpoint's.
 
         Returns:
@@ -115,7 +116,7 @@ class Run:
             ConfigurationError: The checkpoint is missing, or a new run gets a module that was
                 already trained.
         """
-        if self.attempt is None:  # attributes may have been assigned after construction
+        if self.attempt is None:  # describe again: attributes may have changed since the construction
             self._describe()
         self.module.accept_data = accept_data
         settings = {**self.trainer_settings, "callbacks": self.callbacks}

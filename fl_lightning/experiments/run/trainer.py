@@ -1,4 +1,4 @@
-"""Trainer of a run and its number of ranks."""
+"""Trainer of a run, and the run's number of ranks."""
 
 import os
 from typing import Any
@@ -20,7 +20,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""Number of local steps in a round, over all clients, from which several ranks are faster."""
+"""Smallest number of local steps of all clients in a round for which several ranks are faster."""
 
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""
@@ -33,7 +33,7 @@ _OF_THE_RUN = {
     ),
     "default_root_dir": ((None,), "would be ignored; use run_root and name"),
 }
-"""Trainer settings that the run determines: accepted values, and the message for other values."""
+"""Accepted values of each trainer setting that the run determines, and an error message."""
 
 
 def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Trainer:
@@ -55,7 +55,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
         if value not in accepted:
             raise ConfigurationError(f"trainer.{name}: {value} {remedy}")
     plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
-    if not is_launched(settings):  # a scheduler's processes may be independent runs
+    if not is_launched(settings):  # the processes of a scheduler may be independent runs
         plugins.append(OneMachine())
     if settings.get("devices", "auto") == "auto":
         equipment["devices"] = _devices(settings.get("accelerator", "auto"), ranks)
@@ -95,12 +95,12 @@ def on_cpu(accelerator: Any) -> bool:
 
 
 def use_threads(threads: int, devices: Any) -> Any:
-    """Set the number of CPU threads; return the value of ``trainer.devices`` for this number.
+    """Set the number of CPU threads, and return the matching value of ``trainer.devices``.
 
     Args:
         threads: Number of CPU threads.
-        devices: The setting ``trainer.devices``. With several threads, ``"auto"`` becomes 1, since
-            each of several ranks has only one thread.
+        devices: The setting ``trainer.devices``. With several threads, ``"auto"`` becomes 1: a run
+            with several ranks has one thread per rank.
     """
     torch.set_num_threads(threads)
     return 1 if threads > 1 and devices == "auto" and not under_torchrun() else devices
@@ -113,11 +113,11 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
     This function also sets up the data: ranks that are forked afterwards share the data's memory.
     """
     # include_cuda=False: a process that has initialised CUDA cannot be forked
-    with isolate_rng(include_cuda=False):  # fit sets up the data again and must draw the same numbers
+    with isolate_rng(include_cuda=False):  # fit sets up the data again, and must draw the same random numbers
         data.prepare_data()
         data.setup("fit")
     if not data.num_clients:
-        return 1  # the module raises an error later
+        return 1  # without clients, the module raises an error later
     clients, steps = module.make_plan(data).usual().trained(1)
     return len(clients) if sum(steps) >= _WORTH_RANKS else 1
 

@@ -96,7 +96,7 @@ class Prepared:
                 draw_pictures(start.attempt, self.module)
                 raise Stopped(signal.signal)
         except Exception:  # does not catch Stopped, which is a SystemExit
-            if trainer.global_step > start.round:  # this fit has trained a round
+            if trainer.global_step > start.round:  # draw only if this fit has trained a round
                 draw_pictures(start.attempt, self.module)
             raise
         stopped = stop_reason(trainer) if trainer.global_step < (trainer.max_epochs or 0) else None
@@ -238,7 +238,7 @@ class Training:
         Milestones and the decay of learning rates depend on the number.
         """
         if self.module.budget_epochs is not None or rounds in (None, -1):
-            return True  # the data determine the rounds, and the hash covers the data
+            return True  # data determine the number of rounds; runs with this hash have equal data
         planned = load_run(path)["fl_lightning"]["total_rounds"]
         if planned != rounds:
             print(
@@ -279,7 +279,7 @@ class Training:
     def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
         """Return the trainer's arguments ``callbacks``, ``logger`` and ``default_root_dir``."""
         callbacks = as_list(settings.get("callbacks"))
-        # remove True, which means Lightning's default logger: metrics.jsonl is always written
+        # remove True (Lightning's default logger): the run writes metrics.jsonl instead
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
@@ -347,11 +347,11 @@ def quiet_host() -> None:
     # LightningCLI 2.6 uses deprecated functions of jsonargparse; users cannot change that
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     for message in (
-        ".*LightningCLI's args parameter.*",  # main() passes args on purpose
+        ".*LightningCLI's args parameter.*",  # this project passes args on purpose
         ".*does not have many workers.*",  # in-memory data need no workers
-        ".*isinstance\\(treespec, LeafSpec\\).*",  # harmless, from Lightning 2.6 with torch 2.12 and later
-        "Implicitly cleaning up <TemporaryDirectory",  # from W&B, for the pictures of a run
-        ".*The `srun` command is available.*",  # a run on a cluster's login node needs no srun
+        ".*isinstance\\(treespec, LeafSpec\\).*",  # harmless warning of Lightning 2.6 with torch >= 2.12
+        "Implicitly cleaning up <TemporaryDirectory",  # W&B warns so for the pictures of a run
+        ".*The `srun` command is available.*",  # a run on a cluster's login node does not need srun
         ".*is smaller than the logging interval.*",  # an epoch is one round
         ".*Total length of `list` across ranks is zero.*",  # a federation may lack evaluation data
     ):

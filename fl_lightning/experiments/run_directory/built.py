@@ -30,7 +30,7 @@ from fl_lightning.recorded import making
 from fl_lightning.round.module import FederatedModule
 
 LINKED = ("num_classes", "in_channels", "image_size", "in_features")
-"""Arguments of a model whose defaults come from the data module."""
+"""Arguments of a model that, by default, the data module determines."""
 
 _TRAINER = {
     name: x.default for name, x in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
@@ -38,7 +38,7 @@ _TRAINER = {
 
 
 _LATER = ("seed", "executor")
-"""Arguments of a module that the run may assign after construction."""
+"""Module arguments that the run may assign after the module was constructed."""
 
 
 def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
@@ -56,7 +56,7 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
     model, data_node = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
     if (data_seed := data_node["init_args"].pop("seed", seed)) != seed:
-        data_node["own_seed"] = data_seed  # the user has set another seed for the data
+        data_node["own_seed"] = data_seed  # the user has given the data a seed of their own
     if type(module) is FederatedModule:
         model = model["init_args"]
     return {
@@ -71,8 +71,8 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
     """Describe the objects that a Python script has made, in the format of :func:`built`.
 
     Digests are added for layers or weights that the model's arguments and the run's seed do not
-    determine. A setting that was assigned after construction replaces the module's argument. For
-    data and callbacks, these settings are under the key ``reassigned``.
+    determine. If a setting of the module was assigned after construction, its new value replaces
+    the argument. For data and callbacks, such settings are under the key ``reassigned``.
     """
     tree = built(module, data, trainer)
     settings = tree["model"].get("init_args", tree["model"])
@@ -137,7 +137,7 @@ def _reassigned(thing: Any) -> Config:
 def _is_same(now: Any, given: Any) -> bool:
     try:
         return now is given or (type(now) is type(given) and bool(now == given))
-    except (ValueError, RuntimeError):  # arrays and tensors do not compare to a single bool
+    except (ValueError, RuntimeError):  # the comparison of arrays or tensors is not a single bool
         return False
 
 
@@ -164,7 +164,7 @@ def _digests(module: FederatedModule) -> Config:
     weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}
     if made is None:
         return {"state_digest": layers(model)} | weights | _parts(model)
-    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller initialised these weights
+    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # initialised by the caller
         return {"layers_digest": layers(model)} | weights | _parts(model)
     with isolate_rng(), _float32():
         seed_global(module.seed, torch.device("cpu"))

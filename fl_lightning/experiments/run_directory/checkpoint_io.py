@@ -54,8 +54,8 @@ class AtomicCheckpointIO(CheckpointIO):
         Args:
             path: The checkpoint file.
             map_location: As in ``torch.load``; None means the CPU.
-            weights_only: As in ``torch.load``; None means True. Then the file may hold tensors,
-                numbers, strings, lists and dicts, but no code.
+            weights_only: As in ``torch.load``; None means True. With True, the file may hold
+                tensors, numbers, strings, lists and dicts, but no code.
 
         Raises:
             ConfigurationError: The file is missing, damaged or remote, or has content that

@@ -52,7 +52,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             is set, ``round_<r>_best.ckpt`` is a copy of ``best.ckpt`` after round r.
 
     Attributes:
-        in_the_run: Whether the checkpoints are in the run's folder, as by default.
+        in_the_run: Whether the checkpoints are in the run's folder. This is the default.
         attempt: Folder of the run; None without a run directory.
         best_score: Best value of the monitored metric; None before its first value.
         best_round: Round of ``best_score``.
@@ -105,7 +105,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state, which contains the name of the monitored metric.
+        """Key of the callback's state; the key contains the name of the monitored metric.
 
         Scores of different metrics cannot be compared.
         """
@@ -113,7 +113,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best score and its round; empty without a monitored metric."""
+        """Return the best score and its round; empty if no metric is monitored."""
         if self.monitor is None:
             return {}
         return {"best_score": self.best_score, "best_round": self.best_round}
@@ -123,7 +123,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     ) -> None:
         """Copy the best checkpoint of earlier rounds to a new folder.
 
-        If the checkpoint is missing, print that only later rounds count.
+        If the checkpoint is missing, print that the best checkpoint is chosen from new rounds only.
         """
         if trainer.state.fn != "fit" or self.monitor is None or trainer.ckpt_path is None:
             return
@@ -145,10 +145,10 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
         """Return the checkpoint that was the best when ``path`` was written.
 
-        The file is searched in the folder of ``path``; None if it is missing.
+        The file is searched in the folder of ``path``. The result is None if the file is missing.
         """
         for candidate in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
-            with contextlib.suppress(ConfigurationError):  # missing or damaged
+            with contextlib.suppress(ConfigurationError):  # skip a missing or damaged file
                 if AtomicCheckpointIO().load_checkpoint(candidate)["callbacks"].get(self.state_key) == state:
                     return candidate
         return None
@@ -185,7 +185,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             given = self._given_dirpath
             folder = given if self.attempt is None else self.attempt.below(given)
             self.dirpath = Path(trainer.strategy.broadcast(str(folder)))
-        if stage == "fit":  # a checkpoint restores the values after this reset
+        if stage == "fit":  # reset first; a checkpoint then restores its values
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
             try:
@@ -212,7 +212,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         write_text(note, f"{this_run}\n")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock of ``every_n_seconds``, and reset the complete and saved rounds."""
+        """Start the clock of ``every_n_seconds``, and forget the rounds of an earlier fit."""
         self._complete_round = self.saved_round = None
         self._saved_at = time.monotonic()
 
@@ -310,7 +310,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     def _save(self, trainer: L.Trainer, name: str) -> str:
         for logger in trainer.loggers:
-            logger.save()  # rows reach the disk before the checkpoint, since a resumed run needs them
+            logger.save()  # write the rows first: a run that resumes from the checkpoint needs them
         assert self.dirpath is not None
         path = str(self.dirpath / name)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer

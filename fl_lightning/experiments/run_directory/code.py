@@ -24,7 +24,7 @@ _NOT_CODE = (
 
 @functools.cache
 def full_name(maker: Any) -> str:
-    """Return the shortest import path of a class or function; child processes get the same path."""
+    """Return the shortest import path of a class or function, which is equal in child processes."""
     try:
         path = str(get_import_path(maker))
     except (ValueError, ImportError, AttributeError):
@@ -33,9 +33,9 @@ def full_name(maker: Any) -> str:
 
 
 def is_local(maker: Any) -> bool:
-    """Return whether a class or function cannot be imported.
+    """Return whether a class or function is defined where it cannot be imported.
 
-    That is so if a script, a notebook or the body of a function defines it.
+    Examples are definitions in a script, in a notebook and in the body of a function.
     """
     inner = inspect.unwrap(maker)
     path = f"{inner.__module__}.{getattr(inner, '__qualname__', '<')}"
@@ -74,7 +74,7 @@ def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # the cell is empty
+    except ValueError:  # a cell without content raises this error
         return None
 
 
@@ -88,7 +88,7 @@ def _names(code: CodeType) -> list[str]:
 def _instructions(code: CodeType) -> list[Any]:
     """Return the bytecode as pairs of operation and operand, without the docstring."""
     steps = list(dis.get_instructions(code))
-    stored = [*steps[1:], None]  # a class body loads and stores its docstring
+    stored = [*steps[1:], None]  # in the body of a class, two operations load and store the docstring
     docs = [x for x in stored if x is not None and (x.opname, x.argval) == ("STORE_NAME", "__doc__")]
     code_steps = [x for x, after in zip(steps, stored, strict=True) if x not in docs and after not in docs]
     return [[x.opname, _operand(x.argval)] for x in code_steps]

@@ -55,15 +55,16 @@ def find_start(
     """Return the start from a checkpoint, in the checkpoint's folder or in a new attempt.
 
     A new attempt is needed if settings or the seed have changed, or if the checkpoint is not the
-    last of its run. Otherwise the new rounds would overwrite or mix with the results of that run.
+    last of its run. In the old folder, the new rounds would overwrite the old results or mix with
+    them.
 
     Args:
         directory: All attempts at the run.
         ckpt_path: The checkpoint file.
         checkpoint: Content of the file.
         made: Description of the built objects.
-        resumed: Attempt at this run with ``ckpt_path`` as its last checkpoint; None if a new
-            attempt is needed.
+        resumed: Attempt at this run whose last checkpoint is ``ckpt_path``; None if a new attempt
+            is needed.
         held: Exit stack that holds the lock of a new attempt.
 
     Raises:
@@ -87,6 +88,6 @@ def find_start(
 def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
     """Return the old and the new value of each changed setting that affects results."""
     before = checkpoint["fl_lightning"]["record"].get("description")
-    if not before:  # an earlier version wrote the checkpoint
+    if not before:  # an earlier version has written this checkpoint
         return {"settings": ["unknown", "those of config.yaml"]}
     return differences(before, deciding_settings(made))

@@ -89,8 +89,8 @@ def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
 def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
     """Return the columns and the rows of a table with each client's data, training and classes.
 
-    The loss is the mean over the local steps of the client's last round. It is None if the client
-    has not trained yet.
+    The loss is the mean over the local steps of the client's last round. The loss is None if the
+    client has not trained yet.
     """
     data = module.data
     histogram = data.partition_record().get("class_histogram") or [[]] * data.num_clients
@@ -104,7 +104,7 @@ def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
 
 
 def model_name(module: FederatedModule) -> str:
-    """Return the class name of the model, also of a compiled one."""
+    """Return the name of the model's class, also if the model is compiled."""
     return type(getattr(module.model, "_orig_mod", module.model)).__name__
 
 
@@ -151,7 +151,7 @@ def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
 def describe_computing(module: FederatedModule) -> dict[str, object]:
     """Return the executor, the device and other facts that affect rounding errors.
 
-    ``block_size`` is the number of clients that the executor computes at once. It is None if the
+    ``block_size`` is the number of clients that the executor computes at once, or None if the
     executor computes one client after the other.
     """
     clients = 1 if module.centralised else module.plan.cohort_size

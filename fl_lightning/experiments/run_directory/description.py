@@ -50,7 +50,7 @@ OUTSIDE_THE_HASH = frozenset(
         "strategy",
     }
 )
-"""Trainer settings that affect no weights, no metrics and no transferred bytes of a round."""
+"""Trainer settings that affect neither weights nor metrics nor transferred bytes of a round."""
 
 _TASK = full_name(Classification)
 """The default task of a run."""
@@ -212,7 +212,7 @@ def _essential(node: Any) -> Any:
     for name, x in _arguments(node).items():
         scalar = type(x) in _SCALARS
         usual = known.get(name)
-        # an object never equals None, the most frequent default: skip the object's costly text
+        # if the default is None, as in most cases, an object differs from it: skip the object's costly text
         if usual != repr(x) if scalar else usual in (None, "None") or usual != _text(_plain(x)):
             given[name] = _content(x) if name in files else x if scalar else _essential(x)
     rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}
@@ -235,13 +235,16 @@ def _content(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text, as ``1``, ``1.0`` and ``True`` are equal, but differ as text."""
+    """Return a value as text: ``1``, ``1.0`` and ``True`` are equal, but their texts differ."""
     return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
 
 
 @cache
 def _defaults(path: str) -> dict[str, str]:
-    """Return the defaults of a class or function as text; defaults from :func:`pinned` win."""
+    """Return the defaults of a class or function as text.
+
+    Defaults in :func:`pinned` take precedence over defaults in the code.
+    """
     values = defaults(_maker(path)) | pinned().get(path, {})
     return {name: _text(value) for name, value in values.items()}
 
@@ -269,7 +272,7 @@ def pinned() -> dict[str, Config]:
 
 @cache
 def _maker(path: str) -> Callable[..., Any] | None:
-    """Return the class or function of a full name; None if the import fails."""
+    """Return the class or function with a full name; None if the import fails."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
@@ -294,7 +297,7 @@ def _hashed(path: str) -> str:
     For a shipped class, this is its path in older versions, so that hashes stay the same.
     """
     package, _, name = path.partition(".")
-    if package in OLD_NAMES:  # the user's own package
+    if package in OLD_NAMES:  # a package of the user that has an old name
         return f".{path}"
     return name if package == "fl_lightning" and name.startswith(("callbacks.", "datamodules.")) else path
 
@@ -307,10 +310,13 @@ def _shows(path: str) -> bool:
 
 @cache
 def _threads_only_read(path: str) -> bool:
-    """Return whether ``threads`` is a setting of shipped data modules, which affects no result."""
+    """Return whether ``threads`` is the setting of this name in shipped data modules.
+
+    That setting affects no result.
+    """
     kinds = getattr(_maker(path), "__mro__", ()) if path else ()
     owners = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
-    return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")  # not a user's class
+    return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")  # False for a user's class
 
 
 @cache
@@ -366,7 +372,7 @@ def _is_foreign(name: str, objects: Config) -> bool:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Return whether two values are equal in another notation, such as a set and a sorted list."""
+    """Return whether two notations have the same value, such as a set and a sorted list."""
     if isinstance(old, list) and isinstance(new, list):
         # a set is described as a sorted list
         return new == sorted(new, key=repr) and sorted(map(str, old)) == sorted(map(str, new))

@@ -49,7 +49,7 @@ class Attempt:
     path: Path
 
     config = _File("config.yaml")  # the resolved configuration
-    identity = _File("run.json")  # name, tags and facts not in the configuration
+    identity = _File("run.json")  # name and tags, and facts that the configuration lacks
     metrics = _File("metrics.jsonl")  # one line per logged round
     result = _File("result.json")  # the result of the finished run
     partition = _File("partition.json")  # the clients' numbers of samples, by class
@@ -123,7 +123,8 @@ class Attempt:
     def is_locked(self) -> bool:
         """Return whether a process trains in this folder.
 
-        The check itself locks the folder for a moment; :meth:`lock` waits for that.
+        The check itself locks the folder for a moment; :meth:`lock` waits until the check has
+        ended.
         """
         file = self.path / LOCK
         if not file.is_file() or file.is_symlink():

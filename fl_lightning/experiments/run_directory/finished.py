@@ -1,4 +1,4 @@
-"""Keys and checked reading of ``result.json``, the result of a finished run."""
+"""Result of a finished run: the keys of ``result.json``, and a function that reads the file."""
 
 import json
 from collections.abc import Sequence

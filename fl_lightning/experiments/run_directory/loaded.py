@@ -104,7 +104,8 @@ def frame_of(rows: Sequence[Mapping[str, object]], plain: str) -> Any:
 
     Args:
         rows: Values of each row by column.
-        plain: Name of an attribute with the same values, for the message if pandas is missing.
+        plain: Name of an attribute that has the same values. The error message recommends it if
+            pandas is missing.
 
     Raises:
         ConfigurationError: pandas is not installed.

@@ -23,8 +23,8 @@ class JSONLinesLogger(Logger):
 
     The first row creates the file. Metrics that are logged without the key ``"round"``, as by
     Lightning's ``LearningRateMonitor``, are added to the next row. If such a metric is logged
-    several times, its newest value counts. Each row is a single write: if the run is killed, at
-    most the last line is incomplete.
+    several times, the row gets the newest value. Each row is a single write: if the run is killed,
+    at most the last line is incomplete.
 
     Args:
         save_dir: The run's folder.

@@ -29,7 +29,7 @@ _NO_NUMBERS = frozenset(
 """Files and folders of the package that affect no results; everything else is the core."""
 
 _BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
-"""Prefixes of shipped modules whose code affects only the runs that use them."""
+"""Prefixes of the names of shipped modules that affect only the runs that use these modules."""
 
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
 
@@ -77,7 +77,7 @@ def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
 
 
 def _files(names: Iterable[str]) -> dict[str, Path]:
-    """Return the files outside the core that define dotted names, and the files they import."""
+    """Return the files outside the core that define some names, and the files that these import."""
     files: dict[str, Path] = {}
     waiting = [_module(name) for name in names if _may_count(name)]
     while waiting:
@@ -103,7 +103,7 @@ def _may_count(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """Return the module that defines a name if a shipped package exports it; else the name."""
+    """Return the defining module of a name that a shipped package exports; otherwise the name."""
     if name.startswith(_BY_USE):
         package, _, rest = name.removeprefix("fl_lightning.").partition(".")
         exported = getattr(import_module(f"fl_lightning.{package}"), rest.partition(".")[0], None)
@@ -151,7 +151,7 @@ def _origin(module: str) -> str:
 
 
 def _dotted_names(tree: Any) -> set[str]:
-    """Return all strings that may name a class or function, under any key of the tree."""
+    """Return all strings in the tree that may name a class or function."""
     names, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()

@@ -47,7 +47,7 @@ class RunStart(L.Callback):
         self.start = trainer.strategy.broadcast(replace(self.start, attempt=None))
         self._note_origin(pl_module)
         if self.start.differs:
-            # the checkpoint has restored the earlier settings
+            # replace the earlier settings, which the checkpoint has restored
             groups = trainer.optimizers[0].param_groups, pl_module.configure_optimizers().param_groups
             for group, new in zip(*groups, strict=True):
                 group.update({name: value for name, value in new.items() if name != "params"})
@@ -66,7 +66,10 @@ class RunStart(L.Callback):
             draw_partition(self.attempt, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record how the round was computed; executors halve their blocks if GPU memory is full."""
+        """Record how the round was computed.
+
+        This may change during a run: an executor halves its blocks if GPU memory is full.
+        """
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
 
@@ -92,13 +95,13 @@ class RunStart(L.Callback):
         if changed:
             print(f"code or versions changed after round {start.round}: {', '.join(changed)}", flush=True)
         elif last.keys() <= computes.keys():
-            del record.provenance[-1:]  # equal, or with more methods: replace the entry
+            del record.provenance[-1:]  # the last entry is equal or lacks methods: replace it
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:
             record.continue_from(start.checkpoint, start.round, start.differs)
         before, now = record.computed_by, describe_computing(module)
-        # ignore the executor's name: block_size records the executor's effect on rounding
+        # the executor's name does not matter: block_size determines the rounding
         other = [
             f"{name} {before[name]} -> {now.get(name)}"
             for name in before
@@ -131,7 +134,7 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
 
 
 def _tensors(module: FederatedModule, kind: str) -> str:
-    """Return the tensors of a part of the model as text; empty for a kind of state."""
+    """Return the tensors of a part of the model as text; empty if ``name`` is a kind of state."""
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])

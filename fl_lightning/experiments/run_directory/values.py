@@ -38,7 +38,7 @@ _NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
 
 _OF_A_RUN = frozenset({"trainer", "_trainer", MARK})
 
-_DEPTH = 100  # levels of nested objects; an object below them is described by its class only
+_DEPTH = 100  # levels of nested objects; a deeper object is described by its class only
 
 
 class Walk:
@@ -58,8 +58,8 @@ class Walk:
         Args:
             thing: The object.
             how: Function that describes the object.
-            again: Whether to describe the object at each occurrence, except at occurrences inside
-                itself.
+            again: Whether to describe the object at every occurrence. Occurrences inside the object
+                itself are never described.
         """
         if id(thing) in self._met:
             return f"met {self._met[id(thing)][0]}"
@@ -149,7 +149,7 @@ def layers(model: nn.Module, walk: Walk | None = None) -> str:
     walk, model = walk or Walk(), getattr(model, "_orig_mod", model)
     shared: dict[int, str] = {}
     ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
-    # describe() ends cycles, such as that of a hook that refers to the model
+    # describe() ends cycles: a hook of a layer may refer to the model
     return str(
         walk.describe(model, lambda: tree_digest([ties, [_layer(layer, walk) for layer in model.modules()]]))
     )
@@ -170,9 +170,9 @@ def _layer(layer: nn.Module, walk: Walk) -> Any:
 
 
 def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
-    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse passes the class
+    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # the class, from jsonargparse
     maker = makers[0] if makers else thing.func
-    if not (isinstance(maker, type) or inspect.isroutine(maker)):  # a callable object
+    if not (isinstance(maker, type) or inspect.isroutine(maker)):  # an object with __call__
         return {
             "called": as_plain(maker, None, walk),
             "with": as_plain([*thing.args, thing.keywords], None, walk),
@@ -202,7 +202,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group by the optimizer's argument names."""
+    """Return each parameter group as a dict from the optimizer's argument names to values."""
     kind: Any = type(optimizer)
     known = parameters(kind) if _is_of_torch(kind) else None
     return [
