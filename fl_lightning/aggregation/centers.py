@@ -9,7 +9,7 @@ from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Step length at which the iteration ends, relative to the median distance to the rows."""
+"""Step length at which the iteration ends, as a fraction of the median distance to the rows."""
 
 _SMOOTHING = 1e-10
 _ITERATIONS = 10_000
@@ -19,10 +19,10 @@ class GeometricMedian(MixingRule):
     """Geometric median: the point with the smallest sum of distances to all clients.
 
     The rule runs the smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for
-    Federated Learning", arXiv 1912.13445) until it converges. The point is a weighted mean of the
-    rows: the share of a row is inversely proportional to its distance from the point. The distances
-    are computed from the inner products of the rows, so that an iteration updates n shares and not
-    d coordinates.
+    Federated Learning", arXiv 1912.13445) until it converges. The median is a weighted mean of the
+    rows. The share of a row in it is inversely proportional to the distance between the row and the
+    median. The distances are computed from the inner products of the rows. An iteration therefore
+    updates only n shares, not d coordinates.
 
     Rows with a non-finite value are left out. With ``weighting="weighted"``, each distance is
     multiplied by the client's weight. The rule itself does not use ``f``, but ``pre`` may need it.
@@ -30,8 +30,8 @@ class GeometricMedian(MixingRule):
     """
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """Return the share of each row in the geometric median."""
-        # on the CPU: a GPU would launch thousands of kernels for only n numbers
+        """Return the share of each row in the geometric median of the rows."""
+        # compute on the CPU: a GPU would launch thousands of kernels for only n numbers
         finite = ~distances.rejected.cpu()
         shares = torch.full((len(finite),), 1 / len(finite), dtype=torch.float64)
         if finite.any():
@@ -45,11 +45,13 @@ class GeometricMedian(MixingRule):
 
 
 def _median_rows(gram: Tensor, squared: Tensor, weights: Tensor) -> Tensor | None:
-    """Return shares ``[n]`` if a row is the geometric median; otherwise None.
+    """Return the shares ``[n]`` if the geometric median is one of the rows, otherwise None.
 
-    In this case, the iteration would converge slowly. A row is a geometric median if the weighted
-    sum of the unit vectors to the other rows is not longer than the weight of all rows at its
-    point. An even number of rows on a line has two such points; the result is then between them.
+    This case is separate, because Weiszfeld's iteration would converge slowly. A row is a geometric
+    median under a condition on the unit vectors from this row to the other rows. Their weighted sum
+    must not be longer than the total weight of all rows that equal this row. If an even number of
+    rows lies on a line, two points can meet the condition. The result then lies between the two
+    points.
     """
     inverse = torch.where(squared > 0, squared.rsqrt(), 0) * weights
     units = inverse - inverse.sum(1).diag()
@@ -75,17 +77,18 @@ def _iterate(gram: Tensor, weights: Tensor) -> Tensor:
 
 
 class CenteredClipping(MixingRule):
-    """Centred clipping: a start point plus the mean of the clients' clipped deviations from it.
+    """Centred clipping: a start point plus the mean of the clients' clipped deviations.
 
     Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", arXiv
-    2012.10333. The paper starts from the result of the last round. This rule keeps no state and
+    2012.10333. The paper starts from the result of the previous round. This rule keeps no state: it
     **starts from the coordinate-wise median**. A translation of all rows therefore translates the
     result. Rows with a non-finite value are left out. All clients have equal weight.
 
     Args:
         tau: Largest L2 norm of a client's deviation, > 0. Larger deviations are clipped.
-        iterations: Number of iterations, >= 1. Each starts from the result of the one before.
-        f: Number of Byzantine clients for ``pre``. The rule itself does not use ``f``.
+        iterations: Number of iterations, >= 1. Each iteration starts from the result of the
+            previous one.
+        f: Number of Byzantine clients. Only ``pre`` uses it.
         pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
 
@@ -109,7 +112,7 @@ class CenteredClipping(MixingRule):
         self.tau, self.iterations = tau, iterations
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """Return the share of each row; the start point has the remaining share.
+        """Return the share of each row in the result. The start point has the remaining share.
 
         After one iteration, the share of a row is its clipping factor divided by n.
         """

@@ -1,9 +1,10 @@
-"""Coordinate-wise rules: median and trimmed mean (Yin et al. 2018, arXiv 1803.01498) and others.
+"""Coordinate-wise rules, such as median and trimmed mean (Yin et al. 2018, arXiv 1803.01498).
 
-Each column is sorted completely. On a CPU, numpy sorts the columns: for 100 rows and with AVX-512,
-numpy's sort is 14 times as fast as torch's. A partial selection by numpy or torch, or a sorting
-network over the rows, takes at least twice as long. For 10 rows, the network would take half the
-time, and save 7 ms for 270,000 columns. Columns are processed in chunks to limit memory.
+Each column is sorted completely. On a CPU, numpy sorts the columns. For 100 rows and with AVX-512,
+numpy's sort is 14 times as fast as torch's. Two alternatives take at least twice as long as numpy's
+sort: a partial selection by numpy or torch, and a sorting network over the rows. For 10 rows, the
+network would take half as long as numpy's sort. It would save 7 ms for 270,000 columns. Columns are
+processed in chunks to limit memory.
 """
 
 from abc import abstractmethod
@@ -20,11 +21,11 @@ from fl_lightning.aggregation.robust import RobustAggregator, Weighting
 CHUNK_ELEMENTS = {"cpu": 2**18}
 """Number of elements in a chunk, by device type. On a CPU, a chunk fits the cache of a core."""
 
-_LARGE_CHUNK = 2**24  # for other devices, as large chunks need fewer kernel launches
+_LARGE_CHUNK = 2**24  # other devices: larger chunks need fewer kernel launches
 
 
 class CoordinateRule(RobustAggregator):
-    """Rule that averages the values of each column; a value's share depends on its rank."""
+    """Rule that averages each column, and gives each value a share that depends on its rank."""
 
     @abstractmethod
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
@@ -32,7 +33,8 @@ class CoordinateRule(RobustAggregator):
 
         Args:
             ascending: Sorted columns, ``[c, n]``.
-            weights: Weight of each value, ``[c, n]``; ``[1, n]`` if all clients have equal weight.
+            weights: Weight of each value, ``[c, n]``. The shape is ``[1, n]`` if all clients have
+                equal weight.
         """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
@@ -54,10 +56,10 @@ class Median(CoordinateRule):
     """Coordinate-wise median; for an even number of clients, the mean of the two middle values.
 
     NaN sorts as the largest value. If a column has fewer than n/2 NaNs, its median therefore lies
-    among the other values. The weighted median is the value at which half of the total weight is
-    reached. If half lies exactly between two values, it is their mean.
-
-    The rule itself does not use ``f``, but ``pre`` may need it. For the settings, see
+    among the other values. In the weighted case, the weights are summed in the order of the values.
+    The median is the value at which the sum exceeds half of the total weight. If the sum is exactly
+    half after some value, the median is the mean of this value and the next one. The rule itself
+    does not use ``f``, but ``pre`` may need ``f``. For the settings, see
     :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
@@ -73,10 +75,10 @@ class Median(CoordinateRule):
 class TrimmedMean(CoordinateRule):
     """Coordinate-wise trimmed mean: the mean without the f smallest and the f largest values.
 
-    NaN sorts as the largest value, so that up to f NaNs in a column are dropped. With f = 0, the
-    rule is the mean. With ``weighting="weighted"``, the values dropped at each end have the total
-    weight of the f heaviest clients. A value at the limit keeps a part of its weight. For the
-    settings, see :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
+    NaN sorts as the largest value. Up to f NaNs in a column are therefore dropped. With f = 0, the
+    rule is the mean. With ``weighting="weighted"``, the weight that is dropped at each end is the
+    total weight of the f heaviest clients. The last value to be dropped may keep a part of its
+    weight. For the settings, see :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
     f: int
@@ -100,14 +102,14 @@ class TrimmedMean(CoordinateRule):
             n, result = len(block), block.new_empty(block.shape[1])
             for columns in chunks(block):
                 ascending = _sorted(block[:, columns])
-                # average deviations from the middle value: the mean of equal values is then exact
+                # deviations from the middle value: so the mean of equal values is exact
                 middle = ascending[:, n // 2, None]
                 result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
             results.append(result)
         return results
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return shares that are proportional to the weights that remain after trimming."""
+        """Return the shares of the values. They are proportional to the weights that remain."""
         trimmed = byzantine_mass(weights[0], self.f, "TrimmedMean.f")
         return within(weights, trimmed, 1 - trimmed)
 
@@ -121,7 +123,8 @@ class MeanAroundMedian(CoordinateRule):
     All clients have equal weight.
 
     Args:
-        f: Byzantine clients to withstand, at least 0 and less than half of a round's clients.
+        f: Number of Byzantine clients to withstand, at least 0 and less than half of a round's
+            clients.
         pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
@@ -132,11 +135,12 @@ class MeanAroundMedian(CoordinateRule):
         super().__init__(f, pre, per)
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return 1 / (n - f) for the n - f values closest to the median, which are consecutive."""
+        """Return the share 1 / (n - f) for each of the n - f values closest to the median."""
         n = ascending.shape[1]
         count = n - self.f
         middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
-        # move the window up while the next value is closer to the median than the window's lowest
+        # move the window up while the next value above is closer to the median than the lowest
+        # value
         first = (ascending[:, count:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
         place = torch.arange(n, device=ascending.device)
         return ((place >= first) & (place < first + count)).to(ascending.dtype).div_(count)
@@ -145,15 +149,15 @@ class MeanAroundMedian(CoordinateRule):
 def mix_by_position(
     rows: Tensor, weights: Tensor | None, positions: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Average the values of each column; a value's share depends on its rank in the column.
+    """Average the values of each column. The share of a value depends on its rank in the column.
 
-    Values with share 0 are ignored, also NaN.
+    Values with share 0 are ignored, even if they are NaN.
 
     Args:
         rows: The clients' rows, ``[n, d]``.
         weights: Weight of each row, ``[n]``; None for equal weights.
-        positions: Function that returns shares ``[c, n]`` from sorted columns ``[c, n]``, with NaN
-            last, and the weights of their values.
+        positions: Function that returns shares ``[c, n]``. Its arguments are the sorted columns
+            ``[c, n]``, with NaN last, and the weights of their values.
 
     Returns:
         The averages, ``[d]``.
@@ -166,7 +170,7 @@ def mix_by_position(
         else:
             ascending, order = rows[:, columns].t().sort(dim=1)
             shares = positions(ascending, weights[order]).to(rows.dtype)
-        # average the deviations from one of the values: the mean of equal values is then exact
+        # deviations from one value: so the mean of equal values is exact
         base = ascending.gather(1, shares.argmax(1, keepdim=True))
         deviation = (ascending - base).masked_fill_(shares == 0, 0)
         result[columns] = deviation.mul_(shares).sum(1).add_(base[:, 0])
@@ -175,7 +179,7 @@ def mix_by_position(
 
 @torch.no_grad()
 def median(rows: Tensor) -> Tensor:
-    """Return the median of each column of ``rows [n, d]``, ``[d]``; NaN is the largest value."""
+    """Return the median of each column of ``rows [n, d]``. NaN counts as the largest value."""
     n = len(rows)
     result = rows.new_empty(rows.shape[1])
     for columns in chunks(rows):
@@ -189,7 +193,7 @@ def median(rows: Tensor) -> Tensor:
 def chunks(rows: Tensor) -> Iterator[slice]:
     """Yield consecutive slices of the columns of ``rows [n, d]``.
 
-    A few copies of such a slice of the rows take about 10 MB on a CPU, and half a GB on other
+    A few copies of the rows' values in a slice take about 10 MB on a CPU, and half a GB on other
     devices.
     """
     n, d = rows.shape
@@ -199,7 +203,7 @@ def chunks(rows: Tensor) -> Iterator[slice]:
 
 
 def _sorted(rows: Tensor) -> Tensor:
-    """Sort each column of rows ``[n, c]`` in ascending order, NaN last; return ``[c, n]``."""
+    """Return each column of rows ``[n, c]`` in ascending order, with NaN last, as ``[c, n]``."""
     columns = rows.t().clone(memory_format=torch.contiguous_format)
     if columns.is_cpu and columns.dtype in (torch.float32, torch.float64):
         columns.numpy().sort(axis=1)

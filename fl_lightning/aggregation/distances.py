@@ -1,4 +1,4 @@
-"""Rules based on distances between clients: nearest-neighbour mixing, Krum and multi-Krum.
+"""Rules that use the distances between clients: nearest-neighbour mixing, Krum and multi-Krum.
 
 A single matrix product gives the distances between all pairs of clients. The distances determine
 the share of each row in the result.
@@ -21,24 +21,24 @@ from fl_lightning.errors import ConfigurationError, check_choice
 KrumScore = Literal["byzfl", "blanchard"]
 
 _FEW = 16
-"""Number of rows up to which pairwise differences are faster than a matrix product."""
+"""Largest number of rows for which pairwise differences are faster than a matrix product."""
 
 
 class NNM(PreAggregator):
-    """Nearest-neighbour mixing: a row becomes the mean of its n - f closest rows, including itself.
+    """Nearest-neighbour mixing: a row becomes the mean of its n - f closest rows, with itself.
 
-    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Of rows at equal distance, the row
-    with the lower index comes first. A row with a non-finite value counts as the farthest from all
-    rows. It becomes NaN itself, so that the next rule drops it. With f = 0, every row becomes the
+    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. If rows have equal distance, the row
+    with the lower index comes first. A row with a non-finite value counts as the farthest from
+    every row. Such a row becomes NaN, so that the rule drops it. With f = 0, every row becomes the
     mean of all rows.
 
-    With weights, let W be the weight of all clients except the f heaviest. A row becomes the
-    weighted mean of its closest rows with total weight W. The farthest of them counts only with the
-    part of its weight that completes W.
+    With weights, let W be the total weight of all clients except the f heaviest. A row becomes the
+    weighted mean of the rows closest to it, whose weights must sum to W. To make the sum exact, the
+    farthest of these rows counts with only a part of its weight.
     """
 
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """Mix each client with its n - f nearest clients; distances span all blocks."""
+        """Mix each client with its n - f nearest clients. A distance spans all blocks."""
         distances = measure(blocks)
         closest = distances.squared.argsort(dim=1, stable=True)
         if weights is None:
@@ -53,16 +53,17 @@ class Krum(RobustAggregator):
     """Krum: the row of the client with the lowest score.
 
     Blanchard et al. 2017, "Machine Learning with Adversaries". A client's score is the mean of its
-    squared distances to the closest other clients. Of clients with equal scores, the client with
-    the lower index wins. A row with a non-finite value has the highest score. All clients have
-    equal weight.
+    squared distances to the other clients that are closest to it. If clients have equal scores, the
+    client with the lower index comes first. A row with a non-finite value has the highest score.
+    All clients have equal weight.
 
     Args:
-        f: Byzantine clients to withstand, at least 0 and less than half of a round's clients.
+        f: Number of Byzantine clients to withstand, at least 0 and less than half of a round's
+            clients.
         pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
-        score: Number of closest clients in the score. ``"byzfl"`` is n - f - 1, as in the ByzFL
-            library; ``"blanchard"`` is n - f - 2, as in the paper.
+        score: Number of closest clients that the score averages. ``"byzfl"``: n - f - 1, as in the
+            ByzFL library. ``"blanchard"``: n - f - 2, as in the paper.
 
     Raises:
         ConfigurationError: f is out of range, or the score is unknown.
@@ -98,13 +99,13 @@ class Krum(RobustAggregator):
         return [block.index_select(0, winner)[0] for block in blocks]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return 1 for the client with the lowest score."""
+        """Return the share 1 for the client with the lowest score, and 0 for all others."""
         return _equal_shares(self.ranking(squared_distances(blocks))[None, :1], len(blocks[0]))[0]
 
     def ranking(self, squared: Tensor) -> Tensor:
         """Return the clients in order of ascending score.
 
-        Clients with equal scores are in order of their index.
+        Clients with equal scores are in order of ascending index.
 
         Args:
             squared: Squared distances, ``[n, n]``.
@@ -127,17 +128,17 @@ class MultiKrum(Krum):
         return [rows[0] for rows in mix(blocks, shares, centres, rejected)]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return 1 / (n - f) for each chosen client."""
+        """Return the share 1 / (n - f) for each chosen client, and 0 for all others."""
         ranking = self.ranking(squared_distances(blocks))
         return _equal_shares(ranking[None, : len(ranking) - self.f], len(ranking))[0]
 
 
 class MixingRule(RobustAggregator):
-    """Rule that mixes the clients' rows with shares that depend on the rows' inner products."""
+    """Rule that mixes the clients' rows. Their shares depend on the inner products of the rows."""
 
     @abstractmethod
     def mixing(self, distances: "Distances", weights: Tensor | None) -> Tensor:
-        """Return the share of each row, ``[n]``; the centres have the remaining share.
+        """Return the share of each row, ``[n]``. The centre has the remaining share.
 
         A rejected row has the share 0.
         """

@@ -1,4 +1,4 @@
-"""Stacked state of the clients of a round."""
+"""The state of a round's clients, stacked in tensors with one row per client."""
 
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER, Cohort

@@ -1,4 +1,4 @@
-"""State that methods keep for clients between rounds, in RAM or, above a limit, in files."""
+"""State of clients that methods keep between rounds. Large state is stored in files, not in RAM."""
 
 import io
 import os
@@ -28,18 +28,18 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     """State of clients that a method keeps between rounds: a mapping from client ids to tensors.
 
     The value of a client is a mapping from names to tensors. It is immutable; replace it by
-    ``memory[client] = {"name": tensor}``. A method has the memory as an attribute, returns it in
-    ``state_dict()``, and makes a new memory in ``load_state_dict``.
+    ``memory[client] = {"name": tensor}``. The memory is an attribute of the method. The method
+    returns it in ``state_dict()``, and makes a new memory in ``load_state_dict``.
 
     Entries are kept in RAM on every rank and saved in checkpoints. If the memory exceeds
-    :data:`LIMIT` bytes, the entries are stored in files instead, one for each client. The files are
-    in the folder ``memory`` of the trainer's ``default_root_dir``, which all ranks must be able to
-    read. At the end of a round, only the files of changed entries are written, each by one rank. A
-    checkpoint then has hard links to the files. Entries with negative ids belong to the server and
-    stay in RAM.
+    :data:`LIMIT` bytes, each client's entry is stored in a file instead. The files are in the
+    folder ``memory`` of the trainer's ``default_root_dir``. All ranks must be able to read this
+    folder. At the end of a round, only the files of changed entries are written. One rank writes
+    each file. A checkpoint contains hard links to the files. Entries with negative ids belong to
+    the server and stay in RAM.
 
     Args:
-        state: State from a checkpoint, or entries by client id. Default: empty.
+        state: State from a checkpoint, or a mapping from client ids to entries. Default: empty.
 
     Raises:
         ConfigurationError: A file of the checkpoint is missing or damaged, or a file cannot be
@@ -110,7 +110,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         return ClientMemory(deepcopy(contents(self), memo))
 
     def open(self, folder: Path, ranks: Ranks) -> None:
-        """Set the folder of the files; all ranks must call this method before training.
+        """Set the folder for the files. All ranks must call this method before training.
 
         Args:
             folder: The memory's folder. It is created if needed.
@@ -126,7 +126,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         """Write changed entries to files if the memory exceeds the limit.
 
         All ranks must call this method at the end of a round. Written entries stay in RAM until the
-        next call, as other ranks may not have written their files yet.
+        next call, because other ranks may not have written their files yet.
         """
         if self._folder is None:
             if self._live is None or self._bytes <= LIMIT:
@@ -143,7 +143,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._changed = set()
 
     def saved(self, round_number: int) -> dict[Any, Any]:
-        """Return the state for a checkpoint, after hard links to the files have been made.
+        """Make hard links to the files, and return the state for a checkpoint.
 
         All ranks must call this method.
 
@@ -151,7 +151,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             round_number: The round of the checkpoint.
         """
         self.flush()
-        if self._folder is None or self._live is None:  # below the limit, or outside of training
+        if self._folder is None or self._live is None:  # the memory has no files
             return {client: dict(entry) for client, entry in self.items()}
         for client in self._unsynced:
             with self._file(client).open("rb") as file:
@@ -170,15 +170,15 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     @contextmanager
     def labelled(self, label: str, round_number: int) -> Iterator[None]:
-        """Set the label of the checkpoint that is saved in the block.
+        """Set a label for the checkpoint that is saved within the ``with`` block.
 
-        At the end of the block, the files of earlier checkpoints with this label are removed.
+        The end of the block removes the files of earlier checkpoints that have this label.
 
         Args:
             label: Name of the checkpoint, such as ``"last"``.
             round_number: The round of the checkpoint.
         """
-        self._label = label  # an attribute: Lightning's hooks cannot pass the label to ``saved``
+        self._label = label  # not an argument of ``saved``: Lightning's hooks could not pass it
         try:
             yield
         finally:
@@ -190,7 +190,10 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
                     shutil.rmtree(folder)
 
     def checksum(self) -> int:
-        """Return a checksum of the memory; only entries changed since the last call are read."""
+        """Return a checksum of the memory.
+
+        Only entries that changed since the last call are read.
+        """
         server = {client: _sum(entry) for client, entry in self._entries.items() if client < 0}
         for client in self._entries.keys() - server.keys():
             if client in self._changed or client not in self._sums:
@@ -221,13 +224,13 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_bytes(content.getbuffer())
-            os.replace(temporary, path)  # the old file must not change: checkpoints link to it
+            os.replace(temporary, path)  # never change the old file: checkpoints link to it
         except OSError as error:
             raise unwritable(path, error) from error
         self._unsynced.add(client)
 
     def _link(self, source: Path, target: Path) -> None:
-        """Make hard links to the clients' files in another folder, once all ranks have written."""
+        """Wait until all ranks have written their files, then link the files to another folder."""
 
         def link() -> None:
             if self._ranks.rank:
@@ -248,7 +251,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
 
 def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
-    """Return the memories of callbacks by names that can also name folders."""
+    """Return the memories of callbacks as a dict. Its keys are valid names of folders."""
     named: dict[str, ClientMemory] = {}
     for callback in callbacks:
         for name, value in vars(callback).items():
@@ -259,17 +262,17 @@ def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
 
 
 def contents(tree: Any) -> Any:
-    """Copy nested values, and replace each memory in them by a dict of the memory's entries."""
+    """Copy nested values. In the copy, each memory is replaced by a dict of its entries."""
     return _each(tree, lambda memory: {client: dict(entry) for client, entry in memory.items()})
 
 
 def saved(tree: Any, round_number: int) -> Any:
-    """Copy nested values, and replace each memory in them by its state for a checkpoint."""
+    """Copy nested values. In the copy, each memory is replaced by its state for a checkpoint."""
     return _each(tree, lambda memory: memory.saved(round_number))
 
 
 def locate(tree: Any, checkpoint: Any) -> None:
-    """Correct the run's folder in the state of memories if the folder was moved.
+    """Update the path of the run's folder in a checkpoint's state, if the folder was moved.
 
     Args:
         tree: The checkpoint's state, which is changed in place.
@@ -285,12 +288,12 @@ def locate(tree: Any, checkpoint: Any) -> None:
 
 
 def link_files(run: Path, name: str, other: Path, other_name: str) -> None:
-    """Make hard links to the memory files of a checkpoint for a copy of the checkpoint.
+    """Make hard links to the memory files of a checkpoint. The links belong to a copy of it.
 
     Args:
-        run: Folder of the run that has the checkpoint.
-        name: Name of the folder with the checkpoint's files, ``<label>_<round>``.
-        other: Folder of the run that has the copy.
+        run: Folder of the run with the original checkpoint.
+        name: Name of the folder with the files of the original, ``<label>_<round>``.
+        other: Folder of the run with the copy.
         other_name: Name of the folder for the copy's files.
     """
     for folder in run.glob(f"memory/*/{name}"):

@@ -1,4 +1,4 @@
-"""Cohort as methods see it: the state of a round's clients, stacked along dimension 0."""
+"""The class :class:`Cohort`: the state of a round's clients, stacked along dimension 0."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -16,26 +16,28 @@ from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
 
 SERVER = -1
-"""Key in a method's memory for the server's state, or for the initial state of clients."""
+"""Client id under which a memory stores the server's state or the clients' initial state."""
 
 
 class Cohort:
     """State of the clients that participate in one communication round.
 
     Row i of each tensor belongs to the client ``client_ids[i]``. ``params``, ``grads`` and
-    ``buffers`` map names to views ``[C, *shape]`` of contiguous blocks ``[C, columns]``. Their
-    attribute ``blocks`` has the blocks. There is one block of parameters for each parameter group
-    and part of the model, and one block of buffers for each kind and part.
+    ``buffers`` map names to tensors ``[C, *shape]``. These tensors are views of contiguous blocks
+    ``[C, columns]``, which ``params.blocks``, ``grads.blocks`` and ``buffers.blocks`` hold. Each
+    parameter group has one block of parameters for each part of the model. Each kind of buffer has
+    one block for each part.
 
-    On several ranks, the hooks of a local step get only the rows of their rank, possibly no rows.
-    The module uses the subclass :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
+    In a run with several ranks, the hooks of a local step get only the rows of their rank. A rank
+    may have no rows. The module uses the subclass
+    :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
 
     Args:
         model: The server's model.
         num_clients: Number of clients C.
-        parameter_groups: Client optimizer settings by parameter group.
-        copies: Number of processes on this machine that hold all rows.
-        parts: Parts of the model for which a policy sets a treatment (see
+        parameter_groups: Settings of the client optimizer for each parameter group.
+        copies: Number of processes on this machine that each hold all rows.
+        parts: Parts of the model that a policy treats separately (see
             ``fl_lightning.cohort.parts``).
 
     Raises:
@@ -43,11 +45,11 @@ class Cohort:
 
     Attributes:
         client_ids: The clients, in increasing order.
-        rows: Index of this cohort's rows in the round's entire cohort. The rows are a subset in the
-            local steps of several ranks, and after clients have been left out.
-        extra: Tensors ``[C, ...]`` by name that methods need in local steps. The dict is empty at
-            the start of a round, and methods fill it in ``on_round_start``. The rows of all ranks
-            are gathered before ``on_before_aggregate``.
+        rows: Indices of this cohort's rows in the round's entire cohort. The cohort is only a part
+            of the entire cohort in the local steps of a rank, and after clients have been left out.
+        extra: Dict of tensors ``[C, ...]`` that methods need in local steps. It is empty at the
+            start of a round, and methods fill it in ``on_round_start``. Before
+            ``on_before_aggregate``, the rows of all ranks are gathered.
         weights: Aggregation weights p_i, shape ``[C]``, with sum 1.
         round: The communication round, from 1.
         step: The current local step, from 0.
@@ -57,10 +59,12 @@ class Cohort:
         buffers: Buffers, ``[C, *shape]`` by name, such as running statistics and counters.
         server: The server's parameters at the start of the round, ``[*shape]`` by name.
         server_rows: The parameters of ``server`` as blocks ``[1, columns]``.
-        server_parameters: The server model's parameters by name; the server step changes them.
-        server_buffers: The server model's buffers by name; a method may write pooled statistics.
-        pseudo_gradient: Gradients of averaged parameters for the server optimizer, ``[1, *shape]``
-            by name. They are set before ``on_after_aggregate``, which may change them in place.
+        server_parameters: The server model's parameters by name. The server's step changes them.
+        server_buffers: The server model's buffers by name. A method may write pooled statistics to
+            them.
+        pseudo_gradient: Gradients for the server optimizer, ``[1, *shape]`` by name, one for each
+            averaged parameter. They are set before ``on_after_aggregate``. This hook may change
+            them in place.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind of state and each part of the model (see
@@ -130,7 +134,7 @@ class Cohort:
         return {name: self.treatment(block) for block, layout in layouts for name in layout.shapes}
 
     def is_trained(self, block: str) -> bool:
-        """Return whether a parameter block is trained, and not frozen, in this round."""
+        """Return whether a parameter block is trained in this round, that is, not frozen."""
         return self.treatment(block) != "frozen"
 
     def updates(self, block: str) -> Tensor:
@@ -138,10 +142,10 @@ class Cohort:
         return self.params.blocks[block] - self.server_rows.blocks[block]
 
     def mean(self, stacked: Tensor) -> Tensor:
-        """Return the weighted mean over the clients, ``[C, *shape] -> [*shape]``.
+        """Return the weighted mean of a tensor over the clients, ``[C, *shape] -> [*shape]``.
 
         Raises:
-            ConfigurationError: The call is inside a local step, in which clients are independent.
+            ConfigurationError: The method is called in a local step, where clients are independent.
         """
         if self._in_local_steps:
             raise ConfigurationError(
@@ -152,18 +156,18 @@ class Cohort:
 
     @property
     def active(self) -> Tensor:
-        """Mask of the clients that take the current local step, bool ``[C]``.
+        """Mask of the clients that take part in the current local step, bool ``[C]``.
 
         After the local steps, all elements are True.
         """
         return torch.tensor([self._over or self.step < steps for steps in self.local_steps])
 
     def active_rows(self) -> list[int]:
-        """Return the rows of the clients that take the current local step."""
+        """Return the rows of the clients that take part in the current local step."""
         return [row for row, steps in enumerate(self.local_steps) if self.step < steps]
 
     def index(self, rows: list[int]) -> slice | Tensor:
-        """Return an index for ascending rows: a slice if the rows are consecutive, else a tensor.
+        """Return an index that selects ascending rows: a slice if possible, otherwise a tensor.
 
         The method does not wait for the GPU.
         """
@@ -173,20 +177,21 @@ class Cohort:
         return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
     def generators(self, purpose: str) -> list[torch.Generator]:
-        """Return one generator for each row, seeded by (seed, purpose, round, client, local step).
+        """Return one random generator for each row.
 
         Args:
             purpose: Name of the use, such as ``"noise"``. Different names give independent numbers.
+                The run's seed, the round, the client and the local step determine the numbers too.
         """
         return [generator(self._seed, purpose, self.round, client, self.step) for client in self.client_ids]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The client optimizer: a torch optimizer of the trained blocks ``[C, columns]``."""
+        """The client optimizer from torch. It optimizes the trained blocks ``[C, columns]``."""
         return self._optimizer.torch
 
     def optimizer_state(self, key: str) -> Rows:
-        """Return one kind of the client optimizer's state, ``[C, *shape]`` by parameter name.
+        """Return tensors of the client optimizer's state, ``[C, *shape]`` by parameter name.
 
         The tensors are writable views. They are zero at the start of each round.
 
@@ -206,17 +211,17 @@ class Cohort:
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 
     def _everyones(self, key: str) -> dict[str, Tensor]:
-        """Return one kind of the client optimizer's state for all rows, by block."""
+        """Return tensors of the client optimizer's state with the rows of all clients, by block."""
         return self._optimizer.states()[key]
 
     @property
     def optimizer_state_keys(self) -> list[str]:
-        """The valid keys of :meth:`optimizer_state`."""
+        """The keys that :meth:`optimizer_state` accepts."""
         return list(self._optimizer.states())
 
     @property
     def optimizer_steps(self) -> dict[str, Tensor]:
-        """Step count of each client's optimizer, int64 ``[C]`` by block.
+        """Number of optimizer steps of each client, int64 ``[C]`` by block.
 
         It can be set only at the start of a round.
         """
@@ -229,12 +234,15 @@ class Cohort:
 
     @property
     def optimizer_groups(self) -> dict[str, dict[str, Any]]:
-        """The client optimizer's settings, such as ``"lr"``, of each trained block; hooks may change them."""
+        """Settings of the client optimizer, such as ``"lr"``, by trained block.
+
+        Hooks may change them.
+        """
         trained = [block for block in self.params.blocks if self.is_trained(block)]
         return dict(zip(trained, self.optimizer.param_groups, strict=True))
 
     def rest(self, block: str) -> None:
-        """Set gradient and learning rate of a block to 0; the rate stays 0 until :meth:`restart_optimizer`."""
+        """Set a block's gradient to 0, and its learning rate until :meth:`restart_optimizer`."""
         if self.is_trained(block):
             self.grads.blocks[block].zero_()
             self.optimizer_groups[block]["lr"] = 0.0
@@ -244,14 +252,15 @@ class Cohort:
         self._optimizer.restart()
 
     def recall(self, memory: MutableMapping[int, Any]) -> None:
-        """Restore each client's ``local`` state from a memory.
+        """Restore the state of each client whose treatment is ``local`` from a memory.
 
         The first call stores the server's initial state under the key :data:`SERVER`. A client
         without an entry gets this initial state.
 
         Args:
             memory: A :class:`~fl_lightning.cohort.client_memory.ClientMemory` or a dict that
-                :meth:`remember` has filled. Its values are rows ``[columns]`` by block.
+                :meth:`remember` has filled. The entry of a client is a dict from block names to
+                rows ``[columns]``.
         """
         blocks = self._local_blocks()
         initial = {name: block[0].clone() for name, block in blocks.items()} | {**memory.get(SERVER, {})}
@@ -262,7 +271,7 @@ class Cohort:
                 block[index].copy_(entry.get(name, initial[name]))
 
     def remember(self, memory: MutableMapping[int, Any]) -> None:
-        """Store each client's ``local`` state for :meth:`recall`.
+        """Store the state of each client whose treatment is ``local``, for :meth:`recall`.
 
         Args:
             memory: The callback's memory. The callback's ``state_dict()`` must include it.
@@ -270,7 +279,9 @@ class Cohort:
         self.store_vectors(memory, self._local_blocks())
 
     def load_vectors(self, memory: MutableMapping[int, Any]) -> dict[str, Tensor]:
-        """Return the clients' vectors in a memory by averaged block, ``[C, columns]``; 0 for a new client.
+        """Load the vectors that :meth:`store_vectors` has stored for the averaged blocks.
+
+        Return a dict from block names to ``[C, columns]``. A client without an entry has zeros.
 
         Args:
             memory: The callback's memory, as :meth:`store_vectors` fills it.
@@ -284,7 +295,7 @@ class Cohort:
         return vectors
 
     def store_vectors(self, memory: MutableMapping[int, Any], vectors: Mapping[str, Tensor]) -> None:
-        """Store a vector of each client by block.
+        """Store a vector for each client and block.
 
         Args:
             memory: The callback's memory, which its ``state_dict()`` must include.

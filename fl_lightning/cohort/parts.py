@@ -1,4 +1,4 @@
-"""Parts of a model: tensors that a policy selects by name instead of by kind of state."""
+"""Parts of a model. A policy selects the tensors of a part by name, not by kind of state."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -9,26 +9,26 @@ from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError, nearest
 
 LAST_LAYER = "last layer"
-"""Name of the last module in ``named_modules`` that directly has trainable parameters."""
+"""Part that stands for the last module in ``named_modules`` that owns trainable parameters."""
 
 
 def match_parts(
     model: nn.Module, parts: Iterable[str], owner: str = "policy()"
 ) -> dict[str, tuple[str, ...]]:
-    """Return the parts that contain each tensor of a model, the most specific part first.
+    """Return for each tensor of a model the parts that contain it, the most specific part first.
 
     A part is the qualified name of a module, parameter or buffer, or :data:`LAST_LAYER`. A module
     contains the tensors of its submodules. The segment ``*`` matches any single segment, as in
-    ``"layer1.*.conv1"``. A part with more segments is more specific. Of two parts with equally many
-    segments, the part with fewer ``*`` is more specific.
+    ``"layer1.*.conv1"``. The more segments a part has, the more specific it is. If two parts have
+    equally many segments, the part with fewer ``*`` is more specific.
 
     Args:
         model: The model.
         parts: The parts.
-        owner: Declaration or setting that names the parts, for messages.
+        owner: Declaration or setting that names the parts. Error messages quote it.
 
     Returns:
-        The parts by tensor name. Tensors outside of all parts are missing.
+        The parts by tensor name. The dict lacks tensors that are in no part.
 
     Raises:
         ConfigurationError: A part is empty, or two parts are equally specific for a tensor.
@@ -75,8 +75,8 @@ def _contains(path: list[str], tensor: str) -> bool:
 def treatment(policy: Mapping[str, str], kind: str, parts: Iterable[str] = ()) -> str:
     """Return the treatment of a tensor under a policy.
 
-    If the policy names a part that contains the tensor, the most specific such part decides.
-    Otherwise the tensor's kind of state decides.
+    If the policy names parts that contain the tensor, the most specific of these parts decides. If
+    it names no such part, the tensor's kind of state decides.
 
     Args:
         policy: Treatments by kind and part, from ``fl_lightning.round.policy.resolve_policy``.

@@ -1,4 +1,4 @@
-"""Cohort as the module sees it, with the operations of a communication round."""
+"""The class :class:`RoundCohort`: a cohort with the operations of a communication round."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -23,13 +23,13 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 class RowState(NamedTuple):
-    """State of one client as views of its row.
+    """State of one client. Its tensors are views of the client's row.
 
     Attributes:
         tensors: Parameters (autograd leaves) and buffers by name.
-        places: Pairs (view of the row, address of its storage and offset) by name.
+        places: By name, a pair of a view of the client's row and the view's location in memory.
         trained: The trained parameters.
-        gradients: Views that store the gradients of ``trained``.
+        gradients: Views to which the gradients of ``trained`` are written.
     """
 
     tensors: dict[str, Tensor]
@@ -44,14 +44,14 @@ class RoundCohort(Cohort):
     Args:
         model: The server's model.
         num_clients: Number of clients C.
-        parameter_groups: Client optimizer settings by parameter group. Default: empty.
-        ranks: The ranks that divide the clients between them. Default: a single rank.
-        parts: Parts of the model for which a policy sets a treatment. Default: no parts.
+        parameter_groups: Settings of the client optimizer for each parameter group. Default: empty.
+        ranks: The ranks among which the clients are divided. Default: a single rank.
+        parts: Parts of the model that a policy treats separately. Default: no parts.
 
     Attributes:
-        parameter_groups: Client optimizer settings by parameter group.
-        parts: Parts of the model for which a policy sets a treatment.
-        buffer_aggregate: Storage of the aggregated buffers, ``[1, *shape]`` by name.
+        parameter_groups: Settings of the client optimizer for each parameter group.
+        parts: Parts of the model that a policy treats separately.
+        buffer_aggregate: The aggregated buffers, ``[1, *shape]`` by name.
         own_rows: The rows that this rank computes.
         samples: Number of training samples that each client has processed in this round.
         trained_blocks: Names of the parameter blocks that are trained in this round.
@@ -94,7 +94,7 @@ class RoundCohort(Cohort):
         lr_factor: float = 1.0,
         seed: int = 0,
     ) -> None:
-        """Start a round: copy the server's state to every row, and make a client optimizer.
+        """Start a round: copy the server's state to every row, and create a client optimizer.
 
         Args:
             round_number: The communication round, from 1.
@@ -102,9 +102,9 @@ class RoundCohort(Cohort):
             weights: Aggregation weights, shape ``[C]``, with sum 1.
             local_steps: Number of local steps of each client.
             policy: The treatment of each kind of state and each part of the model.
-            optimizer: Function that makes the client optimizer.
+            optimizer: Function that creates the client optimizer.
             lr_factor: Factor for the client learning rate.
-            seed: The run's seed, for dropout and ``generators``.
+            seed: The run's seed. It seeds dropout and ``generators``.
 
         Raises:
             ConfigurationError: The policy names a part that is not in ``parts``.
@@ -149,7 +149,7 @@ class RoundCohort(Cohort):
         return rates
 
     def part(self, rows: slice | None = None) -> Self:
-        """Return a cohort of some rows as views, for local steps.
+        """Return a cohort for local steps that has only some rows, as views of this cohort's rows.
 
         Args:
             rows: The rows. Default: the rows that this rank computes.
@@ -167,8 +167,8 @@ class RoundCohort(Cohort):
         """Finish the local steps: gather the rows of all ranks, and average the losses.
 
         Args:
-            part: The clients that this rank has computed.
-            samples: Number of training samples that each client of the cohort has processed.
+            part: Cohort of the clients that this rank has computed.
+            samples: Number of training samples that each client of the entire cohort has processed.
             weigh_samples: Whether to make the aggregation weights proportional to ``samples``.
         """
         part.put_back()
@@ -182,12 +182,12 @@ class RoundCohort(Cohort):
         return (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def subset(self, rows: list[int], weights: Tensor | None) -> Self:
-        """Return the cohort without clients that are left out after the local steps.
+        """Return a cohort without the clients that are left out after the local steps.
 
         Args:
             rows: The remaining rows, in ascending order.
-            weights: Aggregation weights, shape ``[len(rows)]``, with sum 1. None makes them
-                proportional to ``samples``.
+            weights: Aggregation weights, shape ``[len(rows)]``, with sum 1. None: proportional to
+                ``samples``.
         """
         cohort = copy(self)
         for name in ("params", "grads", "buffers"):
@@ -213,7 +213,8 @@ class RoundCohort(Cohort):
     def begin_step(self, step: int) -> list[int]:
         """Begin a local step, and return the rows of the clients that take the step.
 
-        The gradients of all other rows are set to 0. Dropout layers get the keys of the step.
+        The gradients of all other rows are set to 0. Dropout layers get the dropout keys of the
+        step.
 
         Args:
             step: The local step, from 0.
@@ -231,7 +232,7 @@ class RoundCohort(Cohort):
         return self.active_rows()
 
     def row_state(self, row: int) -> RowState:
-        """Return the state of one client for a forward and backward pass; it is cached."""
+        """Return the state of one client for a forward and backward pass. The result is cached."""
         if row not in self._row_state:
             params, buffers, gradients = self.params.row(row), self.buffers.row(row), self.grads.row(row)
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
@@ -246,9 +247,10 @@ class RoundCohort(Cohort):
         return self._row_state[row]
 
     def take_up(self, row: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors that a forward pass has replaced in the model to a client's row.
+        """Write tensors that a forward pass has replaced to a client's row.
 
-        A tensor is replaced by assignment to the module, or by ``x.data = y``.
+        A forward pass replaces a tensor if it assigns another tensor to the module, or sets
+        ``x.data = y``.
 
         Args:
             row: The client's row.
@@ -259,7 +261,7 @@ class RoundCohort(Cohort):
         """
         state = self.row_state(row)
         replaced = {
-            name: value.detach().clone()  # clone: the value may share memory with another tensor of the row
+            name: value.detach().clone()  # clone: its memory may be shared with another tensor
             for name, value in tensors.items()
             if value is not state.tensors[name]
             or _memory(value) != state.places[name][1]
@@ -283,8 +285,8 @@ class RoundCohort(Cohort):
 
         Args:
             row: The client's row.
-            gradients: Gradient of each trained parameter. It is None if the loss does not depend on
-                the parameter.
+            gradients: Gradient of each trained parameter. None if the loss does not depend on the
+                parameter.
         """
         views = self.grads.row(row)
         used = [(views[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
@@ -302,7 +304,7 @@ class RoundCohort(Cohort):
                 self.grads.row(row)[name].zero_()
 
     def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
-        """Add the losses and the numbers of samples of a local step to some rows.
+        """Add a local step's losses and numbers of samples to the sums of some rows.
 
         Args:
             indices: The rows.
@@ -314,14 +316,14 @@ class RoundCohort(Cohort):
             self.samples[row] += size
 
     def take_step(self) -> None:
-        """Take a step of the client optimizer for all rows; skipped parameters do not change."""
+        """Take a step of the client optimizer for all rows. Skipped parameters do not change."""
         before = [(view, view.clone()) for view in self._skipped()]
         self._optimizer.step()
         for view, value in before:
             view.copy_(value)
 
     def _skipped(self) -> Iterator[Tensor]:
-        """Yield the parameters that rows skip in the current local step, and their optimizer state.
+        """Yield each parameter that a row skips in this local step, with its optimizer state.
 
         Raises:
             ConfigurationError: A parameter gets a gradient after a skipped step, and the optimizer
@@ -344,14 +346,14 @@ class RoundCohort(Cohort):
                 yield from (views[name] for name in names if name in views)
 
     def finish_step(self, step: int, last: int) -> None:
-        """Save the state of clients whose last step is ``step``, while other clients continue."""
+        """Save the state of the clients whose last step is ``step``, if other clients continue."""
         if step < last:
             for row, steps in enumerate(self.local_steps):
                 if step + 1 == steps:
                     self._finished[row] = [block[row].clone() for block in self._storage()]
 
     def put_back(self) -> None:
-        """Restore the saved state of clients that finished before the last local step."""
+        """Restore the saved state of the clients that finished before the others."""
         for row, values in self._finished.items():
             for block, value in zip(self._storage(), values, strict=True):
                 block[row].copy_(value)

@@ -1,4 +1,4 @@
-"""Layout and storage of a cohort: stacked tensors as named views of blocks."""
+"""Layout and storage of a cohort. Its stacked tensors are views of larger blocks."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +20,12 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 class Block:
     """Description of a block ``[C, columns]`` of concatenated tensors.
 
-    All tensors of a block have the same kind of state and dtype, and lie in the same parts.
+    All tensors of a block have the same kind of state and the same dtype. They lie in the same
+    parts.
 
     Attributes:
         kind: The kind of state (see ``fl_lightning.batch_norm.kinds``).
-        group: The parameter group from :func:`parameter_groups`; for buffers, the kind.
+        group: The parameter group from :func:`parameter_groups`. For buffers, the kind of state.
         dtype: The dtype of the tensors.
         shapes: The shape of each tensor for one client, by qualified name.
         parts: The parts of the model that contain the tensors, the most specific first.
@@ -40,17 +41,17 @@ class Block:
 Layout = Mapping[str, Block]
 """Blocks by name.
 
-The name begins with the group and, for tensors in a part, ``@<part>``. If there are several dtypes,
-the dtype is added for all but the first.
+A name begins with the parameter group or the kind of state. ``@<part>`` follows if the tensors are
+in a part. If a group has tensors of several dtypes, the dtype follows for all but the first.
 """
 
 
 class Rows(Mapping[str, Tensor]):
-    """Tensors ``[C, *shape]`` by name, as views of contiguous blocks ``[C, columns]``.
+    """Mapping from names to tensors ``[C, *shape]``, which are views of blocks ``[C, columns]``.
 
     Args:
         layout: The tensors of each block.
-        blocks: The storage of each block, contiguous, ``[C, columns]``.
+        blocks: The storage of each block: a contiguous tensor ``[C, columns]``.
     """
 
     def __init__(self, layout: Layout, blocks: dict[str, Tensor]) -> None:
@@ -66,7 +67,7 @@ class Rows(Mapping[str, Tensor]):
 
     @classmethod
     def empty(cls, layout: Layout, like: Mapping[str, Tensor], num_rows: int) -> "Rows":
-        """Return uninitialised rows on the device of the tensors in ``like``."""
+        """Return rows without initial values, on the device of the tensors in ``like``."""
         blocks = {}
         for name, block in layout.items():
             columns = sum(shape.numel() for shape in block.shapes.values())
@@ -75,11 +76,11 @@ class Rows(Mapping[str, Tensor]):
         return cls(layout, blocks)
 
     def zeros_like(self) -> "Rows":
-        """Return rows of zeros with the same layout."""
+        """Return rows of zeros with the layout of these rows."""
         return Rows(self.layout, {name: torch.zeros_like(block) for name, block in self.blocks.items()})
 
     def part(self, rows: slice) -> "Rows":
-        """Return consecutive rows as views; the last result is cached."""
+        """Return consecutive rows as views. The last result is cached."""
         if rows == slice(0, len(next(iter(self.blocks.values()), ()))):
             return self
         if self._part is None or self._part[0] != rows:
@@ -88,7 +89,7 @@ class Rows(Mapping[str, Tensor]):
         return self._part[1]
 
     def columns_by_layer(self, blocks: Iterable[str]) -> dict[str, list[tuple[str, slice]]]:
-        """Return the positions of each layer's tensors, as pairs (block, columns) by layer."""
+        """Return the columns of each layer's tensors, as pairs (block, columns) by layer."""
         places: dict[str, list[tuple[str, slice]]] = {}
         for block in blocks:
             stop = 0
@@ -102,16 +103,16 @@ class Rows(Mapping[str, Tensor]):
         return Rows(self.layout, {name: block[rows] for name, block in self.blocks.items()})
 
     def row(self, index: int) -> dict[str, Tensor]:
-        """Return views ``[*shape]`` of one row, by name; the result is cached."""
+        """Return the tensors ``[*shape]`` of one row by name, as views. The result is cached."""
         if index not in self._by_row:
             self._by_row[index] = {name: view[index] for name, view in self._views.items()}
         return self._by_row[index]
 
     def copies(self, index: slice | Tensor) -> dict[str, Tensor]:
-        """Return copies ``[n, *shape]`` of some rows by name, with one operation for each block.
+        """Return copies ``[n, *shape]`` of some rows by name.
 
-        Vectors, such as the parameters of BN, are copied to contiguous tensors. Otherwise BN would
-        copy them again.
+        Each block is copied by one operation. Vectors, such as gamma and beta of BN, are copied to
+        contiguous tensors, because otherwise BN would copy them again.
 
         Args:
             index: The rows.
@@ -127,17 +128,17 @@ class Rows(Mapping[str, Tensor]):
             pieces = torch.split(rows.flatten()[order], sizes)
             for (tensor, shape), piece in zip(shapes.items(), pieces, strict=True):
                 copies[tensor] = piece.view(len(rows), *shape)
-        # .data: each tensor gets a separate version counter of autograd
+        # .data: gives each tensor its own version counter in autograd
         return {name: value.data for name, value in copies.items()}
 
     def write(self, index: slice | Tensor, block: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write values of all tensors of a block to some rows.
+        """Write values to some rows, for all tensors of a block.
 
         Args:
             index: The rows.
             block: The block's name.
-            tensors: Values ``[n, *shape]`` by name. They are broadcast, and converted to the
-                block's dtype.
+            tensors: Values ``[n, *shape]`` by name. They are broadcast and converted to the block's
+                dtype.
         """
         storage = self.blocks[block]
         columns = [
@@ -150,10 +151,7 @@ class Rows(Mapping[str, Tensor]):
             storage[index] = torch.cat(columns, dim=1)
 
     def _order(self, block: str, num_rows: int) -> Tensor:
-        """Return the order of a block's elements in which each tensor is contiguous.
-
-        The result is cached.
-        """
+        """Return indices that sort a block's columns so that each tensor is contiguous. Cached."""
         storage = self.blocks[block]
         if block not in self._orders or len(self._orders[block]) != num_rows * storage.shape[1]:
             places = torch.arange(num_rows * storage.shape[1], device=storage.device).view(num_rows, -1)
@@ -174,9 +172,10 @@ class Rows(Mapping[str, Tensor]):
 def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, str]:
     """Return the parameter group of each trainable parameter.
 
-    Gamma and beta of BN layers are always in ``batch_norm``. If ``overrides`` has the key
-    ``scalars``, parameters with one element are in ``scalars``. If it has the key ``bias``, biases
-    are in ``bias``. All other parameters are in ``weights``.
+    Gamma and beta of BN layers are always in the group ``batch_norm``. If ``overrides`` has the key
+    ``scalars``, parameters with one element are in the group ``scalars``. If ``overrides`` has the
+    key ``bias``, biases are in the group ``bias``. All other parameters are in the group
+    ``weights``.
     """
     groups = {}
     for name, kind in parameter_kinds(model).items():
@@ -197,8 +196,8 @@ def parameter_layout(model: nn.Module, overrides: GroupSettings, parts: Sequence
 
     Args:
         model: The model.
-        overrides: Client optimizer settings by parameter group.
-        parts: Parts of the model for which a policy sets a treatment (see
+        overrides: Settings of the client optimizer for each parameter group.
+        parts: Parts of the model that a policy treats separately (see
             ``fl_lightning.cohort.parts``).
     """
     groups, within = parameter_groups(model, overrides), match_parts(model, parts)
@@ -239,10 +238,10 @@ def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> No
     """Check that the rows of all clients fit into the memory of the device.
 
     Args:
-        tensors: The tensors that each client has a copy of, all on one device.
+        tensors: The tensors of which each client has a copy, all on one device.
         clients: Number of clients.
-        copies: Number of processes on this machine that hold all rows. On GPUs, each process has a
-            GPU for itself.
+        copies: Number of processes on this machine that each hold all rows. If they use GPUs, each
+            process has its own GPU.
 
     Raises:
         ConfigurationError: The rows need more memory than the device or machine has.
@@ -277,7 +276,7 @@ def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Split a block ``[C, columns]``, or a vector, into views ``[C, *shape]`` by name."""
+    """Split a block ``[C, columns]`` or a vector ``[columns]`` into views by name."""
     pieces = torch.split(block, [shape.numel() for shape in shapes.values()], dim=-1)
     lead = block.shape[:-1]
     return {
@@ -288,5 +287,5 @@ def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, 
 def join_columns(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], out: Tensor | None = None
 ) -> Tensor:
-    """Concatenate tensors of one client, or of the server, into a vector ``[columns]``."""
+    """Concatenate the tensors of one client or of the server into a vector ``[columns]``."""
     return torch.cat([tensors[name].detach().reshape(-1) for name in shapes], out=out)

@@ -1,4 +1,4 @@
-"""Replacement of the server model's tensors by the tensors of a client during a forward pass."""
+"""Use of the server's model with the tensors of a client, for a forward pass."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class StateSlots:
-    """Slots of a model: the dict entries that hold its parameters and buffers.
+    """Slots of a model: the entries of its modules' dicts that hold parameters and buffers.
 
     A client's tensors can be put into the slots.
 
@@ -29,7 +29,7 @@ class StateSlots:
 
     @contextmanager
     def filled(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put a client's tensors into the model's slots for the duration of the block.
+        """Put a client's tensors into the model's slots until the ``with`` block ends.
 
         Args:
             tensors: The tensors by qualified name. Other slots keep the server's tensors.
@@ -43,6 +43,6 @@ class StateSlots:
                 store[attribute] = server
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors that are now in the slots; a forward pass may have replaced them."""
+        """Return the tensors that are now in the slots. A forward pass may have replaced some."""
         places = ((name, *self._place_of[name]) for name in names)
         return {name: store[attribute] for name, store, attribute in places}
