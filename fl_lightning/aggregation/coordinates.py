@@ -102,7 +102,7 @@ class TrimmedMean(CoordinateRule):
             n, result = len(block), block.new_empty(block.shape[1])
             for columns in chunks(block):
                 ascending = _sorted(block[:, columns])
-                # deviations from the middle value: so the mean of equal values is exact
+                # averaging deviations from the middle value keeps the mean of equal values exact
                 middle = ascending[:, n // 2, None]
                 result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
             results.append(result)
@@ -170,7 +170,7 @@ def mix_by_position(
         else:
             ascending, order = rows[:, columns].t().sort(dim=1)
             shares = positions(ascending, weights[order]).to(rows.dtype)
-        # deviations from one value: so the mean of equal values is exact
+        # averaging deviations from one value keeps the mean of equal values exact
         base = ascending.gather(1, shares.argmax(1, keepdim=True))
         deviation = (ascending - base).masked_fill_(shares == 0, 0)
         result[columns] = deviation.mul_(shares).sum(1).add_(base[:, 0])

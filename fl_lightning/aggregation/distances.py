@@ -25,7 +25,7 @@ _FEW = 16
 
 
 class NNM(PreAggregator):
-    """Nearest-neighbour mixing: a row becomes the mean of its n - f closest rows, with itself.
+    """Nearest-neighbour mixing: a row becomes the mean of its n - f closest rows, including itself.
 
     Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. If rows have equal distance, the row
     with the lower index comes first. A row with a non-finite value counts as the farthest from
@@ -158,11 +158,11 @@ class Distances(NamedTuple):
     """Distances and inner products of the clients' rows.
 
     Attributes:
-        gram: Inner products of the rows' deviations from the centres, float64 ``[n, n]``.
-        squared: Squared distances, float64 ``[n, n]``. They are infinite for rejected rows, and 0
-            on the diagonal.
+        gram: Inner products between the rows' deviations from the centres, float64 ``[n, n]``.
+        squared: Squared distances between rows, float64 ``[n, n]``. Distances to rejected rows are
+            infinite. The diagonal is 0.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
-        centres: Point in each block from which deviations are measured, ``[d_k]``.
+        centres: For each block, the point ``[d_k]`` from which deviations are measured.
     """
 
     gram: Tensor
@@ -175,15 +175,16 @@ class Distances(NamedTuple):
 def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Distances:
     """Measure the distances between the clients' vectors, which span all blocks.
 
-    The distances are computed in float64 from the Gram matrix of the rows' deviations from the
-    coordinate-wise median. Its matrix product is an order of magnitude faster than pairwise
-    differences. Deviations from the median avoid cancellation between close rows, even if a
-    minority of the rows are far outliers.
+    The distances are computed in float64 from a Gram matrix. The matrix holds the inner products of
+    the rows' deviations from the coordinate-wise median. This takes a single matrix product, which
+    is an order of magnitude faster than pairwise differences. The deviations are small for most
+    rows, even if a minority of the rows are far outliers. Small deviations avoid cancellation in
+    the distances of close rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        centres: Point in each block from which deviations are measured, ``[d_k]``. Default: the
-            median.
+        centres: For each block, the point ``[d_k]`` from which deviations are measured. Default:
+            the median.
     """
     n = len(blocks[0])
     gram = torch.zeros(n, n, dtype=torch.float64, device=blocks[0].device)
@@ -203,8 +204,8 @@ def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Di
 def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
     """Return the squared Euclidean distances between the clients' vectors, float64 ``[n, n]``.
 
-    A few rows are compared in pairs, which avoids cancellation without a centre. For more rows,
-    :func:`measure` computes the distances.
+    If there are few rows, they are subtracted in pairs. Differences avoid cancellation without a
+    centre. If there are more rows, :func:`measure` computes the distances.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
@@ -226,16 +227,16 @@ def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
 def mix(
     blocks: Sequence[Tensor], shares: Tensor, centres: Sequence[Tensor], rejected: Tensor
 ) -> list[Tensor]:
-    """Return ``shares @ block`` for each block.
+    """Return the product of ``shares`` with each block.
 
-    If all mixed rows equal the centre, the result is exact. A result in which a rejected row has a
-    share is NaN. All other results ignore rejected rows.
+    A mean of rows that equal the centre is exact. If a result has a share of a rejected row, the
+    result is NaN. All other results ignore rejected rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        shares: Share of each row in each of m results, >= 0, float64 ``[m, n]``. In each result,
-            the centre has the remaining share.
-        centres: A point of each block that is close to most rows, ``[d_k]``.
+        shares: Shares of the n rows in m results, >= 0, float64 ``[m, n]``. The centre has the
+            remaining share of each result.
+        centres: For each block, a point ``[d_k]`` that is close to most rows.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
 
     Returns:
@@ -249,7 +250,7 @@ def mix(
         result = block.new_empty(len(shares), block.shape[1])
         for columns in chunks(block):
             deviation = (block[:, columns] - centre[columns]).masked_fill_(unused, 0)
-            # clamp to the rows' minimum: rounding must not make a mean of variances negative
+            # clamp to the rows' minimum, so that rounding cannot make a mean of variances negative
             mixed = torch.maximum(weights @ deviation, deviation.amin(0)).add_(centre[columns])
             result[:, columns] = mixed.masked_fill_(spoilt, torch.nan)
         results.append(result)
@@ -257,7 +258,7 @@ def mix(
 
 
 def _equal_shares(chosen: Tensor, num_clients: int) -> Tensor:
-    """Return shares ``[m, num_clients]``: 1/k for each of the k clients in a row of ``chosen``."""
+    """Return shares ``[m, num_clients]``. The k clients in a row of ``chosen`` get 1/k each."""
     m, k = chosen.shape
     shares = torch.zeros(m, num_clients, dtype=torch.float64, device=chosen.device)
     return shares.scatter_(1, chosen, 1 / k)

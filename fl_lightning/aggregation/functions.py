@@ -1,4 +1,4 @@
-"""Robust rules as functions of rows ``[n, d]``; the classes of the rules have the definitions.
+"""Robust rules as functions of rows ``[n, d]``. Each rule is defined in the class of the rule.
 
 Each function with an argument f raises :class:`~fl_lightning.errors.ConfigurationError` unless f is
 at least 0 and less than n/2. Clients have equal weight, except in functions with an argument
@@ -46,7 +46,7 @@ def geometric_median(rows: Tensor) -> Tensor:
 
 
 def mean_around_median(rows: Tensor, f: int) -> Tensor:
-    """Apply the rule of :class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian`."""
+    """Apply :class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian` to rows."""
     check_byzantine("mean_around_median f", f, len(rows))
     return MeanAroundMedian(f)(rows)
 
@@ -85,13 +85,14 @@ def weighted_median(rows: Tensor, weights: Tensor) -> Tensor:
 def weighted_trimmed_mean(rows: Tensor, weights: Tensor, t: float) -> Tensor:
     """Return the weighted trimmed mean of each column, ``[d]``.
 
-    In each column, the smallest and the largest values are dropped, with a share ``t`` of the total
-    weight at each end. A value at the limit keeps a part of its weight.
+    In each column, the smallest and the largest values are dropped. The weight that is dropped at
+    each end is the share ``t`` of the total weight. The last value to be dropped may keep a part of
+    its weight.
 
     Args:
-        rows: The clients' rows, ``[n, d]``. NaN is the largest value.
+        rows: The clients' rows, ``[n, d]``. NaN counts as the largest value.
         weights: Weight of each row, ``[n]``, >= 0.
-        t: Dropped share of the weight at each end, in [0, 1/2).
+        t: Share of the total weight to drop at each end, in [0, 1/2).
 
     Raises:
         ConfigurationError: ``t`` is out of range.

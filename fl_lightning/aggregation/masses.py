@@ -1,4 +1,4 @@
-"""Limits on the number and the weight of Byzantine clients, and shares of weighted rows."""
+"""Checks of the number and the weight of Byzantine clients, and shares of weighted rows."""
 
 import torch
 from torch import Tensor
@@ -6,17 +6,17 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Difference up to which two cumulative weights count as equal, because of rounding."""
+"""Largest difference at which two cumulative weights count as equal despite rounding."""
 
 
 def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: str = "clients") -> None:
-    """Check that ``f`` is a whole number that is >= 0 and less than half of the clients.
+    """Check that ``f`` is a whole number, at least 0 and less than half of the clients.
 
     Args:
         setting: Name of the setting, such as ``"TrimmedMean.f"``.
         f: Byzantine clients to withstand.
-        num_clients: Clients in a round; None if the number is not known yet.
-        whom: Noun for ``num_clients`` in the message.
+        num_clients: Number of clients in a round. None if it is not known yet.
+        whom: Noun that the message puts after ``num_clients``.
 
     Raises:
         ConfigurationError: ``f`` is out of range.
@@ -32,12 +32,12 @@ def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: 
 
 
 def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
-    """Return the share of the f largest weights in the total weight.
+    """Return the sum of the f largest weights as a share of the total weight.
 
     Args:
         weights: Weights ``[n]``, >= 0.
         f: Byzantine clients to withstand.
-        setting: Name of the setting of f, for the message.
+        setting: Name of the setting that gives f, for the message.
 
     Raises:
         ConfigurationError: The share is 1/2 or more.
@@ -54,10 +54,11 @@ def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
 
 
 def within(ordered: Tensor, low: float, high: float) -> Tensor:
-    """Return the shares of rows in a range of the cumulative weight.
+    """Return the shares of the rows that lie in a range of the cumulative weight.
 
-    Rows inside the range have shares proportional to their weights. Only the part of a row that
-    lies inside the range counts.
+    The weights of the sorted rows are placed one after the other. Each row covers an interval as
+    long as its weight. A row's share is proportional to the part of its interval that lies in the
+    range.
 
     Args:
         ordered: Weights of the rows in sorted order, float64 ``[c, n]``.
@@ -77,7 +78,7 @@ def within(ordered: Tensor, low: float, high: float) -> Tensor:
 def around_half(ordered: Tensor) -> Tensor:
     """Return the shares of rows in the weighted median, ``[c, n]``.
 
-    The share is 1 for one row, or 1/2 for each of two rows.
+    Either one row has the share 1, or two rows have the share 1/2 each.
 
     Args:
         ordered: Weights of the rows in sorted order, float64 ``[c, n]``.

@@ -27,11 +27,12 @@ def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 class Aggregator(Recorded, ABC):
-    """Rule by which the server combines the clients' rows into one row.
+    """Base class of rules by which the server combines the clients' rows into one row.
 
     Attributes:
-        per: Extent of a client's vector: ``"layer"``, or ``"model"`` for all layers. None is the
-            default: all layers for parameters, one layer for running statistics.
+        per: Layers in a client's vector: ``"layer"`` for one layer, ``"model"`` for all layers.
+            None, the default: a vector of parameters has all layers, and a vector of running
+            statistics has one layer.
     """
 
     per: Per = None
@@ -41,7 +42,7 @@ class Aggregator(Recorded, ABC):
         """Aggregate ``rows [n, d]`` with ``weights [n]``, which sum to 1; return ``[d]``."""
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate several blocks that together are one vector of each client.
+        """Aggregate the clients' vectors, each of which spans several blocks.
 
         Args:
             blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
@@ -62,8 +63,8 @@ class Aggregator(Recorded, ABC):
             f"{type(self).__name__} does not implement shares(blocks, weights), each client's share in the result"
         )
 
-    def check(self, num_clients: int) -> None:  # not abstract: many rules accept any number
-        """Check that ``num_clients`` in a round are enough for the rule.
+    def check(self, num_clients: int) -> None:  # not abstract: many rules need no check
+        """Check that a round with ``num_clients`` clients has enough clients for the rule.
 
         Raises:
             ConfigurationError: The rule needs more clients.
@@ -78,11 +79,11 @@ class WeightedMean(Aggregator):
         return weighted_mean(rows, weights)
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate each block separately, as the mean of a column depends on this column only."""
+        """Aggregate each block separately, because the mean of a column needs no other column."""
         return [self(block, weights) for block in blocks]
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the weights as float64; None gives equal weights."""
+        """Return the weights as float64. If they are None, return equal weights."""
         n = len(blocks[0])
         weights = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
         return weights.to(blocks[0].device, torch.float64)

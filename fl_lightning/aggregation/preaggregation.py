@@ -13,11 +13,12 @@ from fl_lightning.recorded import Recorded
 
 
 class Mixed(NamedTuple):
-    """Result of a pre-aggregator.
+    """The new rows that a pre-aggregator returns.
 
     Attributes:
         blocks: Column blocks of the new rows, each ``[m, d_k]``.
-        shares: Share of each client in each new row, float64 ``[m, n]``; each row sums to 1.
+        shares: Share of each client in each new row, float64 ``[m, n]``. The shares in a new row
+            sum to 1.
         weights: Weight of each new row, ``[m]``; None for equal weights.
     """
 
@@ -52,16 +53,16 @@ class PreAggregator(Recorded, ABC):
         """
 
     def rows_left(self, num_clients: int) -> int:
-        """Return the number of new rows that ``num_clients`` clients give."""
+        """Return the number of new rows for ``num_clients`` clients."""
         return num_clients
 
     @property
     def rows_are(self) -> str:
-        """Noun for the new rows in messages."""
+        """Noun that messages use for the new rows."""
         return "clients"
 
     def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
-        """Return the new column blocks for blocks ``[n, d_k]`` of clients with equal weight."""
+        """Mix the rows of clients with equal weight. Map blocks ``[n, d_k]`` to new blocks."""
         return list(self.mix(blocks, f).blocks)
 
 
@@ -69,15 +70,15 @@ class Bucketing(PreAggregator):
     """Bucketing: the rule aggregates the means of random buckets of ``size`` clients.
 
     Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing",
-    arXiv 2006.09365. There are ceil(n / size) buckets; the rule needs more than 2f. The clients of
-    each bucket are drawn from torch's global CPU generator. If a bucket has a non-finite value, its
-    mean is non-finite, so that the next rule drops the bucket.
+    arXiv 2006.09365. There are ceil(n / size) buckets, and the rule needs more than 2f buckets. The
+    clients of each bucket are drawn from torch's global CPU generator. If a bucket has a non-finite
+    value, its mean is not finite, so that the rule drops the bucket.
 
     With weights, the row of a bucket is the weighted mean of its clients, and its weight is the sum
     of their weights.
 
     Args:
-        size: Number of clients in a bucket, >= 1; the last bucket may have fewer.
+        size: Number of clients in a bucket, >= 1. The last bucket may have fewer clients.
         f: Byzantine clients to withstand in a round. Default: the f of the rule.
 
     Raises:
@@ -96,7 +97,7 @@ class Bucketing(PreAggregator):
 
     @property
     def rows_are(self) -> str:
-        """Noun for the new rows in messages, such as ``"buckets of 2"``."""
+        """Noun that messages use for the new rows, such as ``"buckets of 2"``."""
         return f"buckets of {self.size}"
 
     @torch.no_grad()
@@ -113,7 +114,7 @@ class Bucketing(PreAggregator):
             means.append(block.new_empty(len(buckets), block.shape[1]))
             for mean, share, bucket in zip(means[-1], shares, buckets, strict=True):
                 rows = block[bucket]
-                # average deviations from a row: the mean of equal rows is then exact
+                # averaging deviations from one row keeps the mean of equal rows exact
                 torch.add(rows[0], share[bucket].to(rows.dtype) @ (rows - rows[0]), out=mean)
         return Mixed(
             means, shares, None if weights is None else torch.stack([weights[b].sum() for b in buckets])

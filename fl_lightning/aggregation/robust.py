@@ -19,21 +19,23 @@ class RobustAggregator(Aggregator):
     """Rule that withstands f Byzantine clients in a round.
 
     **By default, all clients have equal weight**: the rule ignores the aggregation weights. With
-    ``weighting="weighted"``, the rule uses the aggregation weights, each capped at ``max_weight``,
-    since attackers could report large numbers of examples. The f largest weights must then sum to
-    less than half of the total weight.
+    ``weighting="weighted"``, the rule uses the aggregation weights. Each weight is capped at
+    ``max_weight``, because attackers could report large numbers of examples. In this case the f
+    largest weights must sum to less than half of the total weight.
 
     Args:
-        f: Byzantine clients to withstand, at least 0 and less than half of a round's clients.
+        f: Number of Byzantine clients to withstand, at least 0 and less than half of a round's
+            clients.
         pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
-        per: Extent of a client's vector: ``"layer"``, or ``"model"`` for all layers. Default: all
-            layers for parameters; one layer for running means, and one for running variances.
-        weighting: ``"uniform"``, or ``"weighted"`` by the aggregation weights. ``pre`` uses the
-            same weights.
+        per: Layers in a client's vector: ``"layer"`` for one layer, ``"model"`` for all layers.
+            Default: a vector of parameters has all layers. A vector of running means or of running
+            variances has one layer.
+        weighting: ``"uniform"`` for equal weights, or ``"weighted"`` for the aggregation weights.
+            ``pre`` uses the same weights.
         max_weight: Largest weight of a client, as a multiple of the clients' mean weight, >= 1.
 
     Raises:
-        ConfigurationError: A setting is out of range, or ``pre`` is set but both ``pre.f`` and
+        ConfigurationError: A setting is out of range. Or ``pre`` is set, but both ``pre.f`` and
             ``f`` are None.
     """
 
@@ -65,10 +67,11 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Aggregate column blocks ``[n, d_k]`` to ``[d_k]``; a client's vector spans all blocks.
+        """Aggregate column blocks ``[n, d_k]`` to ``[d_k]``. A client's vector spans all blocks.
 
         Args:
-            blocks: Column blocks of the rows that ``pre`` returns, or of the clients' rows.
+            blocks: Column blocks of the rows that ``pre`` returns. Without ``pre``, of the clients'
+                rows.
             weights: Weight of each row, float64 ``[n]``; None for equal weights.
         """
 
@@ -77,12 +80,12 @@ class RobustAggregator(Aggregator):
         """Return each row's share in the result of :meth:`aggregate`, float64 ``[n]``."""
 
     def __call__(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Aggregate ``rows [n, d]``; return ``[d]``."""
+        """Aggregate ``rows [n, d]`` to ``[d]``."""
         return self.blocks([rows], weights)[0]
 
     @torch.no_grad()
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Aggregate several blocks ``[n, d_k]`` that together are one vector of each client."""
+        """Aggregate the clients' vectors, each of which spans several blocks ``[n, d_k]``."""
         if not blocks:
             return []
         if len(blocks[0]) == 1:  # a centralised run has no attackers
@@ -94,8 +97,8 @@ class RobustAggregator(Aggregator):
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
         """Return each client's share in the aggregate, averaged over coordinates, float64 ``[n]``.
 
-        The shares sum to 1. If the rule clips, they sum to less, since its start point has the
-        remaining share. A random ``pre`` draws new random numbers in each call.
+        The shares sum to 1. They sum to less if the rule clips, because its start point has the
+        remaining share. If ``pre`` is random, each call draws new random numbers.
         """
         if len(blocks[0]) == 1:
             return blocks[0].new_ones(1, dtype=torch.float64)
@@ -107,7 +110,7 @@ class RobustAggregator(Aggregator):
         """Check that f is less than half of a round's clients.
 
         Raises:
-            ConfigurationError: f is half of a round's clients or more.
+            ConfigurationError: f is at least half of a round's clients.
         """
         rows, whom = self._rows_left(num_clients), "clients" if self.pre is None else self.pre.rows_are
         if self.f is not None:
@@ -121,12 +124,12 @@ class RobustAggregator(Aggregator):
     def _prepare(
         self, blocks: Sequence[Tensor], weights: Tensor | None
     ) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
-        """Apply ``pre`` and the cap on weights.
+        """Apply ``pre`` to the rows, and cap the weights.
 
         Returns:
-            The column blocks of the rows to aggregate, each client's share in these rows, and the
-            weights of these rows. The shares are None without ``pre``. The weights are None if they
-            are equal.
+            Three values: the column blocks of the rows to aggregate, each client's share in these
+            rows, and the weights of these rows. Without ``pre``, the shares are None. If all
+            weights are equal, the weights are None.
         """
         self.check(len(blocks[0]))
         counted, of_clients = None, None

@@ -1,4 +1,4 @@
-"""Aggregation of the clients' running statistics; variances must stay >= 0."""
+"""Aggregation of the clients' running statistics, so that variances stay >= 0."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -20,9 +20,10 @@ class LayerStatistics(NamedTuple):
         means: Running means, shape ``[n, channels]``.
         variances: Running variances, shape ``[n, channels]``.
         weights: Aggregation weights, shape ``[n]``, with sum 1.
-        between: Factor b, a number or ``[channels]``. The aggregated variance includes b times the
-            variance between the clients' means. b is 0 for FedAvg, 1 for the law of total variance,
-            and N / ((N - 1) beta) for FBN, with N values in a channel and BN momentum beta.
+        between: Factor b of the variance between the clients' means, a number or ``[channels]``.
+            The aggregated variance includes b times this variance. For FedAvg, b is 0. For the law
+            of total variance, b is 1. For FBN, b is N / ((N - 1) beta), with N values in a channel
+            and BN momentum beta.
     """
 
     means: Tensor
@@ -34,11 +35,11 @@ class LayerStatistics(NamedTuple):
 def sent_statistics(
     buffers: Mapping[str, Tensor], kinds: Mapping[str, str], weights: Tensor, between: float = 0.0
 ) -> dict[str, LayerStatistics]:
-    """Return the clients' running statistics of all BN layers by layer name.
+    """Return the clients' running statistics of each BN layer, with layer names as keys.
 
     Args:
         buffers: The clients' buffers, ``[n, *shape]`` by name.
-        kinds: Kinds of the buffers, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
+        kinds: Kind of each buffer, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
         weights: The clients' weights, shape ``[n]``, with sum 1.
         between: Factor b of the variance between the clients (see :class:`LayerStatistics`).
     """
@@ -63,17 +64,17 @@ class StatisticsAggregator:
       of FBN (Guerraoui et al., arXiv 2405.14670). The robust form of FBN replaces all means by F.
 
     The means of a layer are one vector, and its variances are another. With ``per="model"``, a
-    vector spans all layers. If a robust F gives a negative variance, it is clamped to 0 and
-    counted.
+    vector spans all layers. If a robust F gives a negative variance, the variance is clamped to 0
+    and counted.
 
-    A domain changes the quantity that F aggregates:
+    The domain decides which quantity F aggregates:
 
     - None and ``"variance"``: (m, v).
-    - ``"log_variance"``: (m, ln v). The variance stays positive, and the mean of variances is the
+    - ``"log_variance"``: (m, ln v). The variance stays positive. A mean of variances becomes their
       geometric mean.
     - ``"second_moment"``: the vector (m, v + b (m - c)^2), with the median c of the clients' means;
-      b must not be 0. Medians and trimmed means then give valid statistics, and the weighted mean
-      is exact.
+      b must not be 0. In this domain, medians and trimmed means give valid statistics, and the
+      weighted mean is exact.
 
     With any domain except None, non-finite statistics or a negative variance make a client's layer
     invalid. An invalid layer is NaN for robust rules, and has weight 0 in a mean.
@@ -86,8 +87,8 @@ class StatisticsAggregator:
         ConfigurationError: The domain is unknown.
 
     Attributes:
-        invalid: Number of invalid pairs of client and layer since the last :meth:`counts`.
-        clamped: Number of channels with a clamped variance since the last :meth:`counts`.
+        invalid: Number of invalid layers of clients since the last call of :meth:`counts`.
+        clamped: Number of channels with a clamped variance since the last call of :meth:`counts`.
     """
 
     def __init__(self, rule: Aggregator, domain: Domain | None = None) -> None:
@@ -99,7 +100,7 @@ class StatisticsAggregator:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the statistics are averaged without a transformation."""
+        """Whether the rule averages the statistics themselves, without a transformation."""
         return isinstance(self.rule, WeightedMean) and self.domain is None
 
     def __call__(self, layers: Sequence[LayerStatistics]) -> list[tuple[Tensor, Tensor]]:
@@ -127,7 +128,7 @@ class StatisticsAggregator:
         if self.domain is not None:
             invalid = ~(means.isfinite() & variances.isfinite() & (variances >= 0)).all(1, keepdim=True)
             self.invalid += int(invalid.sum())
-            blank = torch.nan if self.is_robust else 0  # 0 for a mean, as NaN times weight 0 is NaN
+            blank = torch.nan if self.is_robust else 0  # 0 for a mean: NaN times 0 would be NaN
             means, variances = means.masked_fill(invalid, blank), variances.masked_fill(invalid, blank)
             if not self.is_robust:
                 weights = weights * ~invalid[:, 0]
@@ -175,7 +176,7 @@ def require_weighted_mean(
     Args:
         module: The federated module.
         method: Name of the method, for the message.
-        doing: What the method does with all clients: a verb phrase for the message.
+        doing: Verb phrase for the message: what the method does with all clients.
         settings: The settings that the method bypasses.
 
     Raises:

@@ -288,7 +288,7 @@ def locate(tree: Any, checkpoint: Any) -> None:
 
 
 def link_files(run: Path, name: str, other: Path, other_name: str) -> None:
-    """Make hard links to the memory files of a checkpoint. The links belong to a copy of it.
+    """Make hard links to the memory files of a checkpoint, for a copy of this checkpoint.
 
     Args:
         run: Folder of the run with the original checkpoint.

@@ -234,7 +234,7 @@ class Cohort:
 
     @property
     def optimizer_groups(self) -> dict[str, dict[str, Any]]:
-        """Settings of the client optimizer, such as ``"lr"``, by trained block.
+        """Settings of the client optimizer, such as ``"lr"``, with the trained blocks as keys.
 
         Hooks may change them.
         """
@@ -242,7 +242,10 @@ class Cohort:
         return dict(zip(trained, self.optimizer.param_groups, strict=True))
 
     def rest(self, block: str) -> None:
-        """Set a block's gradient to 0, and its learning rate until :meth:`restart_optimizer`."""
+        """Set a block's gradient and learning rate to 0.
+
+        The rate stays 0 until :meth:`restart_optimizer` is called.
+        """
         if self.is_trained(block):
             self.grads.blocks[block].zero_()
             self.optimizer_groups[block]["lr"] = 0.0
@@ -252,7 +255,7 @@ class Cohort:
         self._optimizer.restart()
 
     def recall(self, memory: MutableMapping[int, Any]) -> None:
-        """Restore the state of each client whose treatment is ``local`` from a memory.
+        """Restore each client's state with the treatment ``local`` from a memory.
 
         The first call stores the server's initial state under the key :data:`SERVER`. A client
         without an entry gets this initial state.
@@ -271,7 +274,7 @@ class Cohort:
                 block[index].copy_(entry.get(name, initial[name]))
 
     def remember(self, memory: MutableMapping[int, Any]) -> None:
-        """Store the state of each client whose treatment is ``local``, for :meth:`recall`.
+        """Store each client's state with the treatment ``local``, for :meth:`recall`.
 
         Args:
             memory: The callback's memory. The callback's ``state_dict()`` must include it.

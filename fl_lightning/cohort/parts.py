@@ -9,7 +9,7 @@ from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError, nearest
 
 LAST_LAYER = "last layer"
-"""Part that stands for the last module in ``named_modules`` that owns trainable parameters."""
+"""Name of a part: the last module in ``named_modules`` that itself has trainable parameters."""
 
 
 def match_parts(

@@ -24,7 +24,7 @@ class Compilation(NamedTuple):
 
     Attributes:
         compiled: Whether the passes are compiled.
-        reason: Reason in a few words. Empty if the user's setting decides.
+        reason: Reason for the decision, in a few words. Empty if the user's setting decides.
     """
 
     compiled: bool
@@ -32,12 +32,12 @@ class Compilation(NamedTuple):
 
 
 class ClientTask(Protocol):
-    """The part of the federated module that executors use.
+    """Protocol with the attributes of the federated module that executors use.
 
     Attributes:
         model: The server's model. It holds a client's state while the client's loss is computed.
         loss: Loss as a function of (outputs, targets).
-        slots: The model's tensors, which can be replaced by those of a client.
+        slots: The model's slots, in which a client's tensors can replace the model's tensors.
         seed: The run's seed.
         trainer: Lightning's trainer. Its precision plugin wraps the losses.
     """
@@ -72,7 +72,7 @@ class Executor(Recorded, ABC):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Write the gradients of some clients to ``cohort.grads``, and update ``cohort.buffers``.
+        """Compute a local step for some clients: write gradients and new buffers to the cohort.
 
         Args:
             module: The federated module.
@@ -91,14 +91,14 @@ class Executor(Recorded, ABC):
 
         Args:
             module: The federated module.
-            client_steps: Number of local steps of all clients together in the run.
+            client_steps: Total number of local steps in the run, summed over the clients.
             batch: Function that returns a client's first batch.
-            before: In a resumed run, the decision in the checkpoint; otherwise None.
+            before: The decision in the checkpoint if the run was resumed, otherwise None.
         """
         return Compilation(False)
 
     def clients_together(self, clients: int) -> int | None:
-        """Return how many clients share one pass, or None if each client has its own pass.
+        """Return how many clients one pass computes, or None if each client has its own pass.
 
         Args:
             clients: Number of clients in the step.
@@ -111,9 +111,9 @@ class Executor(Recorded, ABC):
 
 @contextmanager
 def computing(module: ClientTask, batch: Any) -> Iterator[None]:
-    """Add a description of model, loss and batch to exceptions of the block.
+    """Add a description of model, loss and batch to exceptions of the ``with`` block.
 
-    If the inputs do not fit the model, raise an error that explains this.
+    If the inputs do not fit the model, raise an error that says so.
     """
     try:
         with doing(lambda: _computation(module, batch)):
@@ -144,7 +144,7 @@ def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
 
 
 def _computation(module: ClientTask, batch: Any) -> str:
-    """Describe the model, the loss, the batch and which batches would be valid."""
+    """Describe the model, the loss and the batch, and say which batches would be valid."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
     return (
@@ -174,9 +174,9 @@ def client_loss(module: ClientTask, batch: Any) -> Tensor:
 
 
 def client_losses(module: ClientTask, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return a client's loss as reported, and its loss for gradients.
+    """Return a client's loss twice: first for reports, second for gradients.
 
-    The latter includes all terms of ``add_loss``.
+    Only the second includes the terms of ``add_loss``.
     """
     with collecting() as terms:
         loss = client_loss(module, batch)
@@ -184,7 +184,7 @@ def client_losses(module: ClientTask, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize | None:
-    """Return an error with a remedy if ``error`` means that vmap cannot run the model, else None."""
+    """Return an error with a remedy if ``error`` says that vmap cannot run the model, else None."""
     message = str(error)
     if not any(words in message for words in ("atching rule not implemented", "vmap", "functorch transform")):
         return None

@@ -18,11 +18,11 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Choice(NamedTuple):
-    """An executor and the reason why it was chosen.
+    """An executor with the reason for its choice.
 
     Attributes:
         executor: The executor.
-        reason: Text that is printed after the executor's name.
+        reason: The reason, as a text that is printed after the executor's name.
     """
 
     executor: Executor
@@ -32,8 +32,9 @@ class Choice(NamedTuple):
 def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     """Choose the executor that is probably fastest.
 
-    On a GPU, all clients are computed at once, if the model and the batches allow this. Otherwise
-    clients are computed one after the other. The results of both differ only by rounding.
+    On a GPU, the executor computes all clients at once, if the model and the batches allow this. In
+    all other cases it computes one client after the other. The results of the two executors differ
+    only by rounding.
 
     Args:
         module: The federated module, on its device.
@@ -58,18 +59,18 @@ def decide_compilation(
 ) -> bool:
     """Decide whether an executor compiles.
 
-    All ranks decide equally. If one rank cannot compile, no rank compiles.
+    All ranks make the same decision. If one rank cannot compile, no rank compiles.
 
     Args:
         task: The federated module.
         executor: The executor. This function sets its ``compilation``.
         ranks: The ranks of the run.
-        client_steps: Number of local steps of all clients together in the run.
+        client_steps: Total number of local steps in the run, summed over the clients.
         batch: Function that returns a client's first batch.
-        before: In a resumed run, the decision in the checkpoint; otherwise None.
+        before: The decision in the checkpoint if the run was resumed, otherwise None.
 
     Returns:
-        The decision, which is stored in checkpoints.
+        The decision. It is stored in checkpoints.
     """
     choices = ranks.exchange(lambda: executor.decide_compilation(task, client_steps, batch, before))
     executor.compilation = next((choice for choice in choices if not choice.compiled), choices[0])
@@ -77,14 +78,14 @@ def decide_compilation(
 
 
 def cpu_ranks() -> int:
-    """Return the default maximum number of ranks on CPUs: one per core that the run may use."""
+    """Return the default limit on ranks on CPUs: the number of cores that the run may use."""
     return 1 if cannot_fork() else cores_of_a_run()
 
 
 def cores_of_a_run() -> int:
     """Return the number of cores that a run may use.
 
-    This is :func:`usable_cores`, or ``OMP_NUM_THREADS`` if that is set and smaller.
+    This is the smaller of :func:`usable_cores` and, if it is set, ``OMP_NUM_THREADS``.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return min(usable_cores(), int(threads)) if threads.isdecimal() and int(threads) else usable_cores()
@@ -93,11 +94,11 @@ def cores_of_a_run() -> int:
 def usable_cores() -> int:
     """Return the number of cores that the system allows this process.
 
-    This is the size of its CPU affinity mask, or its cgroup's CPU quota if that is smaller.
+    This is the size of the process's CPU affinity mask or, if smaller, the CPU quota of its cgroup.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, min(allowed, ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # the file is missing, or it contains "max", which means no quota
+    except (OSError, ValueError):  # there is no quota: the file is missing or contains "max"
         return allowed

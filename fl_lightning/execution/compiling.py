@@ -1,4 +1,4 @@
-"""Decision whether clients' passes are compiled with ``torch.compile``, and compiled calls."""
+"""Use of ``torch.compile`` for the clients' passes: the decision, and the compiled calls."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,21 +13,26 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Fewest values in all BN layers of a run for which compiling saves time.
+"""Smallest number of values in the BN layers of a run for which compiling saves time.
 
-One thread takes about 3 ns per value. So this many values take ten times the 40 s of compiling.
+One thread takes about 3 ns per value. This number of values therefore takes 400 s, which is ten
+times as long as compiling (40 s).
 """
 
 _FEWEST_STEPS = 1000
-"""Fewest local steps of a run for which compiling can save time. Below, values are not counted."""
+"""Smallest number of local steps for which compiling can save time.
+
+In a run with fewer local steps, the values are not counted.
+"""
 
 _KNOWN = ("fl_lightning", "torch", "torchvision", "timm")
-"""Packages whose layers are static and therefore safe to compile."""
+"""Packages whose layers do not change during a run, and are therefore safe to compile."""
 
 _MOST_GRAPHS = 64
 """Largest number of compiled graphs of a model.
 
-There is one graph per shape and mode. More graphs mean that the model changes in each step.
+There is one graph per shape and mode. If a model needs more graphs, it probably changes in each
+step.
 """
 
 
@@ -41,15 +46,15 @@ def decide(
     """Decide whether passes are compiled.
 
     The decision depends only on the settings, the number of local steps, the model and the
-    machine's compiler. It does not depend on timings or the number of ranks, because neither may
-    change results.
+    machine's compiler. It does not depend on timings or on the number of ranks, because these must
+    not change results.
 
     Args:
         setting: The executor's setting ``compile``.
         module: The federated module.
-        client_steps: Number of local steps of all clients together in the run.
+        client_steps: Total number of local steps in the run, summed over the clients.
         batch: Function that returns a client's first batch.
-        before: In a resumed run, the decision in the checkpoint; otherwise None.
+        before: The decision in the checkpoint if the run was resumed, otherwise None.
 
     Raises:
         ConfigurationError: ``setting`` is true, and compiling fails on this machine.
@@ -95,10 +100,10 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
 
 
 class _Values(NamedTuple):
-    """Numbers of input values of BN layers and of max pooling in a forward pass.
+    """Two counts for a forward pass: the input values of BN layers and of max pooling.
 
-    Compiling saves time for each value in BN. It costs twice this time for each value in max
-    pooling.
+    Compiling saves time for each value in BN. For each value in max pooling, it costs twice this
+    time.
     """
 
     normalised: int
@@ -119,7 +124,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
 
 def _count(module: ClientTask, batch: Any) -> _Values | None:
-    """Count the values in a forward pass with fake tensors, or return None if this fails."""
+    """Count the values in a forward pass with fake tensors. Return None if the pass fails."""
     state = dict([*module.model.named_parameters(), *module.model.named_buffers()])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _Counting() as counting:
         fake = {name: mode.from_tensor(value) for name, value in state.items()}
@@ -132,12 +137,12 @@ def _count(module: ClientTask, batch: Any) -> _Values | None:
 
 
 def _trouble() -> str | None:
-    """Return why compiling fails on this machine, or None if compiling works."""
-    # imported here, because the import takes a second and few runs need it
+    """Return the reason why compiling fails on this machine, or None if compiling works."""
+    # import here, because the import takes a second and few runs need it
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    AsyncCompile.pool.cache_clear()  # a forked rank inherits the pool, but not its threads
+    AsyncCompile.pool.cache_clear()  # a forked rank inherits the thread pool, but not its threads
     try:
         get_cpp_compiler()
         _try()
@@ -148,23 +153,23 @@ def _trouble() -> str | None:
 
 @cache
 def _try() -> None:
-    """Compile a small function. Later compilations reuse its setup."""
+    """Compile a small function, as a test. Later compilations reuse the setup of this one."""
     torch.compile(torch.square)(torch.ones(8))
 
 
 @contextmanager
 def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of the model run compiled code, with one graph per shape.
+    """Let calls of the model run compiled code, with one graph for each shape.
 
-    Earlier shapes have no influence on the graph of a shape.
+    The graph of a shape does not depend on earlier shapes.
     """
-    # torch's default limit ends compiling at some step; a resumed run would reach it at another step
+    # with torch's default limit, a resumed run would stop compiling at another step
     settings = {
         "recompile_limit": _MOST_GRAPHS,
         "accumulated_recompile_limit": 1_000_000,
         "fail_on_recompile_limit_hit": True,
     }
-    eager_draws = {"fallback_random": True}  # draw the same random numbers as without compiling
+    eager_draws = {"fallback_random": True}  # draw the same random numbers as without compilation
     before = model._compiled_call_impl
     model._compiled_call_impl = compiled
     try:

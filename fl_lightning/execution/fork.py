@@ -1,4 +1,4 @@
-"""Start of ranks as forks of this process."""
+"""Start of the ranks of a run, as forks of this process."""
 
 import ctypes
 import gc
@@ -28,14 +28,14 @@ from fl_lightning.launched import silence
 from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MISSES_ANOTHER = 3  # exit code of a rank that has lost its connection to another rank
-_FOLDER = "fl_lightning-ranks-"  # prefix of the folder's name
-_FRESH = 60.0  # seconds within which a run has certainly locked its folder
+_MISSES_ANOTHER = 3  # exit code of a rank that has lost the connection to another rank
+_FOLDER = "fl_lightning-ranks-"  # prefix of the names of meeting folders
+_FRESH = 60.0  # seconds after which a run has certainly locked its folder
 _PIPE_BYTES = 65536  # capacity of a pipe
 
 
 class OneMachine(LightningEnvironment):
-    """Cluster environment of ranks that a run itself starts on one machine, without a scheduler.
+    """Cluster environment of ranks that the run starts itself, on one machine without a scheduler.
 
     Attributes:
         own_rank: Rank of this process.
@@ -54,7 +54,7 @@ class OneMachine(LightningEnvironment):
 
 
 class ForkLauncher(_Launcher):
-    """Launcher of the other ranks on this machine, as forks of this process.
+    """Launcher that starts the other ranks on this machine, as forks of this process.
 
     Forks share this process's memory. This process is rank 0 of its machine. Only rank 0 writes to
     loggers and the terminal, and receives signals. The other ranks end when rank 0 or the launched
@@ -111,7 +111,7 @@ class ForkLauncher(_Launcher):
                 torch.set_num_threads(threads)
 
     def kill(self, signum: Any) -> None:
-        """Send a signal to the other ranks, and wait until they have ended."""
+        """Send a signal to all other ranks, and wait until they have ended."""
         for pid, pipe in self._others.values():
             with suppress(ProcessLookupError):  # the process may have ended
                 os.kill(pid, signum)
@@ -124,19 +124,21 @@ class ForkLauncher(_Launcher):
         """Fork this process.
 
         Returns:
-            The fork's process id, and the pipe from which its error report can be read.
+            The process id of the fork, and a pipe. This process reads the fork's error report from
+            it.
         """
         ours, theirs = os.pipe()
-        # the fork blocks these signals permanently, because only rank 0 decides when a run stops
+        # the fork never unblocks these signals, because only rank 0 decides when a run stops
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of forks if there are threads; a rank needs no lock of a thread
+                # Python 3.12 warns about forks of a process with threads. A rank uses none of their
+                # locks.
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
                 try:
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG, end with the parent
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
                     self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:
@@ -147,9 +149,9 @@ class ForkLauncher(_Launcher):
         return pid, ours
 
     def why_one_ended(self) -> Exception | None:
-        """Return the error of a rank of this machine that has ended, or None.
+        """Return the error of a rank on this machine, if one has ended, otherwise None.
 
-        A rank that ended because it lost the connection to another rank is ignored.
+        A rank does not count if it ended because it lost the connection to another rank.
         """
         for rank, (pid, pipe) in self._others.items():
             ended = status = 0
@@ -171,8 +173,8 @@ class ForkLauncher(_Launcher):
 def _meeting_folder() -> Iterator[str]:
     """Create a folder in which ranks find each other, and remove the folders of killed runs.
 
-    The folder is locked as long as a rank of its run is alive. The system releases the lock when
-    the last rank ends.
+    The folder is locked as long as a rank of its run is alive. The operating system releases the
+    lock when the last rank ends.
     """
     for left in Path(gettempdir()).glob(f"{_FOLDER}*"):
         with suppress(OSError), locked(left, folder=True, wait=False, certain=True) as file:
@@ -180,14 +182,14 @@ def _meeting_folder() -> Iterator[str]:
             if state.st_uid == os.getuid() and time.time() - state.st_mtime > _FRESH:
                 shutil.rmtree(left)
     with TemporaryDirectory(prefix=_FOLDER) as folder, ExitStack() as held:
-        # on a file system without locks, the folders of killed runs are not removed
+        # if the file system has no locks, the folders of killed runs are never removed
         held.enter_context(locked(Path(folder), folder=True))
         yield folder
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
-    """Run a function as another rank, without loggers and output. Then exit."""
-    gc.freeze()  # freeing an earlier run's process group would wait for threads, which a fork lacks
+    """Run a function in this fork as another rank, without loggers and output. Then exit."""
+    gc.freeze()  # a fork must not free an earlier process group: its threads are missing
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:
@@ -197,11 +199,11 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
     except LostRank:
         os._exit(_MISSES_ANOTHER)
     except Exception as error:
-        if not is_shared(error):  # if all ranks have the same error, the first rank reports it
+        if not is_shared(error):  # rank 0 reports errors that all ranks share
             report = pickle.dumps(described(error))
             if (
                 len(report) > _PIPE_BYTES
-            ):  # a longer write would block: the pipe is read only after this process has ended
+            ):  # a longer report would block: it is read after this process has ended
                 report = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
             os.write(pipe, report)
         raise

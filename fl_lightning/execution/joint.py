@@ -1,4 +1,4 @@
-"""The executor of a local step with one joint forward pass over the clients of all ranks."""
+"""The executor of a local step with one joint forward pass. The pass computes all clients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +20,9 @@ def joint_executor(method: str, ranks: Ranks | None = None) -> VectorizedExecuto
 
     Args:
         method: Name of the method, for messages.
-        ranks: The ranks of the run. Each rank computes its clients. A rank without clients repeats
-            a client of another rank, but sends no values. None: this process computes all clients.
+        ranks: The ranks of the run. Each rank computes its own clients. A rank without clients
+            computes a client of another rank again, but sends no values. None: this process
+            computes all clients.
     """
     return _JointExecutor(method, ranks or Ranks())
 
@@ -38,7 +39,7 @@ class _JointExecutor(VectorizedExecutor):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Compute a step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
+        """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         if self._ranks.size == 1:
             return super().backward(module, cohort, batch, rows)
         with averaging_by(self._mean):
@@ -52,7 +53,7 @@ class _JointExecutor(VectorizedExecutor):
     def _mean(self, own: Tensor, clients: int) -> Tensor:
         """Return the mean over the clients of all ranks.
 
-        Its gradient is the mean of the gradients of these clients.
+        The gradient of the mean is the mean of the clients' gradients.
         """
         mean = own.clone()
         with torch.no_grad():

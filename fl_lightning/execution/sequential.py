@@ -22,10 +22,10 @@ class SequentialExecutor(Executor):
 
     Args:
         compile: Whether the model is compiled with ``torch.compile``, once for all clients.
-            Compiling takes half a minute: at the start, for each new batch shape, and when a method
-            freezes BN statistics. Results differ only by rounding. ``"auto"`` compiles on a CPU if
-            the run has enough local steps and enough values in BN layers. Evaluation is never
-            compiled.
+            Compiling takes half a minute at the start. It takes as long again for each new batch
+            shape, and when a method freezes BN statistics. Results with and without compilation
+            differ only by rounding. ``"auto"`` compiles on a CPU if the run has enough local steps
+            and enough values in BN layers. Evaluation is never compiled.
 
     Raises:
         ConfigurationError: ``compile`` is neither true, false nor ``"auto"``.
@@ -43,23 +43,23 @@ class SequentialExecutor(Executor):
         self._compiled: tuple[nn.Module, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the compiled model, because a copy compiles the model itself."""
+        """Return the state for a copy. The copy compiles its model itself."""
         return {**vars(self), "_compiled": None}
 
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """Decide by the setting ``compile``, see :func:`~fl_lightning.execution.compiling.decide`."""
+        """Decide on compilation, see :func:`~fl_lightning.execution.compiling.decide`."""
         return decide(self.compile, module, client_steps, batch, before)
 
     def compiled_for(self, model: nn.Module) -> bool:
-        """Return whether compiled code of this model exists."""
+        """Return whether compiled code for this model exists."""
         return self._compiled is not None and self._compiled[0] is model
 
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Compute a step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
+        """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)
         with self._fast(module.model) if self.compilation.compiled else nullcontext():
             losses = []
@@ -78,18 +78,19 @@ class SequentialExecutor(Executor):
     def _client(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
         """Compute a client's local step, and return its loss.
 
-        This is a separate method, so that memory is freed when it returns. That limits
-        fragmentation.
+        This is a separate method, so that memory is freed when it returns. Early freeing limits
+        fragmentation of the memory.
         """
         state = cohort.row_state(row)
-        # seed the model's own random numbers (stochastic depth) by (seed, round, client, step)
+        # the model may draw random numbers itself, as stochastic depth does
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
-            # inside of the block: hooks and checkpointed layers need the client's state in backward
+            # backward inside the block, because hooks and checkpointed layers need the client's
+            # state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
-        cohort.take_up(row, updated)  # after the backward pass, which may read the old tensors
+        cohort.take_up(row, updated)  # only after the backward pass, which may need the old tensors
         cohort.put_gradients(row, gradients)
         return loss.detach()

@@ -22,38 +22,38 @@ from fl_lightning.execution.choice import usable_cores
 from fl_lightning.execution.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
-_MORE_THAN_CORES = 8  # this many ranks beyond one per core are allowed, for tests on small machines
+_MORE_THAN_CORES = 8  # number of ranks allowed in addition to one per core
 _POLL = 0.1  # seconds between checks whether a rank has ended
 
 
 class CohortStrategy(ParallelStrategy):
     """Strategy in which each rank (process) computes the local steps of some of the clients.
 
-    Every rank computes the server's update. The module is not wrapped: gradients are not reduced,
-    buffers are not broadcast, and samplers are not replaced. Ranks on one machine are forks of the
-    process, with one CPU thread each, unless ``torchrun`` or Slurm starts them. CPUs communicate by
-    gloo, GPUs by NCCL.
+    Every rank computes the server's update. Unlike in DDP, the module is not wrapped, gradients are
+    not reduced, buffers are not broadcast, and samplers are not replaced. Ranks on one machine are
+    forks of the process, with one CPU thread each, unless ``torchrun`` or Slurm starts them. CPUs
+    communicate by gloo, GPUs by NCCL.
 
-    Results equal those of a single process bit for bit under three conditions: SequentialExecutor
-    computes the clients, every rank has as many threads as the single process, and the CPUs have
-    the same capability.
+    A run with several ranks has the same results as a run with a single process, bit for bit, under
+    three conditions. SequentialExecutor computes the clients. Every rank has as many threads as the
+    single process. All CPUs support the same vector instructions.
 
     Args:
         timeout: Longest time to wait for another rank.
-        accelerator: The accelerator. The trainer sets this argument and all following ones.
+        accelerator: The accelerator. The trainer sets this argument and the following arguments.
         parallel_devices: Devices of this machine's ranks.
-        cluster_environment: Addresses and numbers of the ranks.
+        cluster_environment: Environment that gives the ranks' addresses and numbers.
         checkpoint_io: The plugin that writes checkpoints.
         precision_plugin: The precision plugin.
 
     Attributes:
-        ranks: The ranks of the run. Outside of ``fit``, ``validate`` and ``test`` this is a single
+        ranks: The ranks of the run. Outside of ``fit``, ``validate`` and ``test`` there is a single
             rank.
         meeting_place: File in which forked ranks find each other. None: ranks find each other by a
             network address.
     """
 
-    is_distributed = True  # Lightning reads it
+    is_distributed = True  # Lightning reads this attribute
     strategy_name = "cohort"
 
     def __init__(
@@ -83,7 +83,7 @@ class CohortStrategy(ParallelStrategy):
         return len(self.parallel_devices or ())
 
     def set_world_ranks(self) -> None:
-        """Set this process's rank and the number of ranks in the environment and in Lightning."""
+        """Set the rank and the number of ranks in the cluster environment and in Lightning."""
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -124,7 +124,7 @@ class CohortStrategy(ParallelStrategy):
             return
         if not dist.is_initialized():
             store = self._wait_for(self._find_others)
-            if self.root_device.type == "cuda":  # no thread here: CUDA sets the device per thread
+            if self.root_device.type == "cuda":  # not in a thread: CUDA sets the device per thread
                 self._join(store)
             else:
                 self._wait_for(lambda: self._join(store))
@@ -133,9 +133,10 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _wait_for(self, compute: Callable[[], Any]) -> Any:
-        """Return the result of ``compute``, which runs in a thread.
+        """Run ``compute`` in a thread, and return its result.
 
-        Otherwise a wait in C++ could not be interrupted by a signal or by the end of another rank.
+        Without a thread, neither a signal nor the end of another rank could interrupt a wait in
+        C++.
         """
         future: Future[Any] = Future()
         Thread(target=_fulfil, args=(future, compute), daemon=True).start()
@@ -156,7 +157,7 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _find_others(self) -> Any:
-        """Wait until all ranks have connected to the store of their addresses, and return it."""
+        """Return the store of the ranks' addresses, after all ranks have connected to it."""
         environment = self.cluster_environment
         assert environment is not None
         store: Any = None
@@ -207,7 +208,7 @@ class CohortStrategy(ParallelStrategy):
         return checkpoint
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this method."""
         if self.ranks.size > 1:
             with self.ranks.meeting():
                 dist.barrier()

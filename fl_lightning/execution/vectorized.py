@@ -21,13 +21,13 @@ _log = logging.getLogger("fl_lightning")
 
 
 class VectorizedExecutor(Executor):
-    """Executor that computes all clients of a block at once, with ``torch.func.vmap``.
+    """Executor that divides the clients into blocks, and computes a block at once by vmap.
 
     If a GPU runs out of memory, the executor halves the block size and continues.
 
     Args:
-        block_size: Number of clients in a block. None: the whole cohort. Smaller blocks need less
-            memory.
+        block_size: Number of clients that ``torch.func.vmap`` computes at once. Smaller blocks need
+            less memory. None: the whole cohort is one block.
         where_possible: Whether clients are computed one by one if the model or the shapes of the
             batches do not allow vectorization. Default: False, which raises an error.
 
@@ -49,13 +49,13 @@ class VectorizedExecutor(Executor):
         self.block_size, self.where_possible = block_size, where_possible
         self._largest: int | None = None
         self._warned: set[str] = set()
-        # for messages: the class that needs batches of equal shape, and the remedy
+        # for messages: the code that needs batches of equal shape, and what to use instead
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Compute a step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
+        """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         losses: list[Tensor] = []
         rows, done = list(rows), 0
         while done < len(rows):
@@ -70,7 +70,7 @@ class VectorizedExecutor(Executor):
             except torch.OutOfMemoryError:
                 if size == 1 or not self._in_blocks:
                     raise
-                self._largest, size = size // 2, 0  # the block has not written results, so retry it
+                self._largest, size = size // 2, 0  # retry the block, which has no results yet
                 torch.cuda.empty_cache()
             except CannotVectorize as reason:
                 if not self.where_possible:
@@ -79,18 +79,18 @@ class VectorizedExecutor(Executor):
                     self._warned.add(str(reason))
                     _log.warning("one client after the other: %s", reason)
                 one_by_one, size = True, len(rows) - done
-            if one_by_one:  # outside of the try, because its handlers must not catch these errors
+            if one_by_one:  # outside of the try block, whose handlers must not catch these errors
                 rest = BatchStack(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
             done += size
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def clients_together(self, clients: int) -> int:
-        """Return the size of a block, after all halvings for lack of memory."""
+        """Return the current block size. Each lack of memory so far has halved it."""
         return min(self.block_size or clients, self._largest or clients, clients)
 
     def close(self) -> None:
-        """Reset the halved block size."""
+        """Reset the block size to its value before all halvings."""
         self._largest = None
 
     def _stacked(self, batch: BatchStack) -> Any:
@@ -125,7 +125,7 @@ class VectorizedExecutor(Executor):
         with _numeric_momentum(module.model, buffers), StackedBatchNorm():
             losses, objectives, updated = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
-        try:  # the backward pass runs hooks and checkpointed layers, and these may not vectorize
+        try:  # hooks and checkpointed layers run here, and may be impossible to vectorize
             gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
             if (refusal := cannot_vectorize(module, error)) is not None:
@@ -149,9 +149,9 @@ class VectorizedExecutor(Executor):
 
 @contextmanager
 def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace ``momentum=None`` (cumulative average) by the number 1/(k+1).
+    """Replace ``momentum=None`` (cumulative average) by the number 1/(k+1), with k earlier batches.
 
-    PyTorch would read k from the batch counter, which is impossible under vmap.
+    PyTorch would read k from the layer's counter of batches. Under vmap this is impossible.
     """
     seen: dict[str, int] = {}
     cumulative = {name: layer for name, layer in batch_norm_layers(model).items() if layer.momentum is None}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FederatedCallback(Recorded, Declarations, L.Callback):
-    """Base class of federated methods. A method changes the algorithm of a run.
+    """Base class of federated methods. A method changes the algorithm by which a run trains.
 
     A method declares in ``policy`` how a round treats each kind of state, and changes the round by
     hooks. One round is ::
@@ -39,29 +39,30 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             on_round_end(trainer, pl_module, cohort)
 
     The first dimension of every tensor of the cohort is the client. If a method keeps state of
-    clients between rounds, this state belongs in its ``state_dict()``, as tensors and numbers by
-    client id.
+    clients between rounds, its ``state_dict()`` must contain this state, as tensors and numbers
+    with client ids as keys.
 
-    If ``on_divergence`` is ``drop``, clients with a non-finite update are left out. They are checked
-    before and after ``on_before_aggregate``. Later hooks get the remaining clients; their rows are
-    ``cohort.rows``. If too few clients report or remain, the round is skipped. Then
-    ``on_round_skipped(trainer, pl_module)`` is called instead of the remaining hooks.
+    If ``on_divergence`` is ``drop``, clients with a non-finite update are left out. All clients are
+    checked before and after ``on_before_aggregate``. Later hooks get a cohort of the remaining
+    clients. The indices of their rows in the entire cohort are ``cohort.rows``. If too few clients
+    report or remain, the round is skipped. In a skipped round, ``on_round_skipped(trainer,
+    pl_module)`` is called instead of the remaining hooks.
 
-    Before each hook, torch's global generator is seeded from (seed, class, hook, round, step). So
-    random numbers do not depend on the executor or on earlier draws. They are the same after a
-    resume.
-
-    Runs on several ranks give the same numbers as runs on one rank if hooks follow these rules:
+    Before each hook, torch's global generator is seeded from (seed, class, hook, round, step).
+    Random numbers therefore do not depend on the executor or on earlier draws, and they are the
+    same after a resume. Runs on several ranks give the same numbers as runs on one rank if hooks
+    follow these rules:
 
     - Four hooks get the entire cohort: ``on_round_start``, ``on_before_aggregate``,
-      ``on_after_aggregate`` and ``on_round_end``. These hooks and Lightning's hooks must do the
-      same on every rank. So they must not use clocks, rank numbers, or random numbers of generators
-      other than torch's global generator.
-    - Two hooks get only the rows of their rank, ``cohort.rows``: ``on_after_local_backward`` and
-      ``on_local_step_end``. A rank may have no rows. These hooks may change only these rows. They
-      cannot call ``cohort.mean``, which raises an error. They keep state of local steps in
-      ``cohort.extra``, not on ``self``; ``on_round_start`` fills ``cohort.extra`` with tensors
-      ``[C, ...]``. Their random numbers come from ``cohort.generators``.
+      ``on_after_aggregate`` and ``on_round_end``. The four hooks and Lightning's hooks must do the
+      same on every rank. They must therefore not use clocks or rank numbers. Their only source of
+      random numbers may be torch's global generator.
+    - Two hooks get only the rows of their rank: ``on_after_local_backward`` and
+      ``on_local_step_end``. The indices of the rows are ``cohort.rows``. A rank may have no rows.
+      The two hooks may change only the rows that they get. They must not call ``cohort.mean``,
+      which would raise an error. They keep state of local steps in ``cohort.extra``, not on
+      ``self``. For this purpose ``on_round_start`` fills ``cohort.extra`` with tensors ``[C,
+      ...]``. Their random numbers come from ``cohort.generators``.
 
     A hook with an unknown name, such as ``on_rond_start``, raises an error, even in a mixin.
 
@@ -84,33 +85,35 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                 )
 
     def extend_model(self, model: nn.Module) -> None:
-        """Replace layers by layers with further trainable parameters, which stay in the model.
+        """Replace layers by layers with additional trainable parameters, which stay in the model.
 
-        Called once for a model, before training, evaluations and ``list parameters``.
+        The method is called once for each model. The call comes before training, evaluations and
+        ``list parameters``.
         """
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Replace BN layers of ``pl_module.model`` for the run, or check the model.
 
-        Parameters and their names stay. No other change of the forward pass is allowed.
+        The model must keep its parameters and their names. Apart from BN, the forward pass must not
+        change.
         """
 
     def change_batches(
         self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: BatchStack
     ) -> BatchStack:
-        """Return the clients' batches as an attack changes them.
+        """Return the clients' batches after an attack has changed them.
 
         The method is called only if the class attribute ``role`` is ``"attack"``.
         """
         return batches
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act before the local steps. Every row is a copy of the server's state."""
+        """Act before the local steps. At this point every row is a copy of the server's state."""
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
     ) -> None:
-        """Act after local step ``step`` (from 0) has set the gradients ``cohort.grads``."""
+        """Act after the backward pass of local step ``step`` (from 0) has set ``cohort.grads``."""
 
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
@@ -118,7 +121,10 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Act after the client optimizer has taken local step ``step`` (from 0)."""
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act after the last local step. The hook may change the rows, which the clients send."""
+        """Act after the last local step, before the clients send their rows.
+
+        The hook may change the rows.
+        """
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
         """Correct the aggregates: ``cohort.pseudo_gradient`` and ``cohort.server_buffers``."""
@@ -129,10 +135,10 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Act in a skipped round. This hook replaces the remaining hooks of the round.
+        """Act in a skipped round, in place of the round's remaining hooks.
 
         Returns:
-            Floats that each client sends and receives (see ``extra_traffic``), and the number of
-            exchanges (see ``extra_exchanges``).
+            Two values: the number of floats that each client sends and receives (see
+            ``extra_traffic``), and the number of exchanges (see ``extra_exchanges``).
         """
         return {}, 0

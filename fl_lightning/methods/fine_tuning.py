@@ -1,4 +1,4 @@
-"""Fine-tuning of copies of the server's model on clients' training data, for evaluations."""
+"""Fine-tuning for evaluations: copies of the server's model are trained on clients' data."""
 
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[str, Tensor]:
     """Train a copy of the server's model on a client's data, and return its state.
 
-    The client optimizer trains all trainable parameters at its initial learning rate. The settings
-    ``parameter_groups`` and dropout are not used. The loss includes the terms of ``add_loss``. BN
-    layers are in training mode, even if the run has frozen their statistics. The server's model and
-    the random numbers of training do not change.
+    The client optimizer trains all trainable parameters at its initial learning rate. The setting
+    ``parameter_groups`` has no effect, and dropout is off. The loss includes the terms of
+    ``add_loss``. BN layers are in training mode, even if the run has frozen their statistics.
+    Fine-tuning changes neither the server's model nor the random numbers of training.
 
     Args:
         pl_module: The federated module.

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _HARMLESS = frozenset(
     {"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes", "logs"}
 )
-"""Attributes that a subclass may override; the rounds up to T* then stay the same."""
+"""Attributes that a subclass may override without an effect on the rounds up to T*."""
 
 
 class Freezing(FederatedCallback):
-    """A method that trains with batch statistics up to round T*, and then freezes BN state.
+    """Base class of methods that use batch statistics up to round T*, and then freeze BN state.
 
     A subclass defines T* in :meth:`last_batch_round`.
 
@@ -49,17 +49,17 @@ class Freezing(FederatedCallback):
         """Return T*, the last round with batch statistics, or None if T* is not known yet."""
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare that the kinds are averaged up to round T* and frozen after it."""
+        """Declare that the state of ``kinds`` is averaged up to round T*, and frozen after T*."""
         last = self.last_batch_round(total_rounds)
         if last is not None and round_number > last:
             return dict.fromkeys(self.kinds, "frozen")
         return {kind: "averaged" for kind in self.kinds if kind != "counter"}
 
     def same_until(self, total_rounds: int) -> int | None:
-        """Return T*: up to this round a run equals, bit for bit, a run without this method.
+        """Return T*. Up to round T* a run equals a run without this method, bit for bit.
 
-        Return None if T* is not known before training, or if the subclass overrides more than the
-        choice of T*.
+        Return None if T* is not known before training. Also return None if the subclass overrides
+        more than the choice of T*.
         """
         checked = [name for name in dir(Freezing) if not name.startswith("_") and name not in _HARMLESS]
         if any(getattr(type(self), name) != getattr(Freezing, name) for name in checked):
@@ -71,8 +71,8 @@ class Freezing(FederatedCallback):
         """Check that the model has the state to freeze.
 
         Raises:
-            ConfigurationError: The model has no BN layer. If statistics are frozen, also if a BN
-                layer has no running statistics.
+            ConfigurationError: The model has no BN layer. Or the method freezes statistics, and a
+                BN layer has no running statistics.
         """
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
 
@@ -86,7 +86,7 @@ class Freezing(FederatedCallback):
             )
 
     def remark(self, module: RunContext) -> str:
-        """Return "nothing frozen" if training ends before BN state is frozen, else ""."""
+        """Return "nothing frozen" if training ends before BN state is frozen, otherwise ""."""
         if module.total_rounds is None:
             return ""
         last = self.last_batch_round(module.planned_rounds)
@@ -105,7 +105,7 @@ def _last_round(module: RunContext) -> int:
 
 
 class FoundFreezing(Freezing):
-    """A freezing method that finds T* during training.
+    """Base class of freezing methods that find T* during training.
 
     Attributes:
         freeze_round: T*, or None until the method finds it. It is part of ``state_dict()``.
@@ -118,7 +118,7 @@ class FoundFreezing(Freezing):
         return self.freeze_round
 
     def undecided(self) -> Mapping[str, str]:
-        """Declare that the kinds may freeze in a later round. Once T* is found, declare nothing."""
+        """Declare that the state of ``kinds`` may freeze later, unless T* is already known."""
         return dict.fromkeys(self.kinds, "frozen") if self.freeze_round is None else {}
 
     def freeze_after(self, pl_module: "FederatedModule", round_number: int) -> None:

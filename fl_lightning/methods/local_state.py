@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PersonalEvaluation(VariantEvaluation):
-    """Base class of methods whose clients have models of their own.
+    """Base class of methods that give each client its own model.
 
     A subclass defines :meth:`client_model`. Every evaluation of the server's model also evaluates
     the clients' models, except in a centralised run. Two metrics are logged under ``val/`` or
@@ -31,16 +31,19 @@ class PersonalEvaluation(VariantEvaluation):
 
     - ``personal_accuracy``: Mean accuracy of the clients' models on the server's evaluation data.
     - ``own_accuracy``: Mean accuracy of the clients' models on the clients' own evaluation data.
-      These are the client's ``val_dataloader()`` or ``test_dataloader()``. If there is no such
-      loader, the server's evaluation data are used, with classes weighted as in the client's class
-      histogram. If there is no class histogram either, the metric is left out.
+      A client's data come from its ``val_dataloader()`` or ``test_dataloader()``. If the client has
+      no such loader, its model is evaluated on the server's evaluation data, and the classes are
+      weighted as in the client's class histogram. Without a class histogram, the metric is left
+      out.
 
     Args:
-        evaluate_clients: Number of clients' models to evaluate, evenly spaced by id. Each of them
-            costs as much as an evaluation of the server's model. Default: all.
+        evaluate_clients: Number of clients whose models are evaluated. The ids of these clients are
+            evenly spaced. Each client's model takes as much time as the server's model. Default:
+            all clients.
 
     Raises:
-        ConfigurationError: ``evaluate_clients`` is below 1, or another method gives clients models.
+        ConfigurationError: ``evaluate_clients`` is below 1, or another method also gives the
+            clients their own models.
 
     Example:
         >>> class Sharpened(PersonalEvaluation):
@@ -64,7 +67,7 @@ class PersonalEvaluation(VariantEvaluation):
         return [index * clients // count for index in range(count)]
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that no other method gives the clients models of their own."""
+        """Check that no other method gives the clients their own models."""
         for other in pl_module.federated_callbacks:
             if other is not self and isinstance(other, PersonalEvaluation):
                 raise ConfigurationError(
@@ -72,7 +75,7 @@ class PersonalEvaluation(VariantEvaluation):
                 )
 
     def client_model(self, pl_module: "FederatedModule", client: int) -> Mapping[str, Tensor]:
-        """Return the tensors by name that a client's model has in place of the server's."""
+        """Return the tensors in which a client's model differs from the server's model, by name."""
         raise NotImplementedError(f"{type(self).__name__} must define client_model(pl_module, client)")
 
     def variants(
@@ -88,7 +91,7 @@ class PersonalEvaluation(VariantEvaluation):
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Return ``personal_<metric>`` and ``own_<metric>`` for each metric of the evaluation."""
+        """Return the metrics ``personal_<metric>`` and ``own_<metric>`` for each ``<metric>``."""
         quality = pl_module.task.quality
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
 
@@ -113,15 +116,15 @@ class PersonalEvaluation(VariantEvaluation):
 
 
 class LocalState(PersonalEvaluation):
-    """Base class of methods whose clients keep some state locally. Clients do not send this state.
+    """Base class of methods whose clients keep some of their state instead of sending it.
 
-    A subclass defines ``kinds``. A client starts a round with its local state from its last round,
-    or in its first round with the initial state. A client's model is the server's model with the
-    client's local state. The server has a copy of the local state: the mean over the clients of the
-    last round.
+    A subclass defines ``kinds``. A client starts a round with the local state that it had after its
+    previous round. In its first round it starts with the initial state. A client's model is the
+    server's model with the client's local state. The server's model has the mean of the local state
+    over the clients of the last round.
 
     Args:
-        evaluate_clients: Number of clients' models to evaluate. Default: all.
+        evaluate_clients: Number of clients whose models are evaluated. Default: all clients.
 
     Raises:
         ConfigurationError: ``evaluate_clients`` is below 1, or the model has no state of ``kinds``.
@@ -129,8 +132,8 @@ class LocalState(PersonalEvaluation):
     Attributes:
         kinds: Kinds of state, and parts of the model, that clients keep (see
             ``fl_lightning.round.policy``).
-        memory: Local state by client id, a row ``[columns]`` for each block. The id ``SERVER``
-            holds the initial state.
+        memory: Local state of each client by id: a row ``[columns]`` for each block. The id
+            ``SERVER`` has the initial state.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -148,11 +151,11 @@ class LocalState(PersonalEvaluation):
         self.memory = ClientMemory()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare that state of ``kinds`` is local."""
+        """Declare that the state of ``kinds`` is local."""
         return dict.fromkeys(self.kinds, "local")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has state of ``kinds``."""
+        """Check that the model has state of every kind in ``kinds``."""
         model = pl_module.model
         parts = [kind for kind in self.kinds if kind not in KINDS]
         match_parts(model, parts, type(self).__name__)
@@ -185,7 +188,7 @@ class LocalState(PersonalEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return each evaluated client's local state by client id; empty before the first round."""
+        """Return the local state of each evaluated client by id, or {} before round 1."""
         layout = {
             **parameter_layout(pl_module.model, pl_module.parameter_groups, pl_module.parts),
             **buffer_layout(pl_module.model, pl_module.parts),

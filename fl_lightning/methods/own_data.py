@@ -1,4 +1,4 @@
-"""Evaluation on clients' own data, and adaptation of the server's model to unlabelled data."""
+"""Evaluation on the clients' own data, and adaptation of the server's model to unlabelled data."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Adaptation = Callable[[nn.Module, Iterable[Any]], object]
 """Function of (model, batches) that adapts a model in place to the inputs of evaluation data.
 
-The model is a copy of the server's model in eval mode. The batches have no labels, and can be read
-only once. Gradients are enabled.
+The model is a copy of the server's model in eval mode. The batches have no labels. The function can
+iterate over them only once. Gradients are enabled.
 """
 
 
@@ -32,13 +32,14 @@ def adapted_state(
 ) -> dict[str, Tensor]:
     """Return the parameters and buffers of an adapted copy of the server's model, by name.
 
-    The server's model and the random numbers of training do not change.
+    The adaptation changes neither the server's model nor the random numbers of training.
 
     Args:
         pl_module: The federated module.
         adapt: The adaptation.
         loader: Batches of evaluation data. Only their first entries, the inputs, are used.
-        name: Name of the adaptation. Its random numbers depend on seed, name, round and client.
+        name: Name of the adaptation. The random numbers of the adaptation depend on the seed, this
+            name, the round and the client.
         client: Id of the client that owns the data, or -1 for the server.
     """
 
@@ -46,7 +47,7 @@ def adapted_state(
         for batch in loader:
             batch = pl_module.on_device(batch)
             batch = batch[0] if isinstance(batch, list | tuple) else batch
-            # clone: autograd rejects tensors that were created in inference mode and cached
+            # clone: a cached tensor may come from inference mode, and autograd would reject it
             yield tree_map_only(Tensor, torch.clone, batch)
 
     with (
@@ -63,10 +64,10 @@ def adapted_state(
 
 @torch.no_grad()
 def input_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return mean and biased variance of all inputs of each BN layer, each ``[channels]``, by name.
+    """Return the mean and the biased variance of each BN layer's inputs, ``[channels]`` each.
 
-    BN layers normalise with the batch in this pass, so statistics of all but the first BN layer
-    depend on the division into batches.
+    In this pass, BN layers normalise with the batch. Except in the first BN layer, the statistics
+    therefore depend on how the inputs are divided into batches.
 
     Args:
         model: The model.
@@ -94,14 +95,14 @@ def evaluate_client(
     split: str,
     evaluate: Callable[[Any, ServerEvaluation], None],
 ) -> ServerEvaluation | None:
-    """Evaluate a model on a client's own data, on the calling rank alone.
+    """Evaluate a model on a client's own data. Only the calling rank computes.
 
     Args:
         pl_module: The federated module.
         client: Id of the client.
         split: The evaluation data, ``"val"`` or ``"test"``.
-        evaluate: Function that adds a batch to an evaluation. The function and the loader draw
-            random numbers from a seed that depends on (seed, client).
+        evaluate: Function that adds a batch to an evaluation. The random numbers of this function
+            and of the loader depend only on the run's seed and the client.
 
     Returns:
         The finished evaluation, or None if the client has no such data.
@@ -118,10 +119,10 @@ def evaluate_client(
 
 
 def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return the accuracy on data with the given class proportions.
+    """Return the accuracy for data with given proportions of the classes.
 
     Args:
-        class_accuracy: Accuracy of each class. A class with None is left out.
+        class_accuracy: Accuracy of each class. Classes with the accuracy None are left out.
         weights: Frequency of each class, with any sum.
 
     Returns:

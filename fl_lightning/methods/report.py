@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, float]]
-"""Rows of ``metrics.jsonl``. A row holds the metrics of a round by name."""
+"""Rows of ``metrics.jsonl``. Each row maps the names of a round's metrics to their values."""
 
 Drawing = Callable[[Sequence[str]], "Figure"]
-"""Function that draws a figure under given title lines, see ``fl_lightning.pictures.style``."""
+"""Function that draws a figure with given lines as title. See ``fl_lightning.pictures.style``."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Table:
 class Report:
     """Mixin for callbacks that add figures, tables or numbers to the report of a run.
 
-    The names of figures and tables become files in the run's folder (``<name>.png``,
-    ``<name>.csv``) and W&B keys (``<name>``, ``<name>_table``). So a figure and a table may have
-    the same name. All methods are called when a fit ends, stops or fails, perhaps before the first
-    round.
+    A figure becomes the file ``<name>.png`` in the run's folder, and has the key ``<name>`` at W&B.
+    A table becomes the file ``<name>.csv``, and has the key ``<name>_table`` at W&B. A figure and a
+    table may therefore have the same name. All methods are called when a fit ends, stops or fails.
+    This may be before the first round.
 
     Example:
         >>> class Steps(Report):
@@ -51,22 +51,23 @@ class Report:
         """Return figures by name.
 
         Args:
-            rows: Rows of ``metrics.jsonl``. If the run was resumed, they include the earlier rows.
+            rows: Rows of ``metrics.jsonl``. If the run was resumed, they include the rows from
+                before.
         """
         return {}
 
     def tables(self) -> Mapping[str, Table]:
-        """Return tables by name."""
+        """Return tables, with their names as keys."""
         return {}
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Return lists of values by name. W&B shows a histogram of each list."""
+        """Return lists of values, with their names as keys. W&B shows a histogram of each list."""
         return {}
 
     def result(self) -> Mapping[str, float]:
-        """Return numbers for ``result.json`` and the W&B summary, by name."""
+        """Return numbers for ``result.json`` and for the W&B summary, with their names as keys."""
         return {}
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return lines of the printed result table, by label."""
+        """Return texts for the printed table of results, with their labels as keys."""
         return {}

@@ -29,11 +29,13 @@ def set_server_statistics(cohort: "Cohort", mean: Tensor, variance: Tensor) -> N
 def split_statistics(
     buffers: Mapping[str, Tensor], kinds: Mapping[str, str], mean: Tensor, variance: Tensor
 ) -> dict[str, Tensor]:
-    """Split concatenated statistics into running means and variances by buffer name.
+    """Split concatenated statistics into the running mean and variance of each layer.
+
+    The keys of the result are names of buffers.
 
     Args:
-        buffers: A model's buffers by name. They give the sizes.
-        kinds: Kinds of the buffers, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
+        buffers: A model's buffers by name. Their sizes decide where the statistics are split.
+        kinds: Kind of each buffer, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
         mean: Means of all layers, concatenated, ``[channels]``.
         variance: Variances of all layers, concatenated, ``[channels]``.
     """

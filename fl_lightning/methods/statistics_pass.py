@@ -1,4 +1,4 @@
-"""BN statistics of the server's weights, measured in a pass over training or evaluation data."""
+"""Pass over training or evaluation data that measures BN statistics with the server's weights."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,35 +21,37 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
-"""Batches and formula of the statistics that :func:`collect` measures.
+"""Batches and formula by which :func:`collect` computes statistics.
 
-Union batch k is the union of all clients' k-th batches.
+Union batch k is the union of the k-th batches of all clients.
 
-- ``pooled``: Mean over the union batches of each batch's mean and variance. As in HeteroFL, all
-  data must be in one place.
+- ``pooled``: Each union batch has a mean and a variance. The result is their mean over all union
+  batches. As in HeteroFL, all data must be in one place.
 - ``pooled_total_variance``: Mean and variance of all values in the union batches.
-- ``per_client``: Mean over all clients' batches of each batch's mean and variance. It leaves out
-  the variance between clients.
-- ``per_client_total_variance``: Mean and variance of all values in the clients' batches, merged
-  from the clients' moments by the law of total variance.
+- ``per_client``: Each client's batch has a mean and a variance. The result is their mean over all
+  batches of all clients. It leaves out the variance between clients.
+- ``per_client_total_variance``: Mean and variance of all values in the clients' batches. They are
+  merged from the clients' moments by the law of total variance.
 
 In the first BN layer both total variances equal the variance of all clients' data. In deeper layers
-they differ. There the inputs come from BN layers that have normalised with a batch: a client's
-batch loses the differences between clients, a union batch keeps them.
+the two total variances differ, because earlier BN layers have normalised the inputs with a batch.
+Normalisation with a client's batch removes the differences between clients. Normalisation with a
+union batch keeps these differences.
 """
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
-"""Mean and variance of each BN layer's inputs, ``[channels]`` each, by layer name."""
+"""Mean and variance of each BN layer's inputs, ``[channels]`` each. Layer names are the keys."""
 
 Sums = tuple[Tensor, Tensor, Tensor]
 """Sums from which statistics are computed.
 
-For a total variance: number of values, their mean, and their sum of squared deviations. Otherwise:
-number of batches, sum of their means, and sum of their variances.
+For a total variance, there are three sums: the number of values, their mean, and the sum of their
+squared deviations from the mean. For other modes, there are the number of batches, the sum of the
+batches' means, and the sum of the batches' variances.
 """
 
 
-@torch.inference_mode(mode=False)  # data modules may cache tensors here that training needs later
+@torch.inference_mode(mode=False)  # data modules may cache tensors for training
 @torch.no_grad()
 def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     """Measure the inputs of BN layers in one pass over the training data of all clients.
@@ -58,9 +60,9 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     batch. Frozen BN layers are not measured. All other layers are in eval mode, so there is no
     dropout. (HeteroFL's pass is in training mode, but its networks have no dropout.)
 
-    The batches are those of each client's first epoch, augmented as in training. With ``drop_last``
-    an incomplete last batch is dropped. The statistics depend only on the weights, the data and the
-    data's seed.
+    The pass uses the batches of each client's first epoch, augmented as in training. If the loader
+    has ``drop_last``, an incomplete last batch is dropped. The statistics depend only on the
+    weights, the data and the data's seed.
 
     Args:
         pl_module: The federated module, attached to a trainer, with its data set up.
@@ -97,7 +99,7 @@ def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
     """Measure the inputs of BN layers in one pass over the server's evaluation data.
 
     The pass uses no labels. As in :func:`collect`, it uses the server's weights, and BN layers
-    normalise with the batch. Mean and variance are over all values, as in AdaBN (Li et al.,
+    normalise with the batch. As in AdaBN, mean and variance are those of all values (Li et al.,
     "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779).
 
     Args:
@@ -127,15 +129,15 @@ def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
 def measured_statistics(
     trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode | Literal["evaluation"]
 ) -> dict[str, Tensor]:
-    """Measure running statistics for an evaluation, and return them by buffer name.
+    """Measure running statistics for an evaluation. The keys of the result are buffer names.
 
-    Before the first round (in Lightning's sanity check) the result is empty.
+    In Lightning's sanity check, which precedes the first round, the result is empty.
 
     Args:
         trainer: The trainer.
         pl_module: The federated module.
-        mode: Data and formula. For ``"evaluation"`` :func:`collect_evaluation` measures the data of
-            the current evaluation. For all other modes :func:`collect` measures training data.
+        mode: Data and formula. With ``"evaluation"``, :func:`collect_evaluation` measures the data
+            of the current evaluation. With any other mode, :func:`collect` measures training data.
     """
     if trainer.sanity_checking:
         return {}
@@ -154,15 +156,16 @@ def measured_statistics(
 def _measuring(
     pl_module: "FederatedModule", forward: Callable[[Any], object], total: bool
 ) -> Iterator[Callable[[int, Iterable[Any]], dict[str, Sums]]]:
-    """Let BN layers measure their inputs inside the block.
+    """Let BN layers measure their inputs until the ``with`` block ends.
 
-    Yield a function that passes batches through the model, and returns the sums of each BN layer in
-    float64 on the CPU. Its arguments are an index, for the seed, and the batches.
+    Yield a function that passes batches through the model. The function returns the sums of each BN
+    layer in float64 on the CPU. It has two arguments: an index that seeds random numbers, and the
+    batches.
 
     Args:
         pl_module: The federated module.
         forward: Function that passes a batch through the model.
-        total: Whether the sums are those of a total variance, see :data:`Sums`.
+        total: Whether to compute the sums for a total variance, see :data:`Sums`.
     """
     model, precision, sums = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
@@ -180,7 +183,7 @@ def _measuring(
 
     def measure(index: int, batches: Iterable[Any]) -> dict[str, Sums]:
         sums.clear()
-        # seeded: models may draw random numbers, but must not change the global generators
+        # seeded: a model may draw random numbers, but the global generators must not change
         with seeded(derive_seed(pl_module.seed, "statistics pass", index)):
             for batch in batches:
                 forward(pl_module.on_device(batch))

@@ -20,23 +20,24 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
-"""Variant in which BN layers normalise with the batch and ignore running statistics."""
+"""Variant in which BN layers normalise with the batch instead of with running statistics."""
 
 
 class VariantEvaluation(FederatedCallback):
     """Base class of methods and observers that evaluate variants of the server's model.
 
     A variant is the server's model with some state replaced. Every evaluation of the server's model
-    (before training, in ``fit``, ``validate`` and ``test``) also evaluates each variant, on the
-    same batches and by the same rules: the model is in eval mode, and non-finite outputs count as
-    wrong. The metrics of a variant named ``calibrated`` are ``val/accuracy_calibrated`` and
+    also evaluates each variant. This includes the evaluation before training, and evaluations in
+    ``fit``, ``validate`` and ``test``. Variants are evaluated on the same batches and by the same
+    rules as the server's model: the model is in eval mode, and non-finite outputs count as wrong.
+    The metrics of a variant named ``calibrated`` are ``val/accuracy_calibrated`` and
     ``val/loss_calibrated``. Variants do not affect training.
 
     A variant may also be an :data:`~fl_lightning.methods.own_data.Adaptation`: a function that
     adapts a copy of the server's model to the inputs of the evaluation data. The copy is then
-    evaluated. In this case ``val/own_accuracy_calibrated`` is logged, too. It is the mean accuracy
-    over the clients: each client's own evaluation data are evaluated with a copy that was adapted
-    to these data.
+    evaluated. For an adaptation named ``calibrated``, ``val/own_accuracy_calibrated`` is logged,
+    too. For this metric, one copy per client is adapted to the client's own evaluation data, and is
+    evaluated on the same data. The metric is the mean accuracy over the clients.
 
     A subclass defines :meth:`variants`, and may override :meth:`variant_metrics`.
 
@@ -53,8 +54,9 @@ class VariantEvaluation(FederatedCallback):
         """Return the variants to evaluate. This method is called at the start of each evaluation.
 
         Returns:
-            The variants by name. A variant is :data:`BATCH_STATISTICS`, an adaptation, or a mapping
-            of tensors that replace the server's parameters and buffers of the same name and shape.
+            The variants by name. A variant is :data:`BATCH_STATISTICS`, an adaptation, or a dict of
+            tensors. The tensors replace parameters and buffers of the server that have the same
+            name and shape.
         """
         raise NotImplementedError(f"{type(self).__name__} must define variants(trainer, pl_module)")
 
@@ -86,7 +88,7 @@ class VariantEvaluation(FederatedCallback):
         variants = self.variants(trainer, pl_module)
         self._adaptations = {name: variant for name, variant in variants.items() if callable(variant)}
         loader = f"{'test' if trainer.testing else pl_module.data.fit_split}_dataloader"
-        # move the tensors to the device, because those from a checkpoint are on the CPU
+        # move all tensors to the device, because tensors from a checkpoint are on the CPU
         self._tensors = {
             name: adapted_state(pl_module, variant, getattr(pl_module.data, loader)(), name)
             if callable(variant)
@@ -108,7 +110,7 @@ class VariantEvaluation(FederatedCallback):
     ) -> None:
         """Evaluate every variant on a batch. The server's evaluation does not change."""
         with isolate_rng():
-            # turn: the ranks share the variants of a batch, because there may be few batches
+            # turn: divides the variants of a batch among the ranks, because batches may be few
             for turn, (name, tensors) in enumerate(self._tensors.items()):
                 evaluate = partial(self.evaluate, pl_module, tensors)
                 self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
@@ -128,7 +130,7 @@ class VariantEvaluation(FederatedCallback):
     def _adapted_to_clients(
         self, pl_module: "FederatedModule", split: str, name: str, adapt: Adaptation
     ) -> dict[str, float]:
-        """Return mean metrics over the clients, each evaluated on its data after adaptation."""
+        """Return metrics of copies adapted to each client's own data, averaged over the clients."""
 
         def own(client: int) -> tuple[Mapping[str, float], bool]:
             loader = pl_module.data.own_dataloader(client, split)
