@@ -66,6 +66,22 @@ def measures() -> str:
     return "\n".join(lines)
 
 
+def readings() -> str:
+    """Return a Markdown table of the study ``shards_readings`` at scale ``long``."""
+    lines = [
+        "| difference | BN | GN | FixBN |",
+        "|---|---|---|---|",
+    ]
+    rows = json.loads((NUMBERS_FOLDER / "shards_readings.json").read_text())["rows"]
+    for reading in dict.fromkeys(row["reading"] for row in rows):
+        cut = [reading]
+        for method in PUBLISHED:
+            row = next((row for row in rows if (row["reading"], row["method"]) == (reading, method)), None)
+            cut.append(f"{row['accuracy']:.3f} ({row['accuracy_calibrated']:.3f})" if row else "")
+        lines.append(f"| {' | '.join(cut)} |")
+    return "\n".join(lines)
+
+
 def draw() -> None:
     """Draw the test accuracy of each cell over the rounds, and the published values as lines."""
     with paper_style():

@@ -55,6 +55,7 @@ def _list(checks: Mapping[str, Callable[..., object]]) -> str:
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "audit": ("audit.md", audit.table),
     "measures": ("audit.md", audit.measures),
+    "readings": ("audit.md", audit.readings),
     "methods": ("methods.md", quiet_table),
     "round": ("own-method.md", round_hooks),
     "rules": ("verify.md", rules),
