@@ -1,7 +1,7 @@
 """Draw the figure of docs/audit.md and print its table: ``python docs/scripts/audit.py``.
 
-A cell is a run of the audit. Each file of ``docs/numbers/audit`` has one cell: its command, its
-evaluations and, if the run is finished, its result.
+A cell is a run of the audit. Each file in ``docs/numbers/audit`` describes one cell. The file has
+the command and the evaluations of the cell. If the run is finished, the file also has the result.
 """
 
 import json
@@ -13,21 +13,24 @@ from matplotlib.figure import Figure
 from fl_lightning.pictures.style import BLUE, GREEN, VERMILLION, paper_style, write_figure
 
 PUBLISHED = {"BN": 0.5397, "GN": 0.5969, "FixBN": 0.7656}
-"""Test accuracy by method in Table 4 of the FixBN paper, the mean of three runs."""
+"""Test accuracy of each method in Table 4 of the FixBN paper. It is the mean of three runs."""
 
 COLOURS = {"BN": VERMILLION, "GN": GREEN, "FixBN": BLUE}
 LAST = 5
-"""Number of last evaluations in the column of their mean; a run evaluates every ten rounds."""
+"""Number of evaluations at the end of a run that enter the column "mean of the last five".
+
+A run is evaluated every ten rounds.
+"""
 
 
 def cells() -> dict[str, dict[str, Any]]:
-    """Return the content of each cell's file, by file name without ``.json``."""
+    """Return the content of each cell's file. The key is the file's name without ``.json``."""
     folder = NUMBERS_FOLDER / "audit"
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def table() -> str:
-    """Return a Markdown table of the cells, finished cells first."""
+    """Return a Markdown table of the cells. Finished cells come first."""
     lines = [
         "| method | images of other classes | state | last | best (round) | mean of the last five | published | partition |",
         "|---|---|---|---|---|---|---|---|",
@@ -53,7 +56,7 @@ def table() -> str:
 
 
 def measures() -> str:
-    """Return a Markdown table of the measures of ``ClassifierBias`` on saved checkpoints."""
+    """Return a Markdown table of what ``ClassifierBias`` has measured on saved checkpoints."""
     names = ("accuracy", "accuracy_calibrated", "accuracy_within_clients", "accuracy_between_clients")
     lines = [
         "| round | method | images of other classes | test accuracy | calibrated | within clients | between clients |",
@@ -83,7 +86,7 @@ def readings() -> str:
 
 
 def draw() -> None:
-    """Draw the test accuracy of each cell over the rounds, and the published values as lines."""
+    """Draw the test accuracy of each cell over the rounds. Horizontal lines are published values."""
     with paper_style():
         figure = Figure(figsize=(7, 3.4), layout="constrained")
         axes = figure.add_subplot()
@@ -103,7 +106,7 @@ def draw() -> None:
 
 
 def _method(cell: dict[str, Any]) -> str:
-    """Return the method of a cell: its description up to the first comma."""
+    """Return the method of a cell: the part of its description before the first comma."""
     method: str = cell["cell"].split(",")[0]
     return method
 

@@ -1,8 +1,9 @@
 """Draw the figures of docs/byzantine.md: ``python docs/scripts/byzantine.py``.
 
-The figures show FBN and averaged BN under attack. The numbers come from
-``docs/numbers/byzantine.json``. ``python docs/scripts/byzantine.py numbers`` first collects these
-numbers from the runs of the study ``fbn_byzantine`` at the scale ``reduced``.
+The figures show FBN and averaged BN under attack. The numbers come from the file
+``docs/numbers/byzantine.json``. The command ``python docs/scripts/byzantine.py numbers`` first
+writes this file from the runs of the study ``fbn_byzantine`` at the scale ``reduced``. It then
+draws the figures.
 """
 
 import json
@@ -43,8 +44,8 @@ CURVES = {
 def collect() -> None:
     """Write the file of numbers from the runs of the study.
 
-    For each method, gamma and cell the file has test accuracy by seed, the diverged seeds, and the
-    validation accuracy by seed and round.
+    The file has three entries for each method, gamma and cell: the test accuracy of each seed, the
+    seeds that diverged, and the validation accuracy of each seed and round.
     """
     numbers = {}
     methods, attacks, defences = (
@@ -70,7 +71,7 @@ def collect() -> None:
 
 
 def mean(found: dict) -> float:
-    """Return the mean test accuracy over the seeds."""
+    """Return the test accuracy of a cell, as the mean over its seeds."""
     return statistics.mean(found["test"].values())
 
 
@@ -98,7 +99,10 @@ def heat_map(numbers: dict) -> None:
 
 
 def curves(numbers: dict) -> None:
-    """Draw validation accuracy over the rounds at gamma = 0: mean and range over the seeds."""
+    """Draw the validation accuracy over the rounds at gamma = 0.
+
+    A line is the mean over the seeds. A band reaches from the lowest to the highest seed.
+    """
     with paper_style():
         figure = Figure(figsize=(8, 3.4), layout="constrained")
         for axes, method in zip(figure.subplots(1, 2, sharey=True), METHODS, strict=True):
@@ -126,8 +130,8 @@ def curves(numbers: dict) -> None:
 def amplification() -> None:
     """Draw the server's variance under an attack that flips the sign of the means.
 
-    The left panel shows the variance over the rounds, the right panel its final value against beta.
-    Three of ten clients attack. The data have mean 1 and variance 1.
+    The left panel shows the variance over the rounds. The right panel shows the final variance for
+    each beta. Three of ten clients attack. The data have mean 1 and variance 1.
     """
     with paper_style():
         figure = Figure(figsize=(7, 3), layout="constrained")
@@ -159,12 +163,12 @@ def amplification() -> None:
 
 
 def variances(wire: str, beta: float, defended: bool, rounds: int) -> list[float]:
-    """Simulate FBN under a sign flip of the means, and return the server's variance.
+    """Simulate FBN under a sign flip of the means, and return the server's variances.
 
-    The first value is the variance at the start; a value after each round follows.
+    The first value is the variance at the start. Then follows the variance after each round.
 
     Args:
-        wire: Form of the sent statistics: ``"run"`` (running) or ``"batch"``.
+        wire: Statistics that clients send: ``"run"`` (running statistics) or ``"batch"``.
         beta: Momentum of the BN layer.
         defended: Whether the server uses NNM and the median instead of the mean.
         rounds: Number of rounds.
@@ -184,7 +188,7 @@ def variances(wire: str, beta: float, defended: bool, rounds: int) -> list[float
 
 
 def main(arguments: list[str]) -> None:
-    """Draw all figures; with the argument ``numbers``, collect the numbers first."""
+    """Draw all figures. With the argument ``numbers``, write the file of numbers first."""
     if arguments == ["numbers"]:
         collect()
     numbers = json.loads(FILE.read_text())

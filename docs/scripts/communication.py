@@ -1,12 +1,12 @@
 """Draw accuracy against communication: ``python docs/scripts/communication.py``.
 
 The script trains several methods and draws a figure. ``python docs/scripts/communication.py draw``
-draws earlier results without training.
+does not train. It draws the results of an earlier call.
 
-The runs are shipped configurations with ``CommunicationLedger``: ten clients with one class of
-Digits each, 400 rounds of one local step, LeNet, seed 0. Only the learning rate of FBN is not that
-of the configuration. It was chosen on validation data among 0.02, 0.05, 0.1, 0.2 and 0.4. With 0.4
-FBN diverges.
+The runs are shipped configurations with ``CommunicationLedger``. Ten clients have one class of
+Digits each, and train LeNet for 400 rounds of one local step with seed 0. Only FBN has another
+learning rate than its configuration. This learning rate was chosen on validation data among 0.02,
+0.05, 0.1, 0.2 and 0.4. With 0.4 FBN diverges.
 """
 
 import json
@@ -46,7 +46,7 @@ KEPT = (
 
 
 def train() -> None:
-    """Train every method, and write the metrics of its evaluated rounds to the file of numbers."""
+    """Train every method, and write the metrics of all evaluated rounds to the file of numbers."""
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for method, (config, *options) in METHODS.items():
@@ -68,7 +68,7 @@ def train() -> None:
 
 
 def draw() -> None:
-    """Draw the numbers of the file to ``docs/figures/communication.png``."""
+    """Draw ``docs/figures/communication.png`` from the file of numbers."""
     title = ["Digits, 10 clients with one class each, E = 1, 400 rounds, LeNet"]
     figure = communication_figure(json.loads(FILE.read_text()), str(NetworkLink()), title)
     write_figure(FIGURES_FOLDER / "communication.png", figure)

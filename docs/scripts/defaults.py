@@ -1,8 +1,8 @@
 """Record the defaults of shipped classes: ``.venv/bin/python docs/scripts/defaults.py``.
 
-The file is ``fl_lightning/experiments/run_directory/defaults.json``. Run this script after you have
-added a class or a setting. It adds new classes and settings to the file and does not change
-existing entries.
+The defaults are in the file ``fl_lightning/experiments/run_directory/defaults.json``. Run this
+script after you have added a class or a setting. The script adds new classes and settings to the
+file. It does not change existing entries.
 """
 
 import inspect
@@ -26,14 +26,14 @@ _FUNCTIONS = (fl_lightning.models.library_model, fl_lightning.models.deeplab_v3_
 
 
 def shipped() -> dict[str, Any]:
-    """Return the classes and functions that a configuration can name, by their full names."""
+    """Return the classes and functions that a configuration can name. The keys are full names."""
     found = {full_name(x): x for x in [*_FUNCTIONS, *_below(Recorded)]}
-    # a name with three dots or more belongs to a base class that no package exports
+    # leave out base classes that no package exports; their names have three dots or more
     return {name: x for name, x in found.items() if name.startswith("fl_lightning.") and name.count(".") < 3}
 
 
 def today() -> dict[str, dict[str, Any]]:
-    """Return the current defaults of the shipped classes, read from the code."""
+    """Return the defaults that the shipped classes have in the code now."""
     found = {name: defaults(kind) for name, kind in shipped().items()}
     return found | {TRAINER: as_plain(TRAINER_DEFAULTS)}
 
@@ -46,7 +46,7 @@ def _below(kind: type) -> Iterator[type]:
 
 
 def main() -> None:
-    """Add new classes and settings to the file."""
+    """Add new classes and settings to the file of defaults."""
     pinned = json.loads(FILE.read_text())
     for name, found in today().items():
         pinned[name] = found | pinned.get(name, {})

@@ -1,4 +1,4 @@
-"""Folders of the documentation's figures and numbers."""
+"""Two folders of the documentation: one with figures, one with numbers."""
 
 from pathlib import Path
 

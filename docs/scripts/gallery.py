@@ -2,9 +2,10 @@
 
 Command: ``python docs/scripts/gallery.py runs/studies/NAME-SCALE ...``.
 
-The script replaces the text between the comments ``<!-- NAME -->`` and ``<!-- end of NAME -->`` by
-the study's table, verdicts and figure. If the scale is not ``reduced``, the comments contain
-``NAME-SCALE``. The figure is copied to ``figures/gallery``.
+A study has a section on the page, between the comments ``<!-- NAME -->`` and
+``<!-- end of NAME -->``. If the scale of the study is not ``reduced``, the comments contain
+``NAME-SCALE`` instead of ``NAME``. The script writes the study's table, verdicts and figure into
+this section. It copies the figure to ``figures/gallery``.
 """
 
 import json
@@ -18,7 +19,7 @@ from generated import replaced
 PAGE = Path(__file__).parents[1] / "gallery.md"
 FIGURES = FIGURES_FOLDER / "gallery"
 SHOWN = ("by_E", "by_T_", "by_gamma", "by_alpha", "difference", "curves")
-"""Names of figures; the page shows the first of these figures that a study has."""
+"""Names of figures. If a study has several of these figures, the page shows the first of them."""
 
 
 def part(study: Path, page: str) -> str:
@@ -49,7 +50,7 @@ def part(study: Path, page: str) -> str:
 
 
 def main(studies: list[str]) -> None:
-    """Rewrite the page's sections about some studies, given their folders."""
+    """Write the section of each study. ``studies`` are the folders of the studies."""
     for study in map(Path, studies):
         PAGE.write_text(part(study, PAGE.read_text()))
 

@@ -1,16 +1,17 @@
 """Run and draw the toy of the FBN paper: ``python docs/scripts/gaussian_toy.py``.
 
-The toy is that of Figs. 1 and 2 in arXiv 2405.14670.
+The toy is from Figures 1 and 2 of arXiv 2405.14670.
 
-There are ten clients. Each client has the points of one Gaussian in the plane, and draws 30 new
-points in every round. Runs of 100 rounds give the running statistics of FBN and of FedAvg with BN.
-The points of each round are then normalised in four ways:
+There are ten clients. Each client has one Gaussian in the plane, and draws 30 new points from it in
+every round. The script trains FBN, and FedAvg with BN, for 100 rounds, and stores their running
+statistics. It then normalises the points of each round in four ways:
 
-- ``central``: BN on the union of the clients' batches. All other ways are compared with this one.
-- ``FBN``: FBN's statistics of the previous round.
-- ``FixBN``: the averaged running statistics of FedAvg from the previous round. FixBN normalises in
-  this way after it has frozen the statistics.
-- ``naive``: the statistics of each client's own batch, as in FedAvg's training.
+- ``central`` uses the statistics of the union of the clients' batches. The other three ways are
+  compared with ``central``.
+- ``FBN`` uses FBN's running statistics after the previous round.
+- ``FixBN`` uses FedAvg's averaged running statistics after the previous round. FixBN does the same
+  after it has frozen the statistics.
+- ``naive`` uses the statistics of each client's own batch, as FedAvg does in training.
 """
 
 import logging
@@ -65,14 +66,14 @@ CLASS_MARKERS = ("o", "^")
 ERROR_TICKS = (0.2, 0.5, 1, 2, 5, 10)
 
 Moments = tuple[Tensor, Tensor]
-"""Running mean and variance, each ``[2]``."""
+"""Running mean and running variance. Each has the shape ``[2]``."""
 
 Statistics = list[Moments]
-"""Running statistics at the start of each round, and after the last round."""
+"""Running statistics at the start of each round. The last entry is from the end of the run."""
 
 
 class RunningStatistics(L.Callback):
-    """A callback that stores the server's running statistics of every round."""
+    """A callback that stores the server's running statistics in every round."""
 
     def __init__(self) -> None:
         self.found: Statistics = []
@@ -88,12 +89,12 @@ class RunningStatistics(L.Callback):
 def statistics(
     data: Gaussians, callbacks: Sequence[L.Callback] = (), centralised: bool = False
 ) -> Statistics:
-    """Train the model and return the server's running statistics.
+    """Train the model and return the server's running statistics of all rounds.
 
     Args:
-        data: The clients' Gaussians.
+        data: Data of the clients.
         callbacks: Methods of the run.
-        centralised: Whether one model is trained on the union of the batches.
+        centralised: Whether one model is trained on the union of the clients' batches.
     """
     L.seed_everything(0, verbose=False)
     module = FederatedModule(
@@ -119,14 +120,19 @@ def statistics(
 
 
 def points_of(data: Gaussians, round_number: int) -> tuple[Tensor, Tensor]:
-    """Return the points ``[n, m, 2]`` and labels ``[n, m]`` of all n clients in a round."""
+    """Return the points ``[n, m, 2]`` and labels ``[n, m]`` of a round.
+
+    There are n clients with m points each.
+    """
     everyone = range(data.num_clients)
     points, labels = data.cohort_batch(everyone, [round_number - 1] * data.num_clients).stack()
     return points.double(), labels
 
 
 def normalised(points: Tensor, fbn: Moments, fedavg: Moments) -> dict[str, Tensor]:
-    """Return the normalised points of a round, ``[n m, 2]``, by the name of the normalisation.
+    """Return the points of a round, ``[n m, 2]``, after each of the four normalisations.
+
+    The keys are the names of the normalisations.
 
     Args:
         points: The clients' points, ``[n, m, 2]``.
@@ -143,7 +149,11 @@ def normalised(points: Tensor, fbn: Moments, fedavg: Moments) -> dict[str, Tenso
 
 
 def errors(data: Gaussians, fbn: Statistics, fedavg: Statistics) -> dict[str, Tensor]:
-    """Return the mean Euclidean distance of each method's points from ``central``, ``[rounds]``."""
+    """Return each method's error, ``[rounds]``.
+
+    The error is the mean Euclidean distance between the points that the method has normalised and
+    the points that ``central`` has normalised.
+    """
     rounds = []
     for number in range(1, ROUNDS + 1):
         views = normalised(points_of(data, number)[0], fbn[number - 1], fedavg[number - 1])
@@ -152,10 +162,11 @@ def errors(data: Gaussians, fbn: Statistics, fedavg: Statistics) -> dict[str, Te
 
 
 def separability(data: Gaussians, fbn: Statistics, fedavg: Statistics) -> dict[str, float]:
-    """Return the accuracy of a linear classifier by the name of the normalisation.
+    """Return the accuracy of a linear classifier for each normalisation.
 
-    The classifier is fitted to the points of the last round but one, and evaluated on the points of
-    the last round. ``"raw"`` are the points before normalisation.
+    The classifier is fitted to the normalised points of round 99, and evaluated on the normalised
+    points of round 100. The keys are the names of the normalisations. The key ``"raw"`` stands for
+    the points without normalisation.
     """
     views, labels = [], []
     for number in (ROUNDS - 1, ROUNDS):
@@ -171,9 +182,9 @@ def separability(data: Gaussians, fbn: Statistics, fedavg: Statistics) -> dict[s
 
 
 def scatter(axes: Axes, points: Tensor, labels: Tensor) -> None:
-    """Draw points with a colour and a marker for each class.
+    """Draw points. Each class has its own combination of colour and marker.
 
-    If all points are away from the centre, the number of each class is drawn too.
+    If no point is near the origin, the number of each class is drawn too.
     """
     apart = bool(points.norm(dim=1).min() > 0.4)
     limit = (1.3 if apart else 1.1) * float(points.abs().max())
@@ -197,7 +208,10 @@ def scatter(axes: Axes, points: Tensor, labels: Tensor) -> None:
 
 
 def draw_points(path: Path, data: Gaussians, fbn: Statistics, fedavg: Statistics) -> None:
-    """Draw the last round's points by normalisation, and the running variances over the rounds."""
+    """Draw the points of the last round after each normalisation.
+
+    The last panel shows the running variances of FBN and FedAvg over the rounds.
+    """
     points, labels = points_of(data, ROUNDS)
     views = {"raw": points.flatten(0, 1)} | normalised(points, fbn[ROUNDS - 1], fedavg[ROUNDS - 1])
     accuracy = separability(data, fbn, fedavg)
@@ -226,7 +240,7 @@ def draw_points(path: Path, data: Gaussians, fbn: Statistics, fedavg: Statistics
 
 
 def draw_errors(path: Path, found: dict[float, dict[str, float]]) -> None:
-    """Draw the normalisation error of each method against the similarity gamma of the clients."""
+    """Draw the error of each method for each gamma, the similarity of the clients."""
     with paper_style():
         figure = Figure(figsize=(7, 3.2), layout="constrained")
         axes = figure.subplots()
@@ -249,7 +263,7 @@ def draw_errors(path: Path, found: dict[float, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Run the toy at each similarity gamma, print the numbers and draw both figures."""
+    """Run the toy for each gamma, print the numbers and draw both figures."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -20,18 +20,21 @@ from fl_lightning.verification.claims import CLAIMS
 
 DOCS = Path(__file__).parents[1]
 sys.path.append(str(DOCS.parent / "tests" / "support"))
-from broken_callbacks import FAILS  # a module of tests/support
+from broken_callbacks import FAILS  # from the folder tests/support
 
 
 def round_hooks() -> str:
-    """Return the pseudo-code of a round from the docstring of ``FederatedCallback``."""
+    """Return the pseudo-code of a round. The docstring of ``FederatedCallback`` contains it."""
     block = re.search(r"One round is ::\n\n(.*?)\n\n\S", inspect.getdoc(FederatedCallback) or "", re.DOTALL)
     assert block is not None
     return "```text\n" + inspect.cleandoc(block[1]) + "\n```"
 
 
 def rules() -> str:
-    """Return all rules with docstring and remedy, and all claims with one line each."""
+    """Return the rules and claims of ``verify`` as Markdown.
+
+    Each rule has its docstring and its remedy. Each claim has one line.
+    """
     counts = Counter(line for lines in FAILS.values() for line in lines)
     sections = [
         f"### {name}\n\n{_text(check)}\n\nIf it fails: {REMEDIES[name]}. The tests have {counts[name]} broken "
@@ -60,23 +63,23 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "round": ("own-method.md", round_hooks),
     "rules": ("verify.md", rules),
 }
-"""The page of each part, and the function that returns its text."""
+"""For each generated part: the page that contains it, and the function that returns its text."""
 
 
 def between(name: str, page: str) -> str:
-    """Return the text of a page between the two comments of a part."""
+    """Return the text of a generated part, as it is in the page now."""
     found = re.search(rf"<!-- {name} -->\n(.*?)\n?<!-- end of {name} -->", page, re.DOTALL)
     assert found is not None, f"no part {name}"
     return found[1]
 
 
 def replaced(name: str, page: str, part: str) -> str:
-    """Return a page with a new text between the two comments of a part.
+    """Return a page in which a generated part has a new text.
 
     Args:
         name: Name of the part.
         page: Text of the page.
-        part: The new text.
+        part: New text of the part.
     """
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     head, rest = page.split(start)
@@ -84,7 +87,7 @@ def replaced(name: str, page: str, part: str) -> str:
 
 
 def main() -> None:
-    """Rewrite all generated parts."""
+    """Write all generated parts into their pages."""
     for name, (file, make) in GENERATED.items():
         (DOCS / file).write_text(replaced(name, (DOCS / file).read_text(), make()))
 

@@ -1,13 +1,14 @@
-"""Measure and draw gradient deviation: ``python docs/scripts/gradient_deviation.py``.
+"""Measure and draw the gradient deviation: ``python docs/scripts/gradient_deviation.py``.
 
-Gradient deviation is the distance of the clients' mean gradient from the gradient of one model on
-the union of the clients' batches. ``BatchNormDiagnostics`` measures it in every tenth round. The
-runs are shipped configurations in float64: ten clients with one digit each and one local step a
-round. They take five minutes on one core.
+The gradient deviation compares two gradients: the mean of the clients' gradients, and the gradient
+of one model on the union of the clients' batches. It is the relative distance between the two.
+``BatchNormDiagnostics`` measures it in every tenth round. The runs are shipped configurations in
+float64. There are ten clients with one digit each, and a round has one local step. All runs
+together take five minutes on one core.
 
-The script prints a table and draws ``docs/figures/gradient_deviation.png``. The FedTAN and FixBN
-papers claim that BN under label skew has a large gradient deviation. In the figure this is the
-distance between the upper and the lower curves.
+The script prints a table and draws ``docs/figures/gradient_deviation.png``. The papers on FedTAN
+and FixBN claim that BN has a large gradient deviation if clients have different classes. In the
+figure, BN's curve is near 1, and the lowest curves are near 1e-15.
 """
 
 import logging
@@ -48,12 +49,12 @@ CURVES = {
     "GN": (["digits_fedavg_gn"], BLUE, "--", "s"),
     "FBN": (["digits_fbn"], GREEN, "-", "D"),
 }
-FLOOR = 1e-17  # place of an exact 0 on the logarithmic axis
+FLOOR = 1e-17  # a value of exactly 0 is drawn here, because the axis is logarithmic
 ROUNDS = 400
 
 
 def deviations(config: str, *options: str) -> tuple[Series, Series]:
-    """Run a configuration and return the measured rounds and their gradient deviations."""
+    """Run a configuration. Return the measured rounds and their gradient deviations."""
     cli = command_line(
         [
             "fit",
@@ -73,7 +74,7 @@ def deviations(config: str, *options: str) -> tuple[Series, Series]:
 
 
 def draw(found: dict[str, tuple[Series, Series]]) -> Figure:
-    """Draw the gradient deviations over the rounds, on a logarithmic axis."""
+    """Draw the gradient deviations over the rounds. The axis of the deviation is logarithmic."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for label, (_, colour, line, marker) in CURVES.items():
@@ -107,7 +108,7 @@ def draw(found: dict[str, tuple[Series, Series]]) -> Figure:
 
 
 def main() -> None:
-    """Train, print the table and draw the figure."""
+    """Train all methods, print the table and draw the figure."""
     torch.set_num_threads(1)
     os.environ.setdefault("WANDB_MODE", "disabled")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

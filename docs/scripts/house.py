@@ -1,8 +1,8 @@
-"""Print figures on size and imports for docs/architecture.md: ``python docs/scripts/house.py``.
+"""Print the size and the imports of the code: ``python docs/scripts/house.py``.
 
-The script reads all imports from the files, also imports in functions and imports only for type
-checkers. If a name is imported from ``fl_lightning``, the import counts as one from the module that
-defines the name.
+docs/architecture.md shows the printed numbers. The script finds imports in the text of the files.
+It also counts imports inside functions, and imports that only type checkers read. A name that is
+imported from ``fl_lightning`` counts as imported from the module that defines it.
 """
 
 import ast
@@ -14,7 +14,11 @@ import fl_lightning
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fl_lightning", "callbacks", "datamodules")
-"""Folders of code; ``callbacks`` and ``datamodules`` are imported as parts of ``fl_lightning``."""
+"""Folders that contain code.
+
+``callbacks`` and ``datamodules`` are imported as ``fl_lightning.callbacks`` and
+``fl_lightning.datamodules``.
+"""
 
 USERS = ("cli", "experiments", "callbacks", "datamodules")
 """Parts of ``fl_lightning`` that the core never imports."""
@@ -26,7 +30,7 @@ _HOMES = {
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-"""The module that defines each public name of ``fl_lightning``."""
+"""A dictionary from each public name of ``fl_lightning`` to the module that defines the name."""
 
 _USERS = tuple(f"fl_lightning.{part}." for part in USERS)
 
@@ -37,14 +41,17 @@ def files(package: str) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """Return the dotted name of a file's module."""
+    """Return the name under which a file is imported, such as ``fl_lightning.callbacks.fbn``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "fl_lightning" else ("fl_lightning", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports() -> dict[str, set[str]]:
-    """Return, for each module of this project, the modules of this project that it imports."""
+    """Return the imports of each module.
+
+    Keys and values are names of modules of this project.
+    """
     modules = {module_name(path): path for package in PACKAGES for path in files(package)}
     return {
         name: {found for target in _imported(path) if (found := _nearest(target, modules)) and found != name}
@@ -53,7 +60,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def written_imports(package: str) -> dict[str, set[str]]:
-    """Return, for each module of a package, the X of all its imports ``from X import Y``."""
+    """Return, for each module of a package, every X that it imports from: ``from X import Y``."""
     return {
         module_name(path): {
             node.module
@@ -65,7 +72,10 @@ def written_imports(package: str) -> dict[str, set[str]]:
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """Yield the dotted name of each import of a file: ``X`` for ``import X``, else ``X.Y``."""
+    """Yield the full names that a file imports.
+
+    The name is ``X`` for ``import X``, and ``X.Y`` for ``from X import Y``.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -76,14 +86,18 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def _nearest(target: str, modules: dict[str, Path]) -> str | None:
-    """Return the module that contains a dotted name; None if no module of ``modules`` does."""
+    """Return the module of ``modules`` that contains a full name. Return None if there is none."""
     while target and target not in modules:
         target = target.rpartition(".")[0]
     return target or None
 
 
 def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Return the import circles: groups of nodes that can all be reached from each other."""
+    """Return the import circles.
+
+    An import circle is a group of modules or packages. By following imports, each of them can be
+    reached from every other one.
+    """
     reached = {node: _reached(node, arrows) for node in arrows}
     groups = {tuple(sorted(other for other in reached[node] if node in reached[other])) for node in arrows}
     return [list(group) for group in sorted(groups) if group]
@@ -100,15 +114,20 @@ def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
 
 
 def room(module: str) -> str:
-    """Return the child of ``fl_lightning``, or of ``experiments``, that contains a module."""
+    """Return the package that contains a module.
+
+    It is a direct child of ``fl_lightning``. Inside ``experiments`` it is a direct child of
+    ``experiments``.
+    """
     parts = module.split(".")
     return ".".join(parts[: 3 if parts[1:2] == ["experiments"] else 2])
 
 
 def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the imports between the packages of :func:`room`.
+    """Return the imports between packages. :func:`room` gives the package of each module.
 
-    Imports from ``fl_lightning`` itself are left out: its public names are imported on first use.
+    Imports of ``fl_lightning`` itself are left out, because it imports its public names only when
+    they are first used.
     """
     found: dict[str, set[str]] = {room(module): set() for module in arrows}
     for module, targets in arrows.items():
@@ -117,7 +136,11 @@ def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def backward(arrows: dict[str, set[str]]) -> list[str]:
-    """Return the arrows back: imports of ``USERS`` by other packages, except by ``cli``."""
+    """Return the imports that are not allowed, as texts ``"importer -> imported"``.
+
+    An import is not allowed if a module imports one of ``USERS`` from outside of it. Only ``cli``
+    and ``__main__`` may do so. The printed table calls such imports "arrows back".
+    """
     found = []
     for module, targets in arrows.items():
         part = module.split(".")[1:2]
@@ -131,7 +154,7 @@ def backward(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def figures() -> dict[str, str]:
-    """Return the figures by their names."""
+    """Return the printed numbers. The keys are their descriptions."""
     arrows = imports()
     lengths = {path: len(path.read_text().splitlines()) for path in files("fl_lightning")}
     longest = max(lengths, key=lengths.__getitem__)
@@ -149,7 +172,7 @@ def figures() -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the figures as a table, then each import circle and each arrow back on a line."""
+    """Print the table of numbers. Then print one line for each import circle and arrow back."""
     arrows = imports()
     print("| | |\n|---|---|")
     print(*(f"| {what} | {number} |" for what, number in figures().items()), sep="\n")

@@ -1,9 +1,12 @@
-"""Train and draw FBN with two orders of ReLU and BN: ``python docs/scripts/layer_order.py``.
+"""Compare two orders of ReLU and BN for FBN: ``python docs/scripts/layer_order.py``.
 
-``python docs/scripts/layer_order.py draw`` draws earlier results without training. Ten clients have
-one class of Digits each, and a round has one local step. The model is FBNCNN of width 16 without
-dropout, trained by SGD without momentum. All runs are centralised: one model is trained on the
-union of the clients' batches. For FBN this equals federated training exactly.
+The script trains all runs and draws a figure. ``python docs/scripts/layer_order.py draw`` does not
+train. It draws the results of an earlier call.
+
+Ten clients have one class of Digits each, and a round has one local step. The model is FBNCNN of
+width 16 without dropout. It is trained by SGD without momentum. All runs are centralised: one model
+is trained on the union of the clients' batches. For FBN, centralised training equals federated
+training exactly.
 """
 
 import json
@@ -37,7 +40,9 @@ CURVES = {
 
 
 def accuracy(method: str, order: str, rate: float, seed: int) -> float:
-    """Train a model and return its validation accuracy after the last round, 0 if the run diverged.
+    """Train a model and return its validation accuracy after the last round.
+
+    If the run diverges, the accuracy is 0.
 
     Args:
         method: ``"FBN"`` or ``"BN"``.
@@ -71,7 +76,10 @@ def accuracy(method: str, order: str, rate: float, seed: int) -> float:
 
 
 def train() -> None:
-    """Train all runs and write their accuracy to the file, by curve, learning rate and seed."""
+    """Train all runs and write their accuracies to the file of numbers.
+
+    The file has one accuracy for each curve, learning rate and seed.
+    """
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -86,9 +94,9 @@ def train() -> None:
 
 
 def draw() -> None:
-    """Draw the numbers of the file to ``docs/figures/layer_order.png``.
+    """Draw ``docs/figures/layer_order.png`` from the file of numbers.
 
-    A curve is the median of the seeds. Its band reaches from the lowest to the highest seed.
+    A curve shows the median of the seeds. Its band reaches from the lowest to the highest seed.
     """
     found = json.loads(FILE.read_text())
     with paper_style():

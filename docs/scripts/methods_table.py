@@ -1,8 +1,9 @@
 """Print the table of methods in docs/methods.md: ``python docs/scripts/methods_table.py``.
 
-The treatments come from each callback's policy over a run of 100 rounds. The bytes and exchanges
-come from the log of a run of ResNet-20. A method has a row for each of its ``examples`` whose
-values differ.
+The table shows how each method treats the state of the model. These treatments come from the
+method's policy in a run of 100 rounds. The table also shows bytes and exchanges. They come from the
+log of a run with ResNet-20. A method has one row for each of its ``examples``. If two rows would be
+equal, the second row is left out.
 """
 
 import logging
@@ -34,7 +35,10 @@ LEGEND = """\
 
 
 def methods() -> dict[str, type[FederatedCallback]]:
-    """Return shipped methods and observers by name, and FedAvg as ``"none"``, but no attacks."""
+    """Return the shipped methods and observers by name. Attacks are left out.
+
+    FedAvg has the name ``"none"``.
+    """
     found = {name: getattr(callbacks, name) for name in callbacks.__all__}
     ours = {
         n: kind for n, kind in found.items() if issubclass(kind, FederatedCallback) and kind.role != "attack"
@@ -43,7 +47,10 @@ def methods() -> dict[str, type[FederatedCallback]]:
 
 
 def stages(callback: FederatedCallback, column: tuple[str, ...]) -> str:
-    """Return a column's cell: kinds of state with their rounds, such as ``"W, A, S until T*"``."""
+    """Return the text of one table cell, such as ``"W, A, S until T*"``.
+
+    The text names the kinds of state that belong to the column, and their rounds.
+    """
     policies = [resolve_policy([callback], r, ROUNDS) for r in range(1, ROUNDS + 1)]
     later = callback.undecided()
     words = {}
@@ -59,7 +66,10 @@ def stages(callback: FederatedCallback, column: tuple[str, ...]) -> str:
 
 
 class RandomImages(L.LightningDataModule):
-    """A client with eight noise images; the bytes sent do not depend on the pixels."""
+    """A client with eight images of random noise.
+
+    The pixels do not matter, because the number of bytes does not depend on them.
+    """
 
     def train_dataloader(self) -> DataLoader:
         """Return batches of four images."""
@@ -67,12 +77,12 @@ class RandomImages(L.LightningDataModule):
         return DataLoader(TensorDataset(images, torch.arange(8)), batch_size=4)
 
     def val_dataloader(self) -> DataLoader:
-        """Return the batches of training."""
+        """Return the training batches."""
         return self.train_dataloader()
 
 
 class Rows(L.Callback):
-    """A callback that stores a run's metrics of each round."""
+    """A callback that stores the metrics of each round."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -83,11 +93,12 @@ class Rows(L.Callback):
 
 
 def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
-    """Return megabytes up, megabytes down and exchanges of a client in two rounds.
+    """Return the communication of a client in rounds 1 and 4 of a run of 5 rounds.
 
-    The rounds are 1 and 4 of a run of 5 rounds. Round 1 is before T*, round 4 after T*. The first
-    round after T* is not typical, since clients receive the frozen state in it. The last round is
-    not typical either, since some methods end a run with a pass over the data.
+    For each of the two rounds, there are three values: megabytes sent, megabytes received, and the
+    number of exchanges. Round 1 is before T*, and round 4 is after T*. The first round after T* is
+    not typical, because clients receive the frozen state in this round. The last round is not
+    typical either, because some methods end a run with a pass over the data.
     """
     data = FederatedDataModule([RandomImages(), RandomImages()], RandomImages())
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -119,7 +130,7 @@ def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
 
 
 def yaml(name: str, settings: Mapping[str, object]) -> str:
-    """Return the lines that a configuration needs for a method."""
+    """Return the YAML that a configuration needs for a method."""
     if name == "none":
         return "callbacks: null"
     arguments = ", ".join(f"{key}: {value}" for key, value in settings.items())
@@ -136,19 +147,19 @@ def table() -> str:
             cells = [stages(kind(**settings), column) for column in COLUMNS.values()]
             callback = kind(**settings)
             if callback.undecided():
-                callback.freeze_round = 1  # as if T* was found: later rounds are frozen
+                callback.freeze_round = 1  # pretend that the method has found T* = 1
             columns = zip(*costs(callback), strict=True)
             cells += [" then ".join(dict.fromkeys(map(str, column))) for column in columns]
             paper = kind(**settings).paper or "McMahan et al., arXiv 1602.05629 (FedAvg)"
             row = f"| `{name}` | {paper} | {' | '.join(cells)} |"
-            if row not in shown:  # settings that change no column need no row
+            if row not in shown:  # leave out settings whose row equals an earlier row
                 lines.append(f"{row} `{yaml(name, settings)}` |")
             shown.add(row)
     return "\n".join([*lines, "", LEGEND])
 
 
 def quiet_table() -> str:
-    """Return the table, and keep methods and Lightning from printing to the standard output."""
+    """Return the table. Meanwhile, methods and Lightning print nothing to the standard output."""
     loggers = [logging.getLogger(f"lightning.pytorch{name}") for name in ("", ".utilities.rank_zero")]
     levels = [logger.level for logger in loggers]
     try:

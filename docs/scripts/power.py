@@ -1,7 +1,8 @@
 """Simulate verdicts for the table of docs/studies.md: ``python docs/scripts/power.py``.
 
-The table is between the comments ``<!-- power -->`` and ``<!-- end of power -->``. The simulation
-has three methods. The differences of their means are multiples of the standard deviation of a cell.
+The script writes the table between the comments ``<!-- power -->`` and ``<!-- end of power -->``. A
+simulated study has three methods, A, B and C. All cells have the same standard deviation. The
+differences between the means of the methods are given in units of this standard deviation.
 """
 
 from pathlib import Path
@@ -20,12 +21,15 @@ STUDIES = 20_000
 
 
 def decided(seeds: int, difference: float) -> tuple[float, float]:
-    """Return the share of claims decided correctly, and the share of studies with a wrong verdict.
+    """Return two shares for simulated studies.
+
+    The first is the share of claims that are decided correctly. The second is the share of studies
+    with at least one wrong verdict.
 
     Args:
         seeds: Number of pairs of runs for each claim.
-        difference: Difference of the means of methods A and B, and of B and C, in standard deviations
-            of a cell.
+        difference: Difference between the means of A and B, and also between the means of B and C.
+            The unit is the standard deviation of a cell.
     """
     cells = np.random.default_rng(0).normal(size=(STUDIES, 3, seeds)) + difference * np.arange(3)[:, None]
     pairs = np.stack([cells[:, 1] - cells[:, 0], cells[:, 2] - cells[:, 1], cells[:, 2] - cells[:, 0]], 1)
@@ -40,7 +44,7 @@ def decided(seeds: int, difference: float) -> tuple[float, float]:
 
 
 def table() -> str:
-    """Return the table in Markdown, one row per number of seeds."""
+    """Return the table in Markdown. It has one row for each number of seeds."""
     head = " | ".join(f"{difference:g}" for difference in DIFFERENCES)
     lines = [f"| seeds | {head} | wrong |", "|---" * (len(DIFFERENCES) + 2) + "|"]
     for seeds in SEEDS:
