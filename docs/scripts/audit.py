@@ -86,7 +86,10 @@ def readings() -> str:
 
 
 def draw() -> None:
-    """Draw the test accuracy of each cell over the rounds. Horizontal lines are published values."""
+    """Draw the test accuracy of each cell over the rounds.
+
+    Horizontal lines show the published values.
+    """
     with paper_style():
         figure = Figure(figsize=(7, 3.4), layout="constrained")
         axes = figure.add_subplot()

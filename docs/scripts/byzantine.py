@@ -165,7 +165,7 @@ def amplification() -> None:
 def variances(wire: str, beta: float, defended: bool, rounds: int) -> list[float]:
     """Simulate FBN under a sign flip of the means, and return the server's variances.
 
-    The first value is the variance at the start. Then follows the variance after each round.
+    The first value is the variance at the start. The other values are those after each round.
 
     Args:
         wire: Statistics that clients send: ``"run"`` (running statistics) or ``"batch"``.

@@ -33,7 +33,7 @@ def shipped() -> dict[str, Any]:
 
 
 def today() -> dict[str, dict[str, Any]]:
-    """Return the defaults that the shipped classes have in the code now."""
+    """Return the defaults of the shipped classes in the current code."""
     found = {name: defaults(kind) for name, kind in shipped().items()}
     return found | {TRAINER: as_plain(TRAINER_DEFAULTS)}
 

@@ -67,7 +67,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def between(name: str, page: str) -> str:
-    """Return the text of a generated part, as it is in the page now."""
+    """Return the text that a generated part has in the page now."""
     found = re.search(rf"<!-- {name} -->\n(.*?)\n?<!-- end of {name} -->", page, re.DOTALL)
     assert found is not None, f"no part {name}"
     return found[1]

@@ -95,8 +95,8 @@ def _nearest(target: str, modules: dict[str, Path]) -> str | None:
 def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
     """Return the import circles.
 
-    An import circle is a group of modules or packages. By following imports, each of them can be
-    reached from every other one.
+    An import circle is a group of modules or packages. Each member of the group imports every other
+    member, directly or through further members.
     """
     reached = {node: _reached(node, arrows) for node in arrows}
     groups = {tuple(sorted(other for other in reached[node] if node in reached[other])) for node in arrows}
@@ -138,8 +138,8 @@ def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
 def backward(arrows: dict[str, set[str]]) -> list[str]:
     """Return the imports that are not allowed, as texts ``"importer -> imported"``.
 
-    An import is not allowed if a module imports one of ``USERS`` from outside of it. Only ``cli``
-    and ``__main__`` may do so. The printed table calls such imports "arrows back".
+    A part in ``USERS`` may be imported only by its own modules, by ``cli`` and by ``__main__``. The
+    printed table calls all other imports of such a part "arrows back".
     """
     found = []
     for module, targets in arrows.items():
