@@ -96,8 +96,7 @@ class FederatedCLI(LightningCLI):
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
-        # a file for several commands has one section per command: remove the section's name from
-        # names
+        # in a file for several commands, names begin with a command's name: remove it
         read = [
             setting._replace(name=setting.name.removeprefix(f"{command}.")) for setting in read_given(args)
         ]

@@ -69,7 +69,10 @@ def given_settings(given: Sequence[Given]) -> Config:
 
 
 def plain_name(setting: str) -> str:
-    """Remove ``init_args`` and ``class_path`` from a dotted name, as users of a command line do."""
+    """Return a dotted name without ``init_args`` and ``class_path``.
+
+    The result is the name that users write on the command line.
+    """
     return ".".join(part for part in setting.split(".") if part not in ("init_args", "class_path"))
 
 

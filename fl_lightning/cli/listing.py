@@ -35,11 +35,11 @@ KINDS = {
     "aggregators": "model.aggregator",
     "attacks": "trainer.callbacks.attack",
 }
-"""Setting that accepts the class names of a kind, for each kind."""
+"""Settings that accept names of classes, keyed by the kind of the classes."""
 
 
 FILES = {"configs": "fit --config", "studies": "study"}
-"""Command that accepts the shipped files of a kind, for each kind."""
+"""Commands that accept shipped files, keyed by the kind of the files."""
 
 
 @command()

@@ -76,8 +76,8 @@ def explain(
     Args:
         message: Message of the parser.
         settings: Settings of the parser.
-        owner: Class whose settings the parser reads; empty for several classes. given: Settings of
-            the user by plain name.
+        owner: Class whose settings the parser reads; empty for several classes.
+        given: Settings of the user, keyed by plain name.
 
     Returns:
         One line with the setting and its value. If a name is unknown, the line suggests similar
@@ -208,7 +208,7 @@ def kinds_of_settings() -> dict[str, type]:
     Each key is the last part of a setting's name. All values of this setting are subclasses of the
     base class.
     """
-    from fl_lightning.datamodules.partitions import Partition  # imported late, as rarely needed
+    from fl_lightning.datamodules.partitions import Partition  # imported late, because it is rarely needed
 
     return {
         "aggregator": Aggregator,
@@ -231,7 +231,7 @@ def kinds_of_settings() -> dict[str, type]:
 
 def base_classes() -> tuple[type, ...]:
     """Return the shipped base classes. A configuration can name only subclasses of them."""
-    from fl_lightning import attacks, datamodules  # imported late, as rarely needed
+    from fl_lightning import attacks, datamodules  # imported late, because it is rarely needed
 
     return (
         datamodules.PartitionedDataModule,

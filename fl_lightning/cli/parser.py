@@ -40,8 +40,7 @@ class ConciseParser(LightningArgumentParser):
     _functions: ClassVar[set[Any]] = set()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # if abbreviations were allowed, a misspelt name (--model.local_step) would set another
-        # setting
+        # with abbreviations, the misspelt setting --model.local_step would set another setting
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._commands: Any = None
 
@@ -75,8 +74,7 @@ class ConciseParser(LightningArgumentParser):
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
-            # functions such as timm's create_model hide num_classes behind **kwargs: add this
-            # setting here
+            # add num_classes, which functions such as timm's create_model hide behind **kwargs
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
@@ -119,7 +117,7 @@ class ConciseParser(LightningArgumentParser):
         return {(function, False): _make for function in self._functions}
 
     def settings(self) -> list[str]:
-        """Return the plain names of all settings, also of the subcommands' settings."""
+        """Return the plain names of all settings, including the settings of subcommands."""
         parsers = self._commands.choices.values() if self._commands else [self]
         names = [name for parser in parsers for name, _ in parser.get_defaults().items()]
         return list(dict.fromkeys(map(plain_name, names)))

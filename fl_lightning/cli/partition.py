@@ -47,7 +47,7 @@ class DataCLI(FederatedCLI):
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Print a table of the clients, and draw it. With ``--save``, also write a partition file.
+    """Print a table of the clients, and write a picture. With ``--save``, write a partition file.
 
     Args:
         args: Arguments after ``partition``.

@@ -45,14 +45,16 @@ _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
     "model.executor": "SequentialExecutor", "model.executor.compile": False,
 }  # fmt: skip
-"""Default settings of cells. They make results independent of the number of cells at a time."""
+"""Default settings of cells.
+
+With these settings, results do not depend on how many cells run at a time."""
 
 _resolved = cache(resolve)
 
 
 @contextmanager
 def _cells_are_kept() -> Iterator[None]:
-    """Add to the message about an interruption which results are kept."""
+    """Extend the message about an interruption: the message then says which results are kept."""
     try:
         yield
     except Stopped as stopped:

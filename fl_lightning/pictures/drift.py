@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ByLayer = Mapping[str, Mapping[int, Mapping[str, float]]]
-"""Values by layer. ``values[quantity][round][layer]`` is one of them."""
+"""Measured values, with the indices ``values[quantity][round][layer]``."""
 
 _LOOKS = ((BLUE, "-", "."), (VERMILLION, "--", "."), (BLACK, ":", "."))
 _REACH = {

@@ -34,13 +34,13 @@ def learning_curve_figure(
     """Draw the loss and the quality metrics, such as accuracy or mean IoU, over the rounds.
 
     A vertical line marks each round in which the policy changes. The legend names the change. If a
-    value is not finite or above 1e30, the curve has a gap and a cross at the upper edge.
+    value is above 1e30 or not finite, the curve has a gap, and a cross at the upper edge.
 
     Args:
         rows: Rows of ``metrics.jsonl``; row 0 is the initial model.
-        policy: Content of ``policy.json``, which says how each kind of state is treated from which
-            round. For example, ``{"mean": [[1, "averaged"], [201, "frozen"]]}`` means that running
-            means are averaged from round 1 and frozen from round 201.
+        policy: Content of ``policy.json``. For each kind of state, it lists the treatments, each
+            with its first round. For example, ``{"mean": [[1, "averaged"], [201, "frozen"]]}``
+            means that running means are averaged from round 1 and frozen from round 201.
         title: Lines of the title.
         quality: Name of a quality metric with values in [0, 1], for a task that the user has
             defined.

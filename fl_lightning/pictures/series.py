@@ -15,7 +15,7 @@ Rows = Sequence[Mapping[str, float]]
 Series = NDArray[np.float64]
 
 MAX_POINTS = 500
-"""Maximum number of points of a curve. If a series has more points, groups are averaged."""
+"""Maximum number of points of a curve. In a longer series, groups of points are averaged."""
 
 _LARGEST = 1e30  # matplotlib cannot draw larger values; such values occur if training diverges
 
@@ -37,7 +37,7 @@ def frozen_from(rows: Rows) -> int | None:
 
 
 def with_gaps(values: Series) -> Series:
-    """Return the values with NaN in place of non-finite values and values above 1e30."""
+    """Return the values. NaN replaces each value that is above 1e30 or not finite."""
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
@@ -46,7 +46,7 @@ def draw_curve(
 ) -> Series:
     """Draw a curve and return its finite values.
 
-    If a value is not finite or above 1e30, the curve has a gap and a cross at the upper edge.
+    If a value is above 1e30 or not finite, the curve has a gap, and a cross at the upper edge.
 
     Args:
         axes: Panel of the curve.

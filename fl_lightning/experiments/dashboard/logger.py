@@ -54,7 +54,7 @@ class RoundWandbLogger(Logger):
 
         Args:
             metrics: Numbers by name. A row without ``"round"`` is ignored. Row 0 is logged together
-                with round 1, because the run's other files do not exist before.
+                with round 1, because the run's other files are written after row 0.
             step: Ignored, as the metrics include the round.
         """
         if not metrics.get("round") or self._failed:
@@ -93,8 +93,7 @@ class RoundWandbLogger(Logger):
                     self._define(tested := contents.tested(self.attempt))
                 # W&B stores files that are not uploaded yet in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # W&B writes a step only when the next step begins: the last round's step is not yet
-                # written
+                # W&B writes a step only when the next step begins: the last step is still unwritten
                 self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)

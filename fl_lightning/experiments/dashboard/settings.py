@@ -32,7 +32,7 @@ class WandbSettings:
         log_checkpoints: Whether to upload the checkpoints as an artifact at the end of the run.
     """
 
-    # this attribute is needed because the upload command reads the settings from a file
+    # unknown keys are an error if the upload command reads the settings from a file
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: str | None = None

@@ -41,7 +41,10 @@ class StudyCell:
     run: RunFound
 
     def row(self) -> dict[str, object]:
-        """Return labels, seed, phase, metrics and costs, keyed by column; None if missing."""
+        """Return labels, seed, phase, metrics and costs, keyed by column.
+
+        A missing value is None.
+        """
         found: dict[str, object] = {**self.run}
         return {
             **self.labels,
@@ -77,7 +80,7 @@ def _cell(group: Group, run: RunFound) -> StudyCell:
 
 
 def cell_rows(found: Found) -> list[dict[str, object]]:
-    """Return a row for each cell, all with the same columns; a missing value is None."""
+    """Return one row for each cell. All rows have the same columns. A missing value is None."""
     missing = dict.fromkeys(found["metrics"])
     rows = []
     for cell in study_cells(found):

@@ -208,7 +208,7 @@ class Cell:
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
-    """Return the checkpoints from which an attempt continued. While it runs, the list is empty."""
+    """Return the checkpoints from which an attempt continued. The list is empty during the run."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"

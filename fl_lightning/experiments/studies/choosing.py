@@ -15,7 +15,7 @@ from fl_lightning.round.directions import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
-    """Return the trials of a choice, which are combinations to evaluate on validation data.
+    """Return the trials of a choice: combinations of labels to evaluate on validation data.
 
     The trials are grouped by the labels of the axes ``choice.by``. Each group has one trial for
     each label of the axis ``choice.axis``.
@@ -80,9 +80,9 @@ def chosen(
     """Return each choice with its chosen label, whose trial has the best value of the metric.
 
     The best loss is the smallest loss. The best accuracy is the largest accuracy. Among equal
-    values, the first label is chosen. A diverged trial ranks last. While a trial that has not
-    diverged has no result, no label is chosen. If a label sets a metric, such as
-    ``test/accuracy_silobn``, the choice uses this metric on validation data.
+    values, the first label is chosen. A diverged trial ranks last. No label is chosen while a trial
+    has no result and has not diverged. If a label sets a metric, such as ``test/accuracy_silobn``,
+    the choice uses this metric on validation data.
 
     Args:
         study: The study.

@@ -38,8 +38,10 @@ def read_claim(claim: str, known: Mapping[str, Sequence[str]]) -> Claim:
 
     Args:
         claim: Text of the claim.
-        known: All labels by axis. Raises: ConfigurationError: The claim cannot be read, or no runs
-            could confirm or refute it.
+        known: All labels by axis.
+
+    Raises:
+        ConfigurationError: The claim cannot be read, or no runs could confirm or refute it.
     """
     body, _, at = claim.partition(" at ")
     ordering, _, within = body.partition(" within ")

@@ -113,7 +113,8 @@ class SettingsOfLabel(SettingsOfCells, total=False):
 class Published(TypedDict):
     """A published value, optionally with a standard deviation.
 
-    Each further key is an axis, with the labels of the rows to which the value belongs.
+    Each further key is the name of an axis. Its entry gives the labels of the rows to which the
+    value belongs.
     """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
@@ -153,8 +154,9 @@ class Scale:
     """A size at which a study is run.
 
     Attributes:
-        base: Configuration files of all cells; later files win. Paths are relative to the study's
-            folder. Shipped files such as ``configs/quickstart.yaml`` can be named as well.
+        base: Configuration files of all cells. A later file overrides an earlier file. Paths are
+            relative to the study's folder. Shipped files such as ``configs/quickstart.yaml`` can be
+            named as well.
         settings: Settings of all cells by dotted name.
         axes: Labels of each axis at this scale. They are a list, or a mapping from labels to
             further settings. An axis that is named after a setting lists its values at this scale.
@@ -178,7 +180,7 @@ class Scale:
 
 @schema(frozen=True, config=_STRICT)
 class Choice:
-    """An axis with the rules for the choice of its label. Labels are never chosen on test data.
+    """An axis whose label is chosen on validation data. Test data are never used for a choice.
 
     Attributes:
         axis: Name of the axis.
@@ -212,7 +214,8 @@ class Definition:
         settings: Settings of all cells at all scales.
         metrics: Columns of the table by metric.
         spread: Axis whose labels are the table's columns.
-        without: Omitted combinations. An entry gives one or more labels for each of some axes.
+        without: Omitted combinations. Each entry maps names of axes to a label or a list of labels,
+            and omits the combinations that have such labels on all these axes.
         choose: Axes whose label is chosen on validation data.
         published: Published values of the first metric, each with labels by axis and a ``value``.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
@@ -292,7 +295,10 @@ class Study:
         return next(self.combinations(*fixed), None) is not None
 
     def combinations(self, *fixed: Mapping[str, object]) -> Iterator[Labels]:
-        """Yield the combinations that have all ``fixed`` labels."""
+        """Yield the combinations that have all ``fixed`` labels.
+
+        A combination has one label for each axis.
+        """
         labels = [
             [x for x in every if all(matches({axis: x}, {axis: wanted.get(axis, x)}) for wanted in fixed)]
             for axis, every in self.axes.items()

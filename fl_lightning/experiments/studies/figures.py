@@ -121,8 +121,7 @@ def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
     """Return a list with one heat map. The list is empty if fewer than two axes vary.
 
     The columns are the labels of the axis ``spread``. If ``spread`` does not vary, they are the
-    labels of the last axis. The rows are the labels of that remaining axis which has the most
-    labels.
+    labels of the last axis. The rows are the labels of the remaining axis with the most labels.
     """
     axes, metric = varied(found), next(iter(found["metrics"].values()))
     if len(axes) < 2:
@@ -221,13 +220,14 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
             if published:
                 look = {"color": colour, "markerfacecolor": "none", "markersize": 8, "label": PUBLISHED}
                 axes.plot(*zip(*published, strict=True), marker, **look)
-    # number of letters for which two neighbouring labels have space
+    # largest number of letters that fit into two neighbouring labels
     room = 150 / grid.columns / len(labels)
     crowded = not numeric and any(len(left) + len(right) > room for left, right in pairwise(labels))
     smallest = min((place for place in places.values() if place > 0), default=0)
     for axes in grid.panels:
         if numeric and places[labels[0]] >= 0 and 0 < 10 * smallest <= places[labels[-1]]:
-            axes.set_xscale("symlog", linthresh=smallest)  # unlike log, symlog can show 0
+            # a symlog axis can show 0; a log axis cannot
+            axes.set_xscale("symlog", linthresh=smallest)
         elif not numeric:
             axes.set_xlim(-0.5, len(labels) - 0.5)
         turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}

@@ -39,7 +39,7 @@ def family_of(config: Config) -> str:
     """Return a key that is equal for runs with a common first stage.
 
     The key consists of the seed, the number of rounds, the source code, and the hash of the
-    configuration. Methods with T* are ignored in all of these.
+    configuration. Methods that have a T* do not affect the key.
     """
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
@@ -63,7 +63,7 @@ def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path)
 
 
 def _is_shared(entry: Origin, config: Config, folder: Path) -> bool:
-    """Return whether a run equals the run that it continues in all rounds up to the checkpoint."""
+    """Return whether, up to the checkpoint, a run equals the run that it continues."""
     try:
         source = Attempt(folder / Path(entry["checkpoint"]).parts[-3]).read_config()
         until = min(first_stage(source), first_stage(config))
@@ -82,7 +82,10 @@ def _entries(config: Config) -> list[str]:
 
 @cache
 def _same_until(entry: str, rounds: int) -> int | None:
-    """Return ``same_until`` of a method, given its configuration; None for other callbacks."""
+    """Return the result of ``same_until`` of a method.
+
+    ``entry`` is the configuration of a callback. If the callback is not a method, return None.
+    """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--method", type=FederatedCallback)
     try:

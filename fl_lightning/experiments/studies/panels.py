@@ -1,4 +1,4 @@
-"""Panels of a study's figures. One axis of the study gives the curves, all others the panels."""
+"""Panels of figures. One axis of a study gives the curves; all other axes give the panels."""
 
 from collections.abc import Iterator, Sequence
 from math import isfinite

@@ -45,7 +45,7 @@ SCALES = {
     "reduced": "Smaller than the paper, see the settings below; orderings of methods can be compared, numbers cannot.",
     "full": "The paper's setting except for what the title says, or the largest setting of a study of our own.",
 }
-"""Meaning of each scale. Keys are the first parts of scales' names: ``full`` of ``full_lenet``."""
+"""Meaning of each scale, keyed by the first part of its name: ``full`` for ``full_lenet``."""
 
 _SETTINGS = {
     "data": "data",
@@ -87,7 +87,7 @@ def write_report(
         titles: Whether pictures have titles. If this argument is given, all pictures are rewritten.
 
     Returns:
-        The written files, the page first.
+        The written files. The page comes first.
 
     Raises:
         ConfigurationError: A directory belongs neither to a study nor to a run, a file cannot be

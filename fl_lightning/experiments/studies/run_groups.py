@@ -235,7 +235,7 @@ def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[s
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return the names of the test metrics; without test metrics, of the validation metrics.
+    """Return the names of the test metrics. Without test metrics, use the validation metrics.
 
     The metrics that most runs have come first. Losses come last.
     """

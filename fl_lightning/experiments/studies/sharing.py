@@ -10,7 +10,7 @@ from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 
 
 def share_first_stages(cells: Iterable[Cell]) -> None:
-    """Set the parent of each cell. The parent is a cell that can train the first rounds for it.
+    """Set the parent of each cell whose first rounds another cell can train.
 
     Among cells that differ only in T*, the parent is the cell with the latest T*. A cell without T*
     counts as having the latest T*. Each other cell continues from the parent's checkpoint after its

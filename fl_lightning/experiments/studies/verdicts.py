@@ -151,8 +151,8 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
         error: Largest probability of one or more wrong rejections (default :data:`FAMILY_ERROR`).
 
     Returns:
-        For each p-value, the adjusted p-value, and the level at which Holm's procedure tests. The
-        adjusted p-value is at most ``error`` if and only if the p-value is at most its level.
+        For each p-value, the adjusted p-value, and the level at which Holm's procedure tests it.
+        The adjusted p-value is at most ``error`` if and only if the p-value is at most its level.
     """
     order = sorted(range(len(values)), key=lambda index: values[index])
     tested: dict[int, tuple[float, float]] = {}

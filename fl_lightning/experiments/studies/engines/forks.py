@@ -148,8 +148,7 @@ def _serve(connection: socket.socket) -> list[str]:
     files = _files()
     while True:
         request, descriptors, *_ = socket.recv_fds(connection, _MESSAGE, 2)
-        # end if a source file has changed, because forks would run old code; also end if threads
-        # run
+        # end if a source file has changed or threads run: forks would run old code or hang
         if not request or threading.active_count() > 1 or files != _files():
             sys.exit()
         log, go = descriptors

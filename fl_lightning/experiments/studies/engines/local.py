@@ -17,7 +17,7 @@ _GPU = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalEngine(Engine):
-    """Engine that runs each cell in a separate process group, which Ctrl-C does not reach.
+    """Engine that runs each cell in a separate process group. Ctrl-C reaches only the study.
 
     On Linux, cells are forks of a server that has imported PyTorch, Lightning and this package.
     There is one server for each number of threads. If the server cannot start or has ended, a new

@@ -27,7 +27,8 @@ class RayEngine(Engine):
         )
         # with Ray's own handler, SIGTERM would end the study silently
         signal.signal(signal.SIGTERM, handler)
-        ray.cloudpickle.register_pickle_by_value(base)  # workers may lack this module
+        # pickled by value, since workers may lack it
+        ray.cloudpickle.register_pickle_by_value(base)
         resources = ray.cluster_resources()
         self.cores, self.gpus = int(resources.get("CPU", 1)), int(resources.get("GPU", 0))
         self._running: dict[Any, Job] = {}

@@ -17,8 +17,7 @@ from fl_lightning.files import no_link
 
 _MINUTES = 60  # time limit of a job; a cell that takes longer is requeued and resumes
 _TIMES = 10_000  # largest number of times that a job is requeued at its time limit
-# cells ignore the signal USR2, which Slurm sends to all processes of a job; submitit does not
-# ignore it, and requeues the job
+# Slurm sends USR2 to all processes of a job: submitit then requeues the job; cells ignore USR2
 _UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
 _ENDED = [
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
