@@ -96,7 +96,7 @@ class FederatedCLI(LightningCLI):
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
-        # in a file for several commands, names begin with a command's name: remove it
+        # in a file for several commands, names begin with the command's name: remove this beginning
         read = [
             setting._replace(name=setting.name.removeprefix(f"{command}.")) for setting in read_given(args)
         ]
@@ -136,7 +136,7 @@ class FederatedCLI(LightningCLI):
 
         def of_data(value: Any) -> Any:
             setting = f"model.model.init_args.{name}"
-            # the user's value, or the model's default, because the link is not applied yet
+            # the link is not applied yet, so this is the user's value or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if self._gives(name) else None
             if value is None and name == "in_features":

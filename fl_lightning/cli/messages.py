@@ -191,7 +191,7 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) ->
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause that names all classes with this setting, if they are of the owner's kind.
+    """Return a clause that names the classes that have a setting and are of the owner's kind.
 
     The clause is empty if no such class exists, or if there are more than four.
     """

@@ -95,7 +95,8 @@ def media(attempt: Attempt) -> dict[str, Any]:
         "policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)
     }
     for path in sorted(attempt.path.glob("*.csv")):
-        if not path.name.startswith("predictions"):  # left out, since they have a row per sample
+        # predictions are left out, since they have a row per sample
+        if not path.name.startswith("predictions"):
             columns, cells = read_table(path)
             name = "clients" if path == attempt.participation else f"{path.stem}_table"
             shown[name] = wandb.Table(columns=[*columns], data=cells)

@@ -33,7 +33,7 @@ class RoundWandbLogger(Logger):
         settings: The run's W&B settings.
     """
 
-    name = version = ""  # both empty, since Lightning would create folders with these names
+    name = version = ""  # empty, since Lightning would create folders with these names
 
     def __init__(self, attempt: Attempt, settings: WandbSettings) -> None:
         super().__init__()
@@ -53,8 +53,9 @@ class RoundWandbLogger(Logger):
         """Log the row of a round.
 
         Args:
-            metrics: Numbers by name. A row without ``"round"`` is ignored. Row 0 is logged together
-                with round 1, because the run's other files are written after row 0.
+            metrics: Numbers of the row, keyed by name. A row without ``"round"`` is ignored. Row 0
+                is logged together with round 1, because the run's other files are written after row
+                0.
             step: Ignored, as the metrics include the round.
         """
         if not metrics.get("round") or self._failed:

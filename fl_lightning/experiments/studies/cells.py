@@ -50,7 +50,7 @@ class State(NamedTuple):
         result: Content of the attempt's ``result.json``, or None.
         why: Reason for the phase in words. For a stale result, the reason is what has changed. For
             a failed cell or a damaged result, it is the error. If all attempts continue another
-            run, it describes that run.
+            run, the reason is a description of that run.
         round: Last logged round.
     """
 

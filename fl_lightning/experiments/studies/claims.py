@@ -38,7 +38,7 @@ def read_claim(claim: str, known: Mapping[str, Sequence[str]]) -> Claim:
 
     Args:
         claim: Text of the claim.
-        known: All labels by axis.
+        known: All labels, keyed by axis.
 
     Raises:
         ConfigurationError: The claim cannot be read, or no runs could confirm or refute it.
@@ -71,7 +71,7 @@ def read_difference(words: str, known: Mapping[str, Sequence[str]]) -> Claim:
 
     Args:
         words: Text of the difference.
-        known: All labels by axis.
+        known: All labels, keyed by axis.
 
     Raises:
         ConfigurationError: The difference cannot be read, or its sides are equal.

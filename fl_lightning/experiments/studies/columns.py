@@ -42,8 +42,8 @@ def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
     ["clients' models", "clients' models on own data", "server's model"]
 
     Args:
-        metrics: Columns of the study's table by metric. A further column of the first metric is
-            named only after the evaluated models.
+        metrics: Names of the table's columns, keyed by metric. A further column of the first metric
+            is named only after the evaluated models.
     """
     columns: dict[str, str] = {}
     for number, (metric, words) in enumerate(metrics.items()):
@@ -80,7 +80,7 @@ def check_columns(columns: Sequence[str], metrics: Mapping[str, str]) -> None:
 
     Args:
         columns: Names of columns, or of metrics.
-        metrics: Columns of the study's table by metric.
+        metrics: Names of the table's columns, keyed by metric.
 
     Raises:
         ConfigurationError: A column does not exist.

@@ -157,7 +157,7 @@ class Scale:
         base: Configuration files of all cells. A later file overrides an earlier file. Paths are
             relative to the study's folder. Shipped files such as ``configs/quickstart.yaml`` can be
             named as well.
-        settings: Settings of all cells by dotted name.
+        settings: Settings of all cells, keyed by dotted name.
         axes: Labels of each axis at this scale. They are a list, or a mapping from labels to
             further settings. An axis that is named after a setting lists its values at this scale.
             An axis without an entry keeps all its labels.
@@ -208,16 +208,17 @@ class Definition:
     Attributes:
         title: Title in one line.
         paper: Paper and table or figure; empty if the study does not follow a paper.
-        axes: Axes by name. An axis is a mapping from labels to settings, or a list of values. An
-            axis with a list of values is named after the setting that has these values.
-        scales: Scales by name: ``quick``, ``reduced``, ``full``.
+        axes: Axes, keyed by name. An axis is a mapping from labels to settings, or a list of
+            values. An axis with a list of values is named after the setting that has these values.
+        scales: Scales, keyed by name. The names are ``quick``, ``reduced`` and ``full``.
         settings: Settings of all cells at all scales.
-        metrics: Columns of the table by metric.
+        metrics: Names of the table's columns, keyed by metric.
         spread: Axis whose labels are the table's columns.
         without: Omitted combinations. Each entry maps names of axes to a label or a list of labels,
             and omits the combinations that have such labels on all these axes.
         choose: Axes whose label is chosen on validation data.
-        published: Published values of the first metric, each with labels by axis and a ``value``.
+        published: Published values of the first metric. Each entry has a ``value``, and labels
+            keyed by axis.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
         claims: Claims in the syntax of :mod:`fl_lightning.experiments.studies.claims`.
         report: Rule that says which evaluations give a run's value. The rules are ``last``,

@@ -149,7 +149,7 @@ def curves_figure(
 
     Args:
         found: Findings of a study.
-        rows: Rows of ``metrics.jsonl`` by run directory.
+        rows: Rows of ``metrics.jsonl``, keyed by run directory.
         metric: Name of the metric.
         title: Lines of the title.
         cost: Whether the horizontal axis shows bytes instead of rounds (default False).

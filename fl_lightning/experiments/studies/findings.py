@@ -35,7 +35,7 @@ def findings(
         study: The study.
         cells: Cells of the table.
         choices: Labels chosen on validation data.
-        failed: Error of each failed cell, by the cell's key.
+        failed: Error of each failed cell, keyed by the cell's key.
         accept_stale: Whether stale results count (default False).
         diverged: Keys of the cells that ended with a non-finite update.
     """

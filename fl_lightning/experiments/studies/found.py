@@ -125,7 +125,7 @@ class Found(TypedDict):
         choose: Axes whose label is chosen on validation data.
         spread: Axis whose labels are columns, or None.
         difference: Difference shown as a heat map, or None.
-        metrics: Columns of the table by metric.
+        metrics: Names of the table's columns, keyed by metric.
         best: For each metric of the runs' tasks: ``"max"`` if large values are good, else
             ``"min"``.
         groups: Combinations with their runs.

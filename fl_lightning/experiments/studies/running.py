@@ -74,8 +74,8 @@ class Runner:
         """Run all cells without a result. Then rerun cells whose data have changed.
 
         Cells with equal data settings and seed are a family. One cell of each family is rerun
-        first, because its result records the present data. Afterwards, ``failed`` contains the
-        errors of failed cells by key, and ``diverged`` the keys of diverged cells.
+        first, because its result records the present data. Afterwards, ``failed`` maps the keys of
+        failed cells to errors, and ``diverged`` contains the keys of diverged cells.
         """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)

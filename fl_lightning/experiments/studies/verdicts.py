@@ -1,4 +1,4 @@
-"""Verdicts on the claims of a study, by paired differences and Holm's correction.
+"""Verdicts on the claims of a study, from paired differences and Holm's correction.
 
 The claims of a study form a family. The probability that a family has one or more wrong verdicts is
 at most :data:`FAMILY_ERROR`. Headline claims form a separate family if they have at least
@@ -33,7 +33,7 @@ AGREES, CONTRADICTS = "one pair agrees", "one pair contradicts"
 
 
 class Comparison(NamedTuple):
-    """Comparison of two combinations by the differences between runs with equal seeds.
+    """Comparison of two combinations. It uses the differences between runs with equal seeds.
 
     Attributes:
         mean: Mean paired difference.

@@ -53,7 +53,10 @@ class Engine(ABC):
 
     @abstractmethod
     def ended(self) -> dict[str, int]:
-        """Return the exit status of each job that has ended since the last call, by job name."""
+        """Return the exit status of each job that has ended since the last call.
+
+        The keys are the names of the jobs.
+        """
 
     @abstractmethod
     def stop(self) -> None:

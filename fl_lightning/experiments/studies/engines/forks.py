@@ -212,7 +212,8 @@ def _fork() -> int:
 def _show(arguments: Sequence[str]) -> None:
     """Overwrite the arguments of this process, so that ``ps`` shows the module's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # both are 0 if this process lacks permission
+    # start and end are 0 if this process lacks permission
+    start, end = int(fields[45]), int(fields[46])
     line = "\0".join([sys.executable, "-m", sys.argv[2], *arguments]).encode()[: max(end - start - 1, 0)]
     ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 

@@ -27,7 +27,7 @@ class RayEngine(Engine):
         )
         # with Ray's own handler, SIGTERM would end the study silently
         signal.signal(signal.SIGTERM, handler)
-        # pickled by value, since workers may lack it
+        # pickled by value, since workers may lack this module
         ray.cloudpickle.register_pickle_by_value(base)
         resources = ray.cluster_resources()
         self.cores, self.gpus = int(resources.get("CPU", 1)), int(resources.get("GPU", 0))
