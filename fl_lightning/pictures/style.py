@@ -73,7 +73,7 @@ COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
         {86400.0: "days", 3600.0: "h", 60.0: "min", 1.0: "s"},
     ),
 }
-"""Axis label and units of each communication cost. The units are keyed by their size."""
+"""Axis label and units of each communication cost, keyed by metric. Units are keyed by size."""
 
 
 class Panel(NamedTuple):

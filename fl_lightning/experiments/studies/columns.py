@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from fl_lightning.errors import ConfigurationError, nearest
 
 UNITS = {"sent by clients": (1e6, "MB"), "training": (1.0, "s")}
-"""Units of columns in LaTeX tables: the unit's size and name, keyed by column."""
+"""Units of columns in LaTeX tables: the unit's size and name, keyed by column.
+
+All cells of a column have the column's unit."""
 
 TEXTS = ("learning rate", "seeds", "remarks")
 """Columns whose cells are text."""
@@ -20,7 +22,7 @@ FURTHER = ("published", "ours - published", "learning rate", "seeds", *COSTS, "r
 """Columns to the right of the labels and metrics, in the order of the table."""
 
 SERVER = "server/"
-"""Prefix that marks a metric as belonging to the column ``server's model``.
+"""Prefix of the names of metrics that belong to the column ``server's model``.
 
 A label can replace the study's first metric with a metric of the clients' models. The column
 ``server's model`` then shows the first metric."""
