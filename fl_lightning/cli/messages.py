@@ -365,7 +365,7 @@ def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     if line is not None:
         _end(line + module, getattr(error, "exit_status", 2))
     place = _write_traceback(error, traceback_file or Path("error.txt"))
-    # jsonargparse wraps errors that a class raises: the inner error has the notes
+    # jsonargparse wraps an error that a class raises, and only the inner error has notes
     cause = next((cause for cause in _causes(error) if hasattr(cause, "__notes__")), error)
     doing = "; ".join([*getattr(cause, "__notes__", ()), place])
     _end(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f"{module} ({doing})", 1)

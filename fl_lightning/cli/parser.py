@@ -22,7 +22,7 @@ from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.recorded import parameters, record
 
-# a str may have an enum as default, as in Timer(interval: str = Interval.step): write its value
+# a default may be an enum, as in Timer(interval: str = Interval.step): write the enum's value
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 

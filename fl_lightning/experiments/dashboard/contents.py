@@ -146,6 +146,6 @@ def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
         return
     artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"round": round})
     for path in paths:
-        # live: W&B uploads the original file, now or with wandb sync
+        # W&B makes no copy, but uploads this file itself, now or with wandb sync
         artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)
     run.log_artifact(artifact)

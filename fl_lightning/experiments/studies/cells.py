@@ -264,7 +264,7 @@ def _finished(attempt: Attempt, rounds: int) -> Result | None:
 
 
 def _damaged(attempt: Attempt) -> str:
-    """Return the error that occurs when an attempt's result is read; empty without an error."""
+    """Return the error that reading an attempt's result causes; empty without an error."""
     try:
         if attempt.result.exists():
             read_result(attempt.result)

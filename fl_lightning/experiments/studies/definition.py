@@ -361,7 +361,7 @@ def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
 
 
 def rows_of(published: Mapping[str, object]) -> dict[str, object]:
-    """Return the labels of the rows to which a published value belongs, keyed by axis."""
+    """Return, keyed by axis, the labels of the rows to which a published value belongs."""
     return {axis: labels for axis, labels in published.items() if axis not in ("value", "deviation")}
 
 

@@ -73,7 +73,7 @@ ChoiceFound = TypedDict(
     "ChoiceFound",
     {
         "axis": str,
-        "sets": NotRequired[list[str]],  # names of all settings that the axis's labels set
+        "sets": NotRequired[list[str]],  # names of all settings that the labels of the axis set
         "for": Labels,  # labels of the axes ``by``, for which this choice is made
         "at": NotRequired[Labels],  # labels of other axes during the trials
         "metric": str,
