@@ -34,7 +34,10 @@ class _Same(Loader):
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec: the import system has just replaced it by the alias's."""
+        """Restore the module's own spec.
+
+        The import system has replaced it by the spec of the alias.
+        """
         module.__spec__ = self.spec
 
 

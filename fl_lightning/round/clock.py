@@ -13,8 +13,8 @@ class RoundClock:
     GPU times.
 
     Attributes:
-        seconds: Seconds of each stage since :meth:`start`. :meth:`stop` sets the stage ``other``,
-            the remaining time of the round.
+        seconds: Seconds of each stage since :meth:`start`. :meth:`stop` adds the stage ``other``:
+            the time of the round outside all other stages.
     """
 
     PARTS = ("data", "forward_backward", "optimizer", "callbacks", "gather", "aggregation", "other")

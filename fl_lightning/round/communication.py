@@ -17,10 +17,10 @@ class Communication:
     Attributes:
         clients: The round's cohort.
         local_steps: Number of local steps of each client of the cohort.
-        each: Bytes that every client of the cohort sends and receives, by kind of state or by
-            method.
-        beside: Additional bytes of single clients, by kind of state or by method, then by client.
-            The clients need not be in the cohort.
+        each: Bytes that every client of the cohort sends and receives. The keys are kinds of state
+            and methods.
+        beside: Additional bytes of single clients, which need not be in the cohort. The keys are
+            kinds of state and methods; each value is a mapping with clients as keys.
         exchanges: Number of exchanges, in which all clients wait for the server: 1 for the averaged
             state, plus the exchanges that methods declare.
     """
@@ -32,7 +32,7 @@ class Communication:
     exchanges: int = 0
 
     def by_kind(self) -> dict[str, UpDown]:
-        """Return the total bytes of all clients by kind of state or by method."""
+        """Return the total bytes of all clients; the keys are kinds of state and methods."""
         totals: dict[str, UpDown] = {}
         for kind, (up, down) in self.each.items():
             add(totals, kind, (up * len(self.clients), down * len(self.clients)))
@@ -60,7 +60,7 @@ class Communication:
 
 
 def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:
-    """Add uploads and downloads to the totals of a key."""
+    """Add uploads and downloads to the totals under a key."""
     up, down = totals.get(key, (0, 0))
     totals[key] = up + pair[0], down + pair[1]
 

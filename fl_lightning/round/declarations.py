@@ -26,12 +26,12 @@ class Declarations:
             ``check_val_every_n_epoch`` is part of the run's hash.
         role: ``"method"``, ``"attack"`` (changes what clients send) or ``"observer"`` (only reads).
             Hooks are called by role in this order, and within a role in the order of the list.
-        takes: Resources that only one method of a run can control, such as ``"client drift"``. A run
-            with two methods that take the same resource is refused. The value of a mapping is a
-            setting that avoids the conflict.
-        logs: Prefixes of the metrics that the method logs in rounds, such as ``("bn/",)``, and of
-            its evaluation metrics that are missing before round 1. Callbacks may monitor these
-            metrics.
+        takes: Resources that only one method of a run can control, such as ``"client drift"``. A
+            run with two methods that take the same resource is refused. A mapping also gives, for
+            each resource, a setting that avoids the conflict.
+        logs: Prefixes of the metrics that the method logs in rounds, such as ``("bn/",)``. If the
+            method has evaluation metrics that are missing before round 1, their prefixes belong
+            here as well. Callbacks may monitor these metrics.
     """
 
     paper: str = ""
@@ -58,9 +58,10 @@ class Declarations:
         return {}
 
     def undecided(self) -> Mapping[str, str]:
-        """Return the treatments that begin in a round which training determines, by kind of state.
+        """Return the treatments that begin in a round that is known only during training.
 
-        The policy table lists these treatments. Methods that conflict with them are refused.
+        The keys are kinds of state. The policy table lists these treatments. Methods that conflict
+        with these treatments are refused.
         """
         return {}
 

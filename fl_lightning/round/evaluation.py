@@ -17,10 +17,10 @@ from fl_lightning.round.metrics import compute, measure, sums_integers
 from fl_lightning.round.tasks import Classification, Counts, Task
 
 _Entries = dict[str, list[tuple[int, Any]]]
-"""Pairs (batch number, state), by the name of what is measured. A state may be of several batches."""
+"""Pairs (batch number, state) by measured quantity; a state may cover several batches."""
 
 _COUNTS, _LOSS = "task's counts", "task's loss"
-_COMMON = -1  # number of a batch that every rank evaluates
+_COMMON = -1  # stands for a batch that every rank evaluates
 
 
 class ServerEvaluation:
@@ -92,7 +92,7 @@ class ServerEvaluation:
         except Exception as error:
             if ranks.size == 1:
                 raise
-            self._failure = error  # finish raises it on all ranks
+            self._failure = error  # finish raises the error on all ranks
         finally:
             self._batch = _COMMON
 

@@ -16,8 +16,9 @@ class ClientFailures(Recorded):
     their memory of clients that drop out.
 
     Args:
-        dropout: Probability in [0, 1] that a client of the cohort does not report. A number is for
-            all clients; a mapping has probabilities by client id, with 0 for missing ids.
+        dropout: Probability in [0, 1] that a client of the cohort does not report. A number applies
+            to all clients. A mapping has a probability for each client id; missing ids have
+            probability 0.
         schedule: Absences by client id, as pairs ``[first round, last round]``. Rounds count from
             1, and the last round is included.
         stragglers: Probability in [0, 1] that a client takes fewer local steps in a round, as a
@@ -37,7 +38,7 @@ class ClientFailures(Recorded):
 
     def __init__(
         self,
-        # not dict[int, ...]: jsonargparse would convert a key 1.5 to 1
+        # Any instead of int: with int, jsonargparse would convert a key 1.5 to 1
         dropout: float | dict[Any, float] = 0.0,
         schedule: dict[Any, list[list[int]]] | None = None,
         stragglers: float | dict[Any, float] = 0.0,

@@ -35,8 +35,8 @@ def check_first_steps(run: RunContext) -> None:
 
     The optimizer is SGD with momentum and weight decay. The norm of its first step is a tenth of
     the parameters' norm, so that the second step starts from clearly different parameters. The
-    effect of rounding is measured by PyTorch steps from slightly changed parameters, and sets the
-    tolerance.
+    tolerance depends on the effect of rounding. This effect is measured by steps of PyTorch from
+    slightly changed parameters.
 
     Args:
         run: The run at the start of training.
@@ -231,7 +231,7 @@ def _compare(
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # floor: if the exact change is 0, as for a bias before BN, the computed change is rounding
+        # floor: if the exact change is 0, as for a bias before BN, the computed change is only rounding
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)

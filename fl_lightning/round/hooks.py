@@ -26,7 +26,10 @@ def in_order(callbacks: Iterable[Any]) -> list[Any]:
 
 
 def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
-    """Let methods add their layers to a model, each class once, with random numbers from ``seed``."""
+    """Let methods add their layers to a model.
+
+    Each class of methods adds its layers once. Random numbers are drawn with ``seed``.
+    """
     extended = vars(model).setdefault("_extended_by", set())
     for method in in_order(callbacks):
         name = f"{type(method).__name__}.extend_model"

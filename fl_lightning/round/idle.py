@@ -1,4 +1,4 @@
-"""Detection of users' methods that have no effect, which a fit prints at its end."""
+"""Detection of users' methods that have no effect; a fit prints their names at its end."""
 
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ def is_watched(run: RunContext, method: Declarations) -> bool:
 
 
 def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
-    """Return torch's version counters of the clients' and the server's tensors, and learning rates.
+    """Return the learning rates, and torch's version counters of the clients' and server's tensors.
 
     An in-place change of a tensor increases its version counter.
     """

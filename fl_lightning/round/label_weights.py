@@ -1,4 +1,7 @@
-"""Label weights of a loss, by which a mean over several batches must weight each batch."""
+"""Label weights of a loss.
+
+In the mean loss over several batches, the weight of a batch is the sum of its label weights.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -56,8 +59,8 @@ class LabelWeights:
 
         Returns:
             The targets and their weights. If the loss has no ``ignore_index``, labels with weight 0
-            are replaced by ``ignored``. The weights are None if they are equal, or if the loss is
-            not a weighted mean.
+            are replaced by ``ignored``. The weights are None if all weights are equal, or if the
+            loss is not a weighted mean.
         """
         if self._loss is None or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return targets, None
@@ -91,7 +94,7 @@ def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | N
     draws = []
     with suppress(Exception):  # the loss may not accept these batches
         loss = deepcopy(loss)  # a call may change the loss
-        for draw in range(2):  # two draws differ if the loss selects among its samples
+        for draw in range(2):  # the two results differ if the loss selects some of its samples
             noise = torch.rand(classes, classes, *places, generator=generator(0, "label weights", draw))
             scores = ((0.5 + noise) / classes).to(outputs.device, dtype).requires_grad_()
             (joint,) = torch.autograd.grad(loss(scores, labels), scores)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """Vector that every client sends, as pieces of the cohort's storage.
+    """Vector that every client sends, given as views of the cohort's storage.
 
     Attributes:
         what: ``"parameters"``, ``"means"`` or ``"variances"``.
-        pieces: Pieces of the vector, ``[C, d_k]``, as views of the cohort's storage.
+        pieces: Pieces of the vector, ``[C, d_k]``.
         reference: Value to subtract from each piece, ``[d_k]``: the server's parameters, or 0.0 for
             statistics.
         rule: The server's aggregation rule for the vector.

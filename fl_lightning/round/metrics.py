@@ -17,14 +17,15 @@ MetricSetting = Callable[[], Metric]
 """A torchmetrics class, a function that makes a metric, or a metric object."""
 
 State = dict[str, Any] | tuple[Tensor, Tensor]
-"""State of a metric: tensors and lists of tensors by name, or outputs and targets."""
+"""State of a metric: its tensors and lists of tensors by name, or a batch's outputs and targets."""
 
 
 def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str, MetricSetting]:
     """Check the names of the user's metrics, and return the settings.
 
     Raises:
-        ConfigurationError: The task already has a metric of a name, or a name is no identifier.
+        ConfigurationError: The task already has a metric with one of the names, or a name is not an
+            identifier.
     """
     for name in settings:
         if not name.isidentifier() or name in ("loss", *task.shown):
@@ -44,7 +45,7 @@ def make_metrics(settings: Mapping[str, MetricSetting], num_classes: int | None)
             cannot be made without ``num_classes``.
 
     Raises:
-        ConfigurationError: A setting makes no metric.
+        ConfigurationError: A setting does not make a metric.
     """
     return {name: _made(name, setting, num_classes) for name, setting in settings.items()}
 
@@ -115,7 +116,9 @@ def _merges(metric: Metric) -> bool:
 
 
 def compute(metric: Metric, name: str, states: Sequence[State]) -> dict[str, float | list[Any]]:
-    """Compute a metric on the CPU from the states of all batches, which are merged in order of the batches.
+    """Compute a metric on the CPU from the states of all batches.
+
+    The states are merged in the order of the batches.
 
     Returns:
         The value under ``name``. A metric with several values has each value under

@@ -84,9 +84,10 @@ class FederatedModule(Recorded, L.LightningModule):
         statistics_aggregator: Rule that combines running statistics. Default: ``aggregator``.
         statistics_domain: Coordinates in which running statistics are combined, see
             :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
-        weighting: Aggregation weights. ``"examples"`` are proportional to the clients' numbers of
-            examples n_i, and ``"uniform"`` are equal. ``"samples"`` are proportional to the samples
-            that each client processes in the round, estimated until the local steps end.
+        weighting: Aggregation weights of the clients. ``"examples"``: proportional to the clients'
+            numbers of examples n_i. ``"uniform"``: equal. ``"samples"``: proportional to the number
+            of samples that a client processes in the round; this number is estimated until the
+            local steps end.
         task: Task with its loss and metrics. Default:
             :class:`~fl_lightning.round.tasks.Classification`.
         metrics: Further metrics by name: torchmetrics classes, functions that make a metric, or
@@ -94,10 +95,11 @@ class FederatedModule(Recorded, L.LightningModule):
         loss: Loss of (outputs, targets), averaged over the batch. Default: the task's loss.
         client_lr_schedule: Function of (round, planned rounds) that returns a factor for the client
             learning rate. Default: 1.
-        parameter_groups: Client optimizer settings for the groups ``batch_norm``, ``scalars`` and
-            ``bias``, by group. The setting ``lr_scale`` multiplies the learning rate.
-        bn_momentum: ``momentum`` of every BN layer, the weight of a new batch in the running
-            statistics, in (0, 1]. None keeps the model's values; torch's default is 0.1.
+        parameter_groups: Client optimizer settings by parameter group. The groups are
+            ``batch_norm``, ``scalars`` and ``bias``. The setting ``lr_scale`` multiplies the
+            learning rate.
+        bn_momentum: ``momentum`` of every BN layer, in (0, 1]: the weight of a new batch in the
+            running statistics. None keeps the model's values; torch's default is 0.1.
         initial_weights: File with the initial weights: a state dict, or the checkpoint of another
             run (see :func:`~fl_lightning.models.weights.load_weights`). A resumed run ignores the
             file.
@@ -112,8 +114,8 @@ class FederatedModule(Recorded, L.LightningModule):
             skipped and the server keeps its state.
         centralised: Whether one model trains on the union of the cohort's batches, without
             communication.
-        tf32: Whether a GPU may use TF32 for convolutions and matrix products, which has about 3
-            decimal digits.
+        tf32: Whether a GPU may use TF32 for convolutions and matrix products. TF32 has a precision
+            of about 3 decimal digits.
         check_first_steps: Whether to compare two local steps with plain PyTorch before training,
             see :func:`~fl_lightning.round.first_steps.check_first_steps`.
         seed: Seed of participation and dropout.
@@ -124,8 +126,8 @@ class FederatedModule(Recorded, L.LightningModule):
         clock: Time of each stage of a round.
         accept_data: Whether a run may use data that differ from its checkpoint's.
         plan: Participation and local steps of every round; set by ``setup("fit")``.
-        slots: Access to the model's tensors, which a client's tensors can replace; set at the start
-            of training.
+        slots: Object that replaces the model's tensors by a client's tensors; set at the start of
+            training.
         executor_choice: The chosen executor and the reason; None if the user has set an executor.
         communication: Bytes and exchanges of the newest round.
         tracking_layers: BN layers that update running statistics in training: all layers that are
@@ -268,7 +270,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def planned_rounds(self) -> int:
-        """Planned number of rounds, set at round 1; milestones as fractions refer to it."""
+        """Planned number of rounds, set at round 1; milestones given as fractions refer to it."""
         assert self.total_rounds is not None
         return self.total_rounds
 
@@ -349,7 +351,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.loss(self.model(inputs), targets)
 
     def weight_share(self, cohort: Cohort) -> float:
-        """Return the cohort's fraction of the weight of all clients.
+        """Return the cohort's share of the total weight of all clients.
 
         With uniform weights, this is the cohort's size divided by the number of clients. Failures
         do not change the weights.
@@ -375,10 +377,10 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Convert weights to the run's precision, plan the rounds, and let methods swap BN."""
-        # Lightning takes the rank from a scheduler's variables, even if processes are separate runs
+        # correct the rank: in separate runs of a scheduler, Lightning takes the scheduler's rank
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         hooks.extend_model(self.model, self.federated_callbacks, self.seed)
-        # Lightning would load float64 weights into float32 tensors, and convert these afterwards
+        # convert now: Lightning would first load float64 weights into float32 tensors
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
             for metric in (child for child in self.modules() if isinstance(child, Metric)):
@@ -402,7 +404,7 @@ class FederatedModule(Recorded, L.LightningModule):
         hooks.configure_batch_norm(self, self.federated_callbacks)
 
     def make_plan(self, data: FederatedDataModule) -> RoundPlan:
-        """Return the plan of a run on some data, which are set up."""
+        """Return the plan of a run on data that are set up."""
         return RoundPlan(
             data,
             self.local_steps,
@@ -470,7 +472,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def on_train_end(self) -> None:
-        """Print users' methods that had no effect, if the run began in this fit."""
+        """Print which users' methods had no effect, if the run began in this fit."""
         began = self.trainer.ckpt_path is None and self.record.samples
         for name in idle_methods(self) if began else ():
             self.print(
@@ -498,7 +500,7 @@ class FederatedModule(Recorded, L.LightningModule):
             ConfigurationError: Neither ``max_epochs`` nor ``budget_epochs`` is set.
         """
         trainer = self.trainer
-        if not self._resumed and not trainer.current_epoch:  # discard the plan and totals of an earlier fit
+        if not self._resumed and not trainer.current_epoch:  # discard the results of an earlier fit
             self.total_rounds, self.record = None, RunRecord()
         self._resumed = False
         limit = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
@@ -581,10 +583,10 @@ class FederatedModule(Recorded, L.LightningModule):
         """
         logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         self.record.add(name, value)
-        # log_dict passes None for arguments that are not given
+        # log_dict passes None for each argument that is not given
         given = {key: setting for key, setting in kwargs.items() if setting is not None}
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
-        # without sync_dist Lightning warns
+        # without sync_dist, Lightning prints a warning
         super().log(name, value, **{**defaults, **given, "sync_dist": True})
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
@@ -613,9 +615,9 @@ class FederatedModule(Recorded, L.LightningModule):
     def evaluate_batch(self, batch: Any, evaluation: ServerEvaluation) -> None:
         """Add the model's outputs on a batch to an evaluation.
 
-        Override this method if batches are not pairs ``(inputs, targets)``. It is called on one rank
-        for each batch, and only ``evaluation`` is shared with other ranks. Update metrics of your
-        own in ``validation_step`` instead, which every rank calls with every batch.
+        Override this method if batches are not pairs ``(inputs, targets)``. It is called on one
+        rank for each batch, and only ``evaluation`` is shared with other ranks. Update metrics of
+        your own in ``validation_step`` instead: every rank calls that method with every batch.
         """
         inputs, targets = batch
         self.output_check.check(self, outputs := self.model(inputs), targets)

@@ -1,4 +1,4 @@
-"""Checks that a run logs the metrics that its callbacks monitor, and its task's quality."""
+"""Checks that a run logs its task's quality and the metrics that its callbacks monitor."""
 
 from collections.abc import Mapping
 

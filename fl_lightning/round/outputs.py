@@ -24,8 +24,8 @@ class OutputCheck:
     The check uses the outputs of the first evaluation, or of two training samples before round 1.
 
     Args:
-        applies: Whether outputs are class scores. False, for modules that override ``client_loss``
-            or ``evaluate_batch``, disables the check.
+        applies: Whether outputs are class scores; False disables the check. The argument is False
+            for modules that override ``client_loss`` or ``evaluate_batch``.
     """
 
     def __init__(self, applies: bool) -> None:

@@ -16,9 +16,9 @@ from fl_lightning.randomness import permutation
 from fl_lightning.round.failures import ClientFailures
 
 Weighting = Literal["examples", "uniform", "samples"]
-"""Quantity to which weights are proportional: examples, a constant, or samples in the round."""
+"""Quantity to which aggregation weights are proportional; for ``"uniform"``, it is a constant."""
 
-_MOST_IDLE = 10_000  # number of consecutive skipped rounds that is an error
+_MOST_IDLE = 10_000  # this number of consecutive skipped rounds is an error
 
 
 @dataclass
@@ -52,7 +52,7 @@ class RoundPlan:
     last_round_steps: int | None = None
 
     def check(self, rules: Collection[Aggregator]) -> None:
-        """Check the number of clients, and increase ``min_clients`` to what the aggregators need.
+        """Check the number of clients, and increase ``min_clients`` if an aggregator needs more.
 
         Args:
             rules: The aggregators of the run.
@@ -74,7 +74,7 @@ class RoundPlan:
         self.min_clients = next((number for number in numbers if _accepted(number, rules)), size)
 
     def reporting(self, round_number: int) -> list[int]:
-        """Return the clients that are sampled for a round and report."""
+        """Return the sampled clients of a round that do not drop out."""
         drawn = sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number)
         failures = self.failures
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]
@@ -139,7 +139,7 @@ class RoundPlan:
         return replace(self, failures=None, last_round=None)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
-        """Return the fraction of the weight of all clients that the given clients have.
+        """Return the given clients' share of the total weight of all clients.
 
         With uniform weights, this is their number divided by the number of all clients.
         """
@@ -158,9 +158,10 @@ class RoundPlan:
     def limit(self, budget_epochs: float) -> int:
         """Set and return the number of rounds for ``budget_epochs`` passes over all training data.
 
-        If the budget ends inside a round, this round has fewer local steps. The budget is that of
-        FixBN, Appendix B.4: local steps x rounds x batch size x clients = epochs x samples. With
-        2,500 local steps, the 25.6 rounds of CIFAR-10 become 26.
+        If the budget ends inside a round, this round has fewer local steps. The number of rounds
+        satisfies the equation local steps x rounds x batch size x clients = epochs x samples
+        (FixBN, Appendix B.4), and is rounded up. With 2,500 local steps on CIFAR-10, 25.6 rounds
+        become 26 rounds.
 
         Raises:
             ConfigurationError: The budget is too small for one local step, or too many rounds are
@@ -257,8 +258,8 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
 
     Args:
         num_clients: Number of clients of the federation.
-        participation: Number of clients (int), or fraction in (0, 1] (float). A fraction of the
-            clients is rounded, to at least 1 client.
+        participation: Number of clients (int), or fraction in (0, 1] (float). The fraction is
+            rounded to a number of clients, which is at least 1.
 
     Raises:
         ConfigurationError: The federation has fewer clients.

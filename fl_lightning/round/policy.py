@@ -11,7 +11,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
 
 UNNAMED = "as its kinds"
-"""Text in tables for a part in rounds in which no policy names it."""
+"""Text in tables for a part of the model in rounds in which no policy names the part."""
 
 Stage = tuple[int | str, str]
 """First round of a treatment, and the treatment.
@@ -20,7 +20,7 @@ If a method determines the round in training, the method's class name replaces t
 """
 
 _EXCLUSIVE = ("local", "pooled", "reset")
-"""Treatments that a callback implements; for each kind, only one callback can declare them."""
+"""Treatments that callbacks implement; only one callback can declare them for a kind of state."""
 
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 
@@ -141,9 +141,9 @@ def policy_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        By kind or part, pairs of first round and treatment, such as ``[(1, "averaged"), (51,
-        "frozen")]``. If a method determines the round in training, the method's class name replaces
-        the round.
+        Pairs of first round and treatment, such as ``[(1, "averaged"), (51, "frozen")]``. The keys
+        are kinds of state and parts of the model. If a method determines the round in training, the
+        method's class name replaces the round.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
@@ -175,7 +175,8 @@ def treatment_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        By name of each trainable parameter and buffer, pairs as in :func:`policy_table`.
+        Pairs as in :func:`policy_table`. The keys are the names of trainable parameters and
+        buffers.
     """
     callbacks = list(callbacks)
     policy: dict[str, str] = {}

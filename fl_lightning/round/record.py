@@ -78,7 +78,7 @@ class RunRecord:
         self._pending[name] = float(value.compute() if isinstance(value, Metric) else value)
 
     def diverge(self, round_number: int, diverged: bool = True) -> None:
-        """Flag the run as diverged if ``diverged``; keep the first round of divergence."""
+        """Flag the run as diverged if ``diverged`` is True; keep the first round of divergence."""
         if diverged and not self.diverged:
             self.diverged, self.diverged_round = True, round_number
 
@@ -136,7 +136,7 @@ class RunRecord:
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
         """Store the metrics of a round as the newest ones, and pass them to the loggers."""
         if self._logging_seconds is not None:
-            # time for the previous line: the time for this line is not known yet
+            # the time to log the previous line, as the time to log this line is not known yet
             line["time/logging_s"] = self._logging_seconds
         started = time.perf_counter()
         self.metrics = line
@@ -178,7 +178,7 @@ class RunRecord:
         return bool(trained)
 
     def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
-        """Check that evaluation data from the clients' samples are the checkpoint's.
+        """Check the evaluation data against the checkpoint, if they come from the clients' samples.
 
         Other evaluation data could contain samples on which the checkpoint was trained.
 

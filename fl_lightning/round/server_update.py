@@ -61,12 +61,12 @@ def aggregate(
 
     Args:
         cohort: The clients.
-        rows: Pairs (name of a parameter block, values ``[C, columns]``) by any key.
+        rows: Pairs (name of a parameter block, values ``[C, columns]``). The keys are arbitrary.
         aggregator: The rule.
         weights: The clients' weights ``[C]``, with sum 1. Default: the round's weights.
 
     Returns:
-        The aggregate ``[columns]`` by the key in ``rows``.
+        The aggregate ``[columns]`` of each pair, under the same key as in ``rows``.
     """
     weights = cohort.weights if weights is None else weights
     if aggregator.per != "layer":
@@ -156,7 +156,7 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
             continue
         for name, rows in variances.items():
             negative = (rows < 0).any(1).tolist()
-            if any(negative):  # otherwise the minimum above is NaN
+            if any(negative):  # not the case if the minimum above is NaN
                 raise ConfigurationError(
                     f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
                     f"{name.rpartition('.')[0]!r}; {remedy}"

@@ -1,4 +1,4 @@
-"""Selection of the clients to aggregate: non-finite updates, and rounds with too few clients."""
+"""Treatment of non-finite updates, and of rounds with too few clients to aggregate."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ class RoundSkipped(Exception):
 
 
 def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
-    """Drop clients with a non-finite update if ``on_divergence`` is ``drop``; return the cohort.
+    """Drop clients with a non-finite update if ``on_divergence`` is ``drop``; return the rest.
 
     Raises:
         RoundSkipped: Too few clients remain.
@@ -149,7 +149,7 @@ def _without(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str]) ->
 
 
 def _withstood(run: RunContext, cohort: RoundCohort) -> bool:
-    """Return whether a robust rule combines all state that is not finite."""
+    """Return whether robust rules aggregate all of the non-finite state."""
     parameters = isinstance(run.aggregator, RobustAggregator)
     if not parameters and not all(bool(block.isfinite().all()) for block in cohort.params.blocks.values()):
         return False
@@ -167,7 +167,7 @@ def _first_layer(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], consequence: str) -> None:
-    """Count each client's non-finite updates; print a line for a client's first one."""
+    """Count each client's non-finite updates; print a line for the first one of each client."""
     for row, layer in failed.items():
         client, counted = cohort.client_ids[row], run.record.not_finite
         if client not in counted:

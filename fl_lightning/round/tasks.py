@@ -46,7 +46,7 @@ class Task(Recorded, ABC):
 
     @property
     def best(self) -> dict[str, str]:
-        """``"max"`` by metric if large values are best, ``"min"`` if small values are best."""
+        """Direction of each metric by name: ``"max"`` if large values are best, else ``"min"``."""
         known = {**dict.fromkeys([self.quality, *self.shown], "max"), "loss": "min"}
         declared = {name: metric.higher_is_better for name, metric in self.measured.items()}
         return known | {name: "max" if x else "min" for name, x in declared.items() if x is not None}
@@ -66,7 +66,7 @@ class Task(Recorded, ABC):
         return targets.long() != self.ignored  # long: uint8 cannot represent -100
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the predictions and targets for ``model.metrics``; by default the arguments."""
+        """Return the predictions and targets for ``model.metrics``; by default, the arguments."""
         return scores, targets
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
@@ -249,10 +249,10 @@ class Segmentation(Classification):
         """Return the numbers of pixels, guesses and correct guesses of each class, ``[3, classes]``.
 
         Raises:
-            ConfigurationError: A label is no class.
+            ConfigurationError: A label is not the number of a class.
         """
         classes, counted = scores.shape[1], targets != self.ignored
-        # on a GPU the check would have to wait for the result
+        # no check on a GPU: the check would have to wait for the result
         if targets.device.type == "cpu" and bool((targets[counted] >= classes).any()):
             raise ConfigurationError(
                 f"Segmentation: label {int(targets[counted].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
@@ -279,7 +279,7 @@ class Segmentation(Classification):
 SHIPPED: tuple[type[Task], ...] = (Classification, Segmentation)
 
 QUALITIES = {task.quality: task.shown[task.quality] for task in SHIPPED}
-"""Label in figures of each shipped task's quality, by metric name."""
+"""Mapping from the main metric of each shipped task to the metric's label in figures."""
 
 
 def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

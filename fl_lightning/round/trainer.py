@@ -38,7 +38,7 @@ _REFUSED: dict[type[L.Callback], str] = {
     ThroughputMonitor: "would count rounds as batches; read time/samples_per_s of each round",
     SpikeDetection: "gets no loss of a batch; use EarlyStopping with check_finite, or model.on_divergence",
 }
-"""Callbacks of Lightning that a round does not support, with reason and remedy for the message."""
+"""Callbacks of Lightning that a round does not support; the text gives the reason and a remedy."""
 
 _NEVER_CALLED = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 """Hooks of Lightning that are never called, as an executor runs the clients' backward passes."""

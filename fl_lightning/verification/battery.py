@@ -92,7 +92,7 @@ def certify(
 
     Args:
         make: Function that returns a new callback. It is called for each run.
-        references: Whether to measure also the equalities that the method does not claim.
+        references: Whether to also measure the equalities that the method does not claim.
         settings: Settings of ``FederatedModule`` for the checks of the rules, such as another
             ``client_optimizer``. Claims are checked with the default settings.
 

@@ -30,12 +30,15 @@ Gap = tuple[float, str]
 
 
 def own_twin(trials: Trials) -> Gap:
-    """Compare rounds with E = 1 and equal batch sizes to centralised training with the method."""
+    """Compare federated (E = 1, equal batch sizes) and centralised training, both with the method.
+
+    Each client takes one local step per round (E = 1), and all clients have the same batch size.
+    """
     return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, centralised=True))
 
 
 def own_twin_when_frozen(trials: Trials) -> Gap:
-    """Compare as ``own_twin`` does, but only the rounds in which statistics are frozen.
+    """Compare as ``own_twin`` does, but only in rounds with frozen statistics.
 
     The centralised run resumes from the last federated round before the freeze.
     """
@@ -56,8 +59,9 @@ def own_twin_without_bn(trials: Trials) -> Gap:
 
 
 def centralised_bn(trials: Trials) -> Gap:
-    """Compare rounds with E = 1 and equal batch sizes to centralised training with plain BN.
+    """Compare federated training (E = 1, equal batch sizes) with centralised training of plain BN.
 
+    Each client takes one local step per round (E = 1), and all clients have the same batch size.
     Centralised training computes each step on the union of the clients' batches. Weights and
     statistics are compared.
     """
@@ -167,7 +171,7 @@ def statistics_of_its_weights(trials: Trials) -> Gap:
 
 
 def proximal_term(trials: Trials) -> Gap:
-    """Compare two local steps to SGD with ``mu (theta_i - theta)`` added to the gradient.
+    """Compare two local steps to steps of SGD that add ``mu (theta_i - theta)`` to the gradient.
 
     In the first step, the term is 0.
     """

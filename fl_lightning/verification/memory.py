@@ -10,7 +10,7 @@ from fl_lightning.testing.federation import SIZES, reference_model
 from fl_lightning.verification.comparison import Leaves
 
 FEW = 8
-"""Smallest number of floats in a tensor that a method must declare if the server sends it."""
+"""Smallest size, in floats, of a server's tensor whose transfer a method must declare."""
 
 
 _TENSORS = frozenset(reference_model().state_dict())
@@ -60,7 +60,7 @@ def _rows_by_client(leaf: Any) -> Any:
 
 
 def large_of_server(memory: Any) -> Leaves:
-    """Return the server's tensors in a memory with at least :data:`FEW` floats, by path."""
+    """Return the server's tensors in a memory that have at least :data:`FEW` floats, by path."""
     return {
         place: leaf
         for place, leaf in entries(memory)[0].items()

@@ -28,7 +28,8 @@ class Round:
         shares: Expected aggregation weights n_i / n, ``[C]``.
         policy: Treatment of each kind of state, and of parts that the method names.
         treatments: Treatment of each tensor of the model.
-        undecided: Treatments that begin in a round which training determines, by kind of state.
+        undecided: Treatments that begin in a round that is known only during training, by kind of
+            state.
         broadcast: The server's state at the start of the round.
         start: The clients' rows before their first local step, ``[C, *shape]``.
         sent: The clients' rows before aggregation, ``[C, *shape]``.

@@ -8,7 +8,7 @@ from fl_lightning.verification.observation import Round, Run
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
 RELABELLED = (3, 2, 4, 0, 1)
-"""New number of each client; in each cohort of ``SCRIPT``, every client gets another row."""
+"""New number of each client; it moves every client to another row in each cohort of ``SCRIPT``."""
 
 
 def relabelled(trials: Trials) -> Run:
@@ -28,15 +28,15 @@ def knows_no_client(trials: Trials) -> bool:
 
 
 def memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return the largest difference between a method's memories after two rounds, and its path."""
+    """Compare a method's memory after two rounds; return the largest difference and its path."""
     return distance(leaves(first.memory), leaves(second.memory))
 
 
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return the largest difference between the memories of the default and a renumbered run.
+    """Compare the memories of the default run and a renumbered run; return the largest difference.
 
-    If the memories differ under equal client numbers, each client's memory is compared to the
-    memory under the client's new number.
+    The memories may be equal under the same client numbers. If not, each client's memory is
+    compared to the memory under the client's new number.
     """
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))

@@ -159,9 +159,9 @@ def learning_rate_0(trials: Trials) -> str:
 def pooled_weights(trials: Trials) -> str:
     """Check that pooled statistics weight clients by ``n_i / n``.
 
-    If a client is replaced by two clients with its data and half its weight, the statistics must be
-    the same. A method that weights batches by their number of values claims ``union_statistics``
-    instead.
+    If a client is replaced by two clients, each with the same data and half the weight, the
+    statistics must be the same. A method that weights batches by their number of values claims
+    ``union_statistics`` instead.
     """
     first = trials.run().rounds[0]
     pooled = [
@@ -184,8 +184,8 @@ def pooled_weights(trials: Trials) -> str:
 def traffic(trials: Trials) -> str:
     """Check that ``extra_payload`` counts all traffic beside weights, statistics and losses.
 
-    - Upload: a client with other data that sends the same weights, statistics and loss must not
-      change the server.
+    - Upload: if a client gets other data but sends the same weights, statistics and loss as before,
+      the server must not change.
     - Download: a tensor of at least 8 floats in the server's memory must not affect local steps
       that start from the same state.
     """

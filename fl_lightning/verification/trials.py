@@ -112,8 +112,8 @@ class Setup:
         memory_of_server: Round before which the server's part of the method's memory is changed;
             0 for no change.
         ranks: Number of ranks.
-        resume: Round after which the federated run of this set-up is resumed; 0 for a new run. The
-            set-up of the federated run must be in :data:`SAVED`.
+        resume: Round of the checkpoint from which the run resumes; 0 for a new run. The checkpoint
+            is of the federated run of this set-up, which must be in :data:`SAVED`.
         repetition: Number that distinguishes repeated runs of a set-up.
         module: Settings of ``FederatedModule``, as pairs (name, value).
     """
@@ -161,7 +161,7 @@ _WITHOUT_METHOD: dict[Setup, Run] = {}
 
 @cache
 def rests_from(first_round: int) -> Callable[[int, int], float]:
-    """Return a learning rate schedule for clients that is 0 from a round on."""
+    """Return a learning rate schedule for clients that is 0 from a given round on."""
     return lambda number, _: float(number < first_round)
 
 
@@ -215,7 +215,7 @@ class Trials:
         settings = {"executor": SequentialExecutor(), **dict(setup.module), **self.settings}
         run = Run(reference_model(setup.norm), **settings)
         if method is not None:
-            extend_model(run.model, [method], seed=0)  # not the run's seed, which must decide only draws
+            extend_model(run.model, [method], seed=0)  # the run's seed must not affect these weights
         run.script, run.method, run.rounds = setup.script, method, []
         run.memory_of_server = setup.memory_of_server
         if setup.forced and setup.disturbance is not None:

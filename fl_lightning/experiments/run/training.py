@@ -107,7 +107,10 @@ class Prepared:
         return finish_run(self.module, start.attempt, stopped)
 
     def _limit_ranks(self) -> None:
-        """Set up the data before ranks are forked; with ``devices: auto``, limit their number."""
+        """Set up the data before ranks are forked.
+
+        With ``devices: auto``, limit the number of ranks.
+        """
         strategy = self.trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
             ranks = useful_ranks(self.module, self.data)

@@ -316,7 +316,7 @@ def _threads_only_read(path: str) -> bool:
     """
     kinds = getattr(_maker(path), "__mro__", ()) if path else ()
     owners = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
-    return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")  # False for a user's class
+    return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")  # not a user's
 
 
 @cache
