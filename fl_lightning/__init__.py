@@ -1,8 +1,8 @@
 """Batch Normalization in federated learning, on PyTorch Lightning.
 
 ``__init__.pyi`` lists the public names. They are imported on first use, so ``import fl_lightning``
-does not import torch. In a configuration, the class ``X`` is ``fl_lightning.X``, whichever module
-defines it.
+does not import torch. In a configuration, write ``fl_lightning.X`` for the class ``X``, whichever
+module defines it.
 """
 
 import lazy_loader

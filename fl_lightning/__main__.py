@@ -68,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments without the program's name; None for ``sys.argv[1:]``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a name that the terminal cannot show must not end a run
+        # a run must not end because the terminal cannot show a name
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(list(sys.argv[1:] if args is None else args))
@@ -132,4 +132,4 @@ if __name__ == "__main__":
         main()
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback after Ctrl-C while Python exits
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C at the exit must not print a traceback

@@ -160,7 +160,7 @@ def folder_below(root: str | os.PathLike[str], name: str) -> Path:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return which of a folder and its parents do not exist, innermost first."""
+    """Return the missing folders among a folder and its parents, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

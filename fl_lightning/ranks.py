@@ -273,7 +273,7 @@ def _number(leaf: Any) -> int:
 
 
 def is_shared(error: BaseException) -> bool:
-    """Return whether every rank raises this exception; then a single rank reports it."""
+    """Return whether every rank raises this exception. If so, a single rank reports it."""
     return hasattr(error, "shared_by_ranks")
 
 

@@ -73,7 +73,7 @@ class Recorded:
 
 
 def records(*deciding_files: str) -> Callable[[Item], Item]:
-    """Decorate a function that makes objects, such as models, to record its arguments.
+    """Decorate a function that makes objects, such as models; calls then record their arguments.
 
     Args:
         deciding_files: Names of arguments that are paths of files; the files affect results.

@@ -18,7 +18,7 @@ class Declarations:
         claims: Equalities that the method promises in addition to the rules for all methods.
             ``verify`` checks them.
         examples: Constructor settings for pages, tests and ``verify``. The first example has
-            typical settings. The last example shows most of the method within a few rounds.
+            typical settings. With the last example, a run of a few rounds shows most of the method.
         needs_joint_forward: Whether the first local step of a round is one forward pass over all
             clients, so that layers can exchange values between clients (see
             ``fl_lightning.batch_norm.joint.cohort_mean``).
@@ -84,7 +84,7 @@ class Declarations:
         return ""
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return how many floats each client sends and receives beside the averaged state."""
+        """Return the floats that each client sends and receives in addition to averaged state."""
         return 0, 0
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
@@ -95,5 +95,5 @@ class Declarations:
         return {}
 
     def extra_exchanges(self, cohort: Cohort) -> int:
-        """Return the number of exchanges with the server beside the one for averaged state."""
+        """Return the number of exchanges with the server in addition to that of averaged state."""
         return 0

@@ -130,7 +130,7 @@ class RoundPlan:
         return clients, [self.first_step(client, round_number) + step for client in clients]
 
     def weights(self, client_ids: Sequence[int], round_number: int) -> Tensor:
-        """Return the aggregation weights of a round, ``[C]``, as estimated before local steps."""
+        """Return the aggregation weights of a round, ``[C]``, estimated before the local steps."""
         sizes = [1.0] if self.centralised else self._sizes(client_ids, round_number)
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 

@@ -16,7 +16,7 @@ UNNAMED = "as its kinds"
 Stage = tuple[int | str, str]
 """First round of a treatment, and the treatment.
 
-If a method determines the round in training, the method's class name replaces the round.
+If a method determines the round during training, the method's class name replaces the round.
 """
 
 _EXCLUSIVE = ("local", "pooled", "reset")
@@ -142,8 +142,8 @@ def policy_table(
 
     Returns:
         Pairs of first round and treatment, such as ``[(1, "averaged"), (51, "frozen")]``. The keys
-        are kinds of state and parts of the model. If a method determines the round in training, the
-        method's class name replaces the round.
+        are kinds of state and parts of the model. If a method determines the round during training,
+        the method's class name replaces the round.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}

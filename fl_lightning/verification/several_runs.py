@@ -1,4 +1,4 @@
-"""Rules that compare two runs of a method that differ in one respect."""
+"""Rules that compare two runs of a method. The runs differ in one respect."""
 
 import pickle
 from typing import Any

@@ -16,7 +16,7 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # seconds to wait before a signal whose exception Python has discarded is sent again
+_AGAIN = 0.05  # if Python discards a signal's exception, the signal is sent again after these seconds
 _ECHO = 2.0  # seconds within which torchrun may repeat a signal of the terminal
 
 
@@ -36,7 +36,7 @@ class Stopped(SystemExit):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise :class:`Stopped` in the block on a signal.
+    """Raise :class:`Stopped` in the block when a signal arrives.
 
     If blocks are nested, only the outermost block prints a message.
     """

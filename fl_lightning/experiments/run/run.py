@@ -106,7 +106,7 @@ class Run:
                 of the newest attempt, or ``"best"`` for the best checkpoint. ``"auto"`` resumes
                 from the last checkpoint if there is one, and otherwise starts a new run. Default: a
                 new run.
-            accept_data: Whether the data may differ from the checkpoint's.
+            accept_data: Whether the data may differ from the data of the checkpoint.
 
         Returns:
             The content of ``result.json``.

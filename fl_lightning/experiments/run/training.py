@@ -80,7 +80,7 @@ class Prepared:
             The content of ``result.json``.
 
         Raises:
-            ConfigurationError: The checkpoint of a new attempt already has all rounds.
+            ConfigurationError: A new attempt starts from a checkpoint that already has all rounds.
             Stopped: A signal stopped the run before its last round.
         """
         start, trainer, signal = self.start, self.trainer, self.interruption
@@ -218,7 +218,7 @@ class Training:
 
         Args:
             ckpt_path: The setting. ``"auto"`` is the last checkpoint of the newest attempt with the
-                same number of planned rounds. Without such an attempt, it starts a new run.
+                same number of planned rounds. Without such an attempt, ``"auto"`` starts a new run.
             rounds: Number of planned rounds; None accepts all attempts.
 
         Raises:
@@ -306,8 +306,8 @@ class Training:
         """End the run at W&B, and remove a new folder without a trained round.
 
         Args:
-            error: Exception that ended the run, or None. The message of :class:`Stopped` is
-                completed.
+            error: Exception that ended the run, or None. This method completes the message of
+                :class:`Stopped`.
         """
         attempt = self.start.attempt
         if attempt is None:
@@ -324,7 +324,7 @@ class Training:
 
 
 def stop_reason(trainer: L.Trainer) -> str:
-    """Return as text which callback stopped the training before its last round, and why."""
+    """Return a text that says which callback stopped the training early, and why."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
     for callback in callbacks:
         name = type(callback).__name__
@@ -342,7 +342,7 @@ def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:
 
 
 def quiet_host() -> None:
-    """Silence messages of Lightning that do not apply to a run, such as those on data loaders."""
+    """Silence messages of Lightning that do not apply to a run, for example on data loaders."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # a model summary, which the user may request, is logged at level INFO

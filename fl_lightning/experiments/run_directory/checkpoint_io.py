@@ -108,7 +108,7 @@ def check_run(
         path: The checkpoint file, for the message.
         checkpoint: Content of the file.
         model: The configured model.
-        optimizer: The configured server optimizer; None skips this check.
+        optimizer: The configured server optimizer. None: the optimizer is not checked.
 
     Raises:
         ConfigurationError: The checkpoint has other names or shapes of tensors, or another server

@@ -195,7 +195,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 raise unwritable(self.dirpath, error) from error
 
     def _claim(self) -> None:
-        """Mark the checkpoint folder as this run's.
+        """Mark the checkpoint folder as a folder of this run.
 
         Raises:
             ConfigurationError: The folder belongs to another run.
@@ -287,7 +287,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def _reached_best(self, trainer: L.Trainer) -> bool:
         if self.monitor is None or self.monitor not in trainer.callback_metrics:
             return False
-        # a metric that was not logged in this round keeps its old value, which is no improvement
+        # a metric that was not logged in this round keeps its old value: this is not an improvement
         score = trainer.strategy.broadcast(float(trainer.callback_metrics[self.monitor]))
         sign = 1 if self._best_is() == "max" else -1
         if math.isnan(score) or (self.best_score is not None and sign * score <= sign * self.best_score):
@@ -321,7 +321,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return path
 
     def _label(self, name: str) -> str:
-        """Return the label that names a checkpoint's files of client memories.
+        """Return the label in the names of a checkpoint's files of client memories.
 
         Checkpoints with the same name in different folders have different labels.
         """
@@ -336,12 +336,12 @@ def kept_name(round_number: int) -> str:
 
 
 def _best_name(stem: str) -> str:
-    """Return the file name of the best checkpoint that is kept together with ``<stem>.ckpt``."""
+    """Return the file name of the best checkpoint that is kept beside ``<stem>.ckpt``."""
     return f"{stem}_best.ckpt"
 
 
 def _copy(source: Path, target: Path, round_number: int) -> None:
-    """Copy a checkpoint, and link its files of client memories to the copy's folder."""
+    """Copy a checkpoint, and link its files of client memories into the folder of the copy."""
     link_files(
         source.parents[1],
         f"{source.stem}_{round_number}",

@@ -1,4 +1,4 @@
-"""Names of classes and functions, and the code of classes and functions in scripts."""
+"""Import paths and code of classes and functions."""
 
 import dis
 import functools
@@ -54,7 +54,8 @@ def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
 
     Args:
         maker: The class, or the function without wrappers.
-        reference: Function that describes such an object, for example a global or a default.
+        reference: Function that describes an object that the code uses, for example a global or a
+            default.
     """
     if isinstance(maker, type):
         members = [[name, reference(x)] for name, x in vars(maker).items() if name not in _NOT_CODE]

@@ -35,7 +35,10 @@ class Start:
     metrics: bytes = b""
 
     def discard_untrained(self) -> None:
-        """Remove the folder if this fit made it and trained no round; remove empty parents, too."""
+        """Remove the folder if this fit has made the folder, but has trained no round.
+
+        Empty parent folders are removed, too.
+        """
         if self.attempt is None or not self.is_new:
             return
         rows = read_metrics(self.attempt.metrics) if self.attempt.metrics.exists() else []

@@ -76,7 +76,7 @@ def identity(module: FederatedModule) -> dict[str, object]:
 
 
 def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
-    """Return ``label`` and ``best`` of each metric of a task, the task's quality first.
+    """Return ``label`` and ``best`` of each metric of a task; the main metric is the first one.
 
     ``best`` is ``"max"`` if large values are better, else ``"min"``.
     """
@@ -122,7 +122,7 @@ def run_title(module: FederatedModule) -> list[str]:
 
 
 def norm_names(model: nn.Module) -> list[str]:
-    """Return the kinds of normalization layers and their substitutes in a model.
+    """Return the kinds of a model's normalization layers, and of layers that replace them.
 
     An example is ``["GN", "WS"]``: Group Normalization and weight standardization.
     """

@@ -56,10 +56,10 @@ _TASK = full_name(Classification)
 """The default task of a run."""
 
 _PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning's name for each alias of a precision; None is the default precision."""
+"""Lightning's name for each alias of a precision; the alias None means the default precision."""
 
 _SHOWING = (RoundCheckpoint, ProgressBar)
-"""Callbacks that do not affect results, so that the hash ignores them."""
+"""Callbacks that do not affect results. The hash ignores them."""
 
 
 def description_of(config: Config) -> Config:
@@ -212,7 +212,7 @@ def _essential(node: Any) -> Any:
     for name, x in _arguments(node).items():
         scalar = type(x) in _SCALARS
         usual = known.get(name)
-        # if the default is None, as in most cases, an object differs from it: skip the object's costly text
+        # most defaults are None, and an object is never None: skip the object's costly text
         if usual != repr(x) if scalar else usual in (None, "None") or usual != _text(_plain(x)):
             given[name] = _content(x) if name in files else x if scalar else _essential(x)
     rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}

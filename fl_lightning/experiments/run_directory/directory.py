@@ -55,7 +55,7 @@ class Attempt:
     partition = _File("partition.json")  # the clients' numbers of samples, by class
     policy = _File("policy.json")  # the treatment of each kind of state, by round
     participation = _File("participation.csv")  # samples, rounds and steps of each client
-    histograms = _File("histograms.json")  # histograms of the reports by name
+    histograms = _File("histograms.json")  # histograms of the run's reports; the keys are names
     partition_picture = _File("partition.png")  # the samples of each class at each client
     learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
     wandb_id = _File("wandb_id")  # the run's id at W&B; a resumed run keeps it

@@ -48,7 +48,7 @@ class Walk:
     """
 
     def __init__(self) -> None:
-        self._met: dict[int, tuple[int, Any]] = {}  # holds the object, so that its id is not reused
+        self._met: dict[int, tuple[int, Any]] = {}  # keep the object alive: its id must not be reused
         self._numbers = itertools.count()
         self._depth = 0
 
@@ -243,7 +243,7 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
 
 
 def _says_itself(thing: Any) -> bool:
-    """Return whether ``str`` identifies an object, as it does for a path, dtype or device."""
+    """Return whether the text of an object identifies it, as for a path, a dtype or a device."""
     cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
     return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
 
