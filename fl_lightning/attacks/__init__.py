@@ -1,4 +1,4 @@
-"""Attacks of Byzantine clients, on their messages, their local steps and their data."""
+"""Attacks by Byzantine clients. An attack changes their messages, local steps or data."""
 
 from fl_lightning.attacks.base import Attack, Message
 from fl_lightning.attacks.poisoning import Backdoor, GradientAscent, LabelFlip, ModelReplacement

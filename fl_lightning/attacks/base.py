@@ -10,13 +10,13 @@ from fl_lightning.recorded import Recorded
 
 
 class Message(NamedTuple):
-    """One vector of each client of the cohort, as the attackers know it before they attack.
+    """One vector of each client in the cohort, as it is before the attack.
 
     Attributes:
-        honest: Vectors of the h honest clients, ``[h, d]``. For parameters these are updates.
-        own: Vectors of the f attackers, computed by ordinary local steps, ``[f, d]``.
-        weights: Aggregation weights, first of the honest clients, then of the attackers,
-            ``[h + f]``, sum 1.
+        honest: Vectors of the h honest clients, ``[h, d]``. Vectors of parameters are updates.
+        own: Vectors that the f attackers have computed by ordinary local steps, ``[f, d]``.
+        weights: Aggregation weights of the honest clients, followed by those of the attackers.
+            Shape ``[h + f]``, sum 1.
         rule: The server's aggregation rule for this vector.
     """
 
@@ -26,39 +26,40 @@ class Message(NamedTuple):
     rule: Aggregator
 
     def aggregate(self, sent: Tensor) -> Tensor:
-        """Return the aggregate ``[d]`` for the case that all attackers send ``sent``, ``[d]``."""
+        """Return the aggregate ``[d]`` that results if all attackers send ``sent``, ``[d]``."""
         rows = torch.cat([self.honest, sent.expand(len(self.own), -1).to(self.honest.dtype)])
         return self.rule(rows, self.weights)
 
 
 class Attack(Recorded):
-    """Base class of attacks: the behaviour of Byzantine clients. By default they behave honestly.
+    """Base class of attacks. Without overridden methods, attackers behave like honest clients.
 
     Attributes:
-        least_honest: Least number of honest clients for which :meth:`messages` is called. With
-            fewer honest clients, attackers send their unchanged vectors.
+        least_honest: Minimum number of honest clients in a round. In a round with fewer honest
+            clients, :meth:`messages` is not called, and attackers send their vectors unchanged.
     """
 
     least_honest: int = 0
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return what the attackers send instead of each message.
+        """Return the vectors that the attackers send for each message.
 
         Returns:
-            For each message: one vector ``[d]`` for all attackers, or one vector per attacker,
+            For each message, one vector ``[d]`` for all attackers, or one vector per attacker,
             ``[f, d]``.
         """
         return [message.own for message in messages]
 
     def gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient that an attacker uses in a local step, of the same shape."""
+        """Return the gradient that an attacker uses in a local step. The shape does not change."""
         return gradient
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
         """Return the batch that an attacker trains on.
 
         Args:
-            batch: Batch of the attacker's data. Shipped attacks expect ``(inputs, targets)``.
-            num_classes: Number of classes of the data set. None: not known.
+            batch: Batch of the attacker's data. The attacks of this package expect ``(inputs,
+                targets)``.
+            num_classes: Number of classes of the data set. None if it is not known.
         """
         return batch

@@ -1,4 +1,4 @@
-"""Attacks that need no knowledge of other clients, on data, gradients or the size of updates."""
+"""Attacks without knowledge of other clients. They change data, gradients or update sizes."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ class LabelFlip(Attack):
     """
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """Return the batch with flipped labels. Ignored labels (such as 255 or -100) stay."""
+        """Return the batch with flipped labels. Ignored labels, such as 255 or -100, stay."""
         if num_classes is None:
             raise ConfigurationError(
                 "LabelFlip: the data do not say how many classes they have (num_classes)"
@@ -29,19 +29,21 @@ class LabelFlip(Attack):
 
 
 class Backdoor(Attack):
-    """Backdoor: the model learns to classify images with a trigger, a bright square, as ``target``.
+    """Backdoor: the model learns to classify images with a trigger as ``target``.
 
-    The first images of each batch of an attacker get the trigger in the lower right corner, and the
-    label ``target`` (Gu et al. 2017, "BadNets", arXiv 1708.06733). Evaluations log
-    ``attack_success``. For this metric the trigger is added to all images of other classes;
-    ``attack_success`` is the share of these images that the model classifies as ``target``.
+    The trigger is a bright square in the lower right corner of an image. The first images of each
+    batch of an attacker get the trigger and the label ``target`` (Gu et al. 2017, "BadNets", arXiv
+    1708.06733). Evaluations log ``attack_success``. For this metric, all images of other classes
+    than ``target`` get the trigger. The metric is the share of these images that the model
+    classifies as ``target``.
 
     Args:
         target: Label of images with the trigger.
-        fraction: Share of each batch that is poisoned, in (0, 1]. The number of images is rounded
-            up.
+        fraction: Share of the images in each batch that get the trigger, in (0, 1]. The number of
+            these images is rounded up.
         size: Side length of the square in pixels.
-        value: Value of the square in all channels, after normalisation of the images.
+        value: Value of the square in all channels. Images are normalised before they get the
+            square.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -56,13 +58,13 @@ class Backdoor(Attack):
         self.target, self.fraction, self.size, self.value = target, fraction, size, value
 
     def triggered(self, images: Tensor) -> Tensor:
-        """Return images ``[b, c, h, w]`` with the trigger added."""
+        """Return a copy of images ``[b, c, h, w]`` with the trigger."""
         images = images.clone()
         images[..., -self.size :, -self.size :] = self.value
         return images
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """Return the batch with its first images poisoned."""
+        """Return the batch after its first images have got the trigger and the label ``target``."""
         if num_classes is not None and self.target >= num_classes:
             raise ConfigurationError(
                 f"Backdoor.target: {self.target} must be less than the {num_classes} classes"
@@ -82,12 +84,12 @@ class Backdoor(Attack):
 
 
 class GradientAscent(Attack):
-    """Gradient ascent: local steps with ``-scale`` times the gradient, which increase the loss.
+    """Gradient ascent: local steps use ``-scale`` times the gradient. This increases the loss.
 
     Blades calls this attack sign flip.
 
     Args:
-        scale: Factor on the negated gradient.
+        scale: Factor by which the negated gradient is multiplied.
     """
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -101,13 +103,13 @@ class GradientAscent(Attack):
 class ModelReplacement(Attack):
     """Model replacement: attackers scale their updates.
 
-    The paper is Bagdasaryan et al. 2020, arXiv 1807.00459. Let f of n clients attack. With the
-    factor n / f, the mean over all clients is the attackers' update, if the honest updates cancel.
-    To plant a backdoor within a few rounds, give the same clients the attack ``Backdoor``, and list
-    it before this attack.
+    The paper is Bagdasaryan et al. 2020, arXiv 1807.00459. Let f of n clients attack with the
+    factor n / f. If the honest updates cancel each other, the mean over all clients equals the
+    attackers' unscaled update. To plant a backdoor within a few rounds, combine this attack with
+    ``Backdoor`` for the same clients, and list ``Backdoor`` first.
 
     Args:
-        scale: Factor on the update.
+        scale: Factor by which the update is multiplied.
     """
 
     def __init__(self, scale: float = 10.0) -> None:

@@ -1,4 +1,4 @@
-"""Searches for the most harmful factor of an attack."""
+"""Searches for the factor with which an attack does the most harm."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 Search = Literal["fixed", "byzfl", "grid"]
 
 GRID = [step / 20 for step in range(101)]
-"""The factors of ``grid``: 0, 0.05, ..., 5."""
+"""The factors that the search ``"grid"`` tries: 0, 0.05, ..., 5."""
 
 
 def search(harm: Callable[[float], float], how: Search) -> float:
@@ -18,8 +18,8 @@ def search(harm: Callable[[float], float], how: Search) -> float:
         harm: Function that returns the harm of a factor, such as the distance between the aggregate
             and the honest mean.
         how: ``"grid"``: try all factors of :data:`GRID`. ``"byzfl"``: the heuristic of the ByzFL
-            library. It evaluates 20 factors, from 0 upwards. The step starts at 10 and doubles as
-            long as the harm increases. After that each step is 0.8 times the previous one.
+            library. It evaluates 20 factors, and starts with 0. The step starts at 10 and doubles
+            as long as the harm increases. After that, each step is 0.8 times the previous step.
     """
     if how == "grid":
         return max(GRID, key=harm)

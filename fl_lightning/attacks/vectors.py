@@ -1,8 +1,8 @@
 """Attacks on messages. The attackers are omniscient: they know the messages of honest clients.
 
-Most attacks have a function and a class. The function computes, from the vectors ``[h, d]`` of the
-h honest clients, the vector ``[d]`` that all attackers send. The class is for configurations. Its
-argument ``origin`` selects the formula of a paper or library.
+Most attacks have a function and a class. The function maps the vectors ``[h, d]`` of the h honest
+clients to the vector ``[d]`` that all attackers send. The class is for configurations. Its argument
+``origin`` selects the formula of a paper or library.
 """
 
 from abc import ABC, abstractmethod
@@ -39,7 +39,8 @@ def a_little_is_enough(honest: Tensor, tau: float = 1.5, *, ddof: int = 1) -> Te
     Args:
         honest: Vectors of the h honest clients, ``[h, d]``.
         tau: Number of standard deviations. It may be negative.
-        ddof: Number that makes the divisor of the standard deviation ``h - ddof``.
+        ddof: Number that is subtracted from h in the standard deviation: the divisor is ``h -
+            ddof``.
 
     Raises:
         ConfigurationError: h is not greater than ``ddof``.
@@ -55,16 +56,16 @@ def a_little_factor(num_clients: int, f: int) -> float:
     """Return the paper's factor z of the standard deviation (Baruch et al., Section 3.2).
 
     The f attackers need ``s = floor(n/2) + 1 - f`` honest clients to form a majority of the n
-    clients. With ``z = Phi^-1((n - f - s) / (n - f))``, s honest clients are expected to deviate
-    from the mean by more than z standard deviations, in the attack's direction.
+    clients. The factor is ``z = Phi^-1((n - f - s) / (n - f))``. With this z, s honest clients are
+    expected to be farther from the mean than z standard deviations, in the direction of the attack.
 
     Args:
         num_clients: Number n of clients in the round.
         f: Number of attackers in the round.
 
     Raises:
-        ConfigurationError: The attackers alone are a majority, or they need all honest clients to
-            form one.
+        ConfigurationError: The attackers alone are a majority. Or they need all honest clients to
+            form a majority.
     """
     honest = num_clients - f
     supporters = num_clients // 2 + 1 - f
@@ -78,7 +79,7 @@ def a_little_factor(num_clients: int, f: int) -> float:
 def gaussian(
     honest: Tensor, mean: float = 0.0, std: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return a vector of independent normal random numbers, ``[d]`` for rows ``[h, d]``."""
+    """Return a vector ``[d]`` of independent normal random numbers, for rows ``[h, d]``."""
     drawn = torch.randn(honest.shape[1], generator=generator, dtype=honest.dtype)
     return (mean + std * drawn).to(honest.device)
 
@@ -88,7 +89,8 @@ def mimic(honest: Tensor, client: int = 0) -> Tensor:
 
     Args:
         honest: Vectors of the honest clients, ``[h, d]``.
-        client: Index of the client among the h honest clients, from 0. It is taken modulo h.
+        client: Index of the client among the h honest clients, from 0. A larger index is taken
+            modulo h.
     """
     return honest[client % len(honest)]
 
@@ -99,20 +101,20 @@ class SignFlip(Attack):
     least_honest = 1
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return the negated mean of each message."""
+        """Return the negated mean of the honest vectors for each message."""
         return [sign_flip(message.honest) for message in messages]
 
 
 class Scaled(Attack, ABC):
-    """Base class of attacks with a factor, which is fixed or found by a search.
+    """Base class of attacks with a factor. The factor is fixed or found by a search.
 
     All messages have the same factor. A search maximises the distance between the aggregate and the
-    honest mean, over all messages together. It ignores messages whose aggregation rule is a
-    weighted mean, because their distance has no maximum. If all messages are ignored, the fixed
-    factor is used.
+    honest mean. This distance is measured over all messages together. A search ignores messages
+    whose aggregation rule is a weighted mean, because their distance has no maximum. If a search
+    ignores all messages, the fixed factor is used.
 
     Args:
-        tau: Fixed factor. Default: the factor of ``origin``.
+        tau: Fixed factor. The default is the factor that ``origin`` uses.
         search: ``"fixed"`` uses ``tau``. ``"byzfl"`` and ``"grid"`` search for a factor, see
             :func:`~fl_lightning.attacks.search.search`.
         origin: Source of the formula: ``"byzfl"``, ``"paper"`` or ``"blades"``.
@@ -121,7 +123,7 @@ class Scaled(Attack, ABC):
         ConfigurationError: The origin or search is unknown.
 
     Attributes:
-        factors: Default factor by origin.
+        factors: Default factor for each origin.
     """
 
     least_honest = 1
@@ -137,7 +139,7 @@ class Scaled(Attack, ABC):
         """Return the attackers' vector ``[d]`` for a message and a factor."""
 
     def fixed(self, message: Message) -> float:
-        """Return the factor that is used without a search."""
+        """Return the factor for the case that no search is made."""
         return self.factors[self.origin] if self.tau is None else self.tau
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
@@ -164,8 +166,9 @@ class Scaled(Attack, ABC):
 class FallOfEmpires(Scaled):
     """Fall of Empires: attackers send ``-tau`` times the honest mean.
 
-    The paper is Xie et al. 2020, arXiv 1903.03936. The default of ``tau`` is 2 for the origin
-    ``"byzfl"``, and 1 for ``"blades"``. For ``"paper"`` it is 0.1; the paper calls it epsilon.
+    The paper is Xie et al. 2020, arXiv 1903.03936. The default of ``tau`` depends on the origin. It
+    is 2 for ``"byzfl"``, 1 for ``"blades"``, and 0.1 for ``"paper"``. The paper calls ``tau``
+    epsilon.
     """
 
     factors: ClassVar = {"byzfl": 2.0, "blades": 1.0, "paper": 0.1}
@@ -176,10 +179,10 @@ class FallOfEmpires(Scaled):
 
 
 class ALittleIsEnough(Scaled):
-    r"""A Little Is Enough: attackers send the mean plus or minus ``tau`` standard deviations.
+    r"""A Little Is Enough: attackers shift the mean by ``tau`` standard deviations.
 
-    The paper is Baruch et al. 2019, arXiv 1902.06156. The formula depends on ``origin``; h is the
-    number of honest clients, and f the number of attackers.
+    The paper is Baruch et al. 2019, arXiv 1902.06156. The formula depends on ``origin``. Let h be
+    the number of honest clients, and f the number of attackers.
 
     ================  =======  =====================================  ============
     ========================================== origin            sign     tau
@@ -199,7 +202,7 @@ class ALittleIsEnough(Scaled):
         self.least_honest = 0 if origin == "paper" else 2
 
     def fixed(self, message: Message) -> float:
-        """Return ``tau``, or for Blades its factor, which depends on the numbers of clients."""
+        """Return ``tau``. Blades has a factor that depends on the numbers of clients instead."""
         if self.tau is None and self.origin == "blades":
             return a_little_factor(len(message.weights), len(message.own))
         return super().fixed(message)
@@ -236,7 +239,7 @@ class Mimic(Attack):
     The paper is Karimireddy et al. 2022, arXiv 2006.09365.
 
     Args:
-        client: Index of the client among the round's honest clients, from 0.
+        client: Index of the copied client among the round's honest clients, from 0.
     """
 
     least_honest = 1
@@ -250,7 +253,7 @@ class Mimic(Attack):
 
 
 class NonFinite(Attack):
-    """Non-finite values, to test how an aggregation rule handles them.
+    """Attack with non-finite values, to test how an aggregation rule handles them.
 
     Args:
         value: Value of all entries: ``nan``, ``inf`` or ``-inf``.
@@ -261,5 +264,5 @@ class NonFinite(Attack):
         self.value = value
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return vectors filled with the value."""
+        """Return vectors whose entries all have the value."""
         return [torch.full_like(message.own, float(self.value)) for message in messages]

@@ -1,4 +1,4 @@
-"""Switch of BN layers between batch statistics and frozen running statistics."""
+"""Function that switches BN layers between batch statistics and frozen running statistics."""
 
 from collections.abc import Collection, Mapping
 
@@ -10,7 +10,7 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 def freeze_statistics(model: nn.Module, layers: Collection[nn.Module], treatments: Mapping[str, str]) -> None:
     """Set each BN layer to frozen running statistics or to batch statistics, for one round.
 
-    A layer with frozen running statistics normalises with them and does not update them. The
+    A layer with frozen running statistics uses these statistics and does not update them. The
     function is called in every round, because a method may freeze statistics in any round. FixBN
     (Zhong et al. 2023), for example, freezes them after round T*.
 

@@ -1,4 +1,7 @@
-"""The mean over clients within a forward pass. No other operation there combines clients."""
+"""The mean over clients within a forward pass.
+
+It is the only operation by which a forward pass combines clients.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 
 
 def mean_of_all(stacked: Tensor, clients: int) -> Tensor:
-    """Return the mean over the rows of ``stacked``, repeated for every row, ``[C, ...]``.
+    """Return the mean over the rows of ``stacked``, copied to every row, ``[C, ...]``.
 
     Args:
         stacked: The clients' tensors, ``[C, ...]``.
@@ -36,8 +39,8 @@ def cohort_mean(own: Tensor, clients: int) -> Tensor:
     """Return the mean of a tensor over all clients of the cohort, in a joint forward pass.
 
     A method requests a joint forward pass by ``needs_joint_forward``. The gradient of the mean is
-    the mean of the clients' gradients, as if the server averaged the gradients in the backward
-    pass. All clients have equal weight, because their batches have equal shapes.
+    the mean of the clients' gradients: the backward pass averages as a server would do. All clients
+    have equal weight, because their batches have equal shapes.
 
     Args:
         own: The client's tensor, any shape.
@@ -47,8 +50,8 @@ def cohort_mean(own: Tensor, clients: int) -> Tensor:
         The mean over the clients, with the shape of ``own``.
 
     Raises:
-        ConfigurationError: The function is called outside of a joint forward pass, or the pass
-            does not run all clients of the cohort.
+        ConfigurationError: The function is called outside of a joint forward pass. Or the pass does
+            not compute all clients of the cohort.
     """
     raise ConfigurationError(
         "cohort_mean: a client runs by itself, but the mean needs one forward pass over the whole cohort; use it in the "
@@ -63,7 +66,7 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
 
 @contextmanager
 def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    """Let :func:`cohort_mean` call ``mean`` with the stacked rows and the cohort's size."""
+    """Let :func:`cohort_mean` call ``mean``, with the stacked rows and the cohort's size."""
     token = _mean.set(mean)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The kinds of a model's state. The type of a module decides the kind, never its name.
+"""The kinds of a model's state. A module's type decides the kind. Its name never does.
 
 A method declares what a round does with each kind. The kinds are:
 
@@ -57,8 +57,8 @@ TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
 - ``frozen``: The state does not change. Frozen parameters are not trained. BN layers with frozen
   statistics train in eval mode.
 - ``local``: The clients keep the state and do not send it. The callback that declares this
-  treatment stores and restores the state (``Cohort.remember`` and ``Cohort.recall``). The server
-  has a copy for evaluation only: the mean over the round's cohort.
+  treatment stores and restores the state (``Cohort.remember`` and ``Cohort.recall``). For
+  evaluation only, the server has the mean of the state over the round's cohort.
 - ``pooled``: The callback that declares this treatment aggregates the state.
 - ``reset``: The state is discarded after the round.
 """
@@ -85,4 +85,4 @@ STATISTICS = ("mean", "var", "counter")
 
 
 JOINT_LABELS = KIND_LABELS | dict.fromkeys(STATISTICS, "BN statistics")
-"""Labels for tables that show running means, variances and counters together."""
+"""Labels for tables that show running means, running variances and counters in one row."""

@@ -1,4 +1,4 @@
-"""Batch Normalization layers of a model. The type of a module decides, never its name."""
+"""Batch Normalization layers of a model. They are found by their type, never by their name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,8 @@ ONE_VALUE = (
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return a model's BN layers by name.
 
-    These are ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``, ``SyncBatchNorm`` and subclasses.
+    BN layers are ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``, ``SyncBatchNorm`` and
+    subclasses.
     """
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
@@ -26,7 +27,7 @@ def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 def require_batch_norm(
     model: nn.Module, method: str, *, statistics: bool = True, momentum: bool = False
 ) -> dict[str, _BatchNorm]:
-    """Return the BN layers of a model, or raise an error if they do not fit a method.
+    """Return the BN layers of a model. Raise an error if they do not fit a method.
 
     Args:
         model: The model.
@@ -35,8 +36,8 @@ def require_batch_norm(
         momentum: Whether the method uses the layers' momentum.
 
     Raises:
-        ConfigurationError: The model has no BN layer, or a layer has no running statistics or no
-            momentum although the method needs them.
+        ConfigurationError: The model has no BN layer. Or the method needs running statistics or
+            momentum, and a layer has none.
     """
     layers, kind = batch_norm_layers(model), type(model).__name__
     if not layers:
@@ -71,7 +72,7 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
 
 @contextmanager
 def explain_batch_of_one() -> Iterator[None]:
-    """Convert PyTorch's "expected more than 1 value per channel" to an error with remedies."""
+    """Add remedies to PyTorch's error "expected more than 1 value per channel"."""
     try:
         yield
     except ValueError as error:
@@ -81,6 +82,6 @@ def explain_batch_of_one() -> Iterator[None]:
 
 
 def has_statistics(model: nn.Module) -> bool:
-    """Return whether a model has BN layers and all of them keep running statistics."""
+    """Return whether a model has BN layers, and all its BN layers keep running statistics."""
     layers = batch_norm_layers(model).values()
     return bool(layers) and all(layer.running_mean is not None for layer in layers)

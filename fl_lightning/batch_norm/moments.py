@@ -9,9 +9,9 @@ from fl_lightning.aggregation import weighted_mean
 def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and variance of a union of samples by the law of total variance.
 
-    The result's variance is the mean of the variances plus the variance of the means. If the
-    variances are biased and the weights are K_i / N, for K_i of the N samples in part i, it is
-    exactly the biased variance of the union.
+    The variance of the result is the mean of the variances plus the variance of the means. It is
+    exactly the biased variance of the union under two conditions. The variances of the parts are
+    biased. Each weight is K_i / N, where part i has K_i of the N samples.
 
     Args:
         means: Mean of each part, shape ``[n, d]``.
@@ -27,7 +27,7 @@ def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[T
 
 @torch.no_grad()
 def moments(values: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return the number of values per channel, their mean and their sum of squared deviations.
+    """Return the number of values per channel, their mean, and their sum of squared deviations.
 
     The results have no gradient.
 
@@ -44,10 +44,10 @@ def moments(values: Tensor) -> tuple[int, Tensor, Tensor]:
 def merge_(count: Tensor, mean: Tensor, m2: Tensor, *new: *tuple[int, Tensor, Tensor]) -> None:
     """Merge the moments of new values into running moments, in place.
 
-    The formula is that of Chan, Golub and LeVeque (1983).
+    The formula comes from Chan, Golub and LeVeque (1983).
 
     Args:
-        count: Number of earlier values of each channel, a scalar or ``[channels]``.
+        count: Number of earlier values of each channel, as a scalar or ``[channels]``.
         mean: Mean of the earlier values, ``[channels]``.
         m2: Sum of squared deviations of the earlier values from their mean, ``[channels]``.
         new: Moments of the new values, as :func:`moments` returns them.

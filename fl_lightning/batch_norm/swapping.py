@@ -1,4 +1,4 @@
-"""Replacement of BN layers' forward pass by that of a method, and temporary modes of a model."""
+"""Replacement of the forward pass of BN layers by a method, and temporary modes of a model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,13 @@ from fl_lightning.errors import ConfigurationError
 
 
 class SwappedBatchNorm(_BatchNorm):
-    """Base class of BN layers with a method's forward pass, for :func:`swap_batch_norm`.
+    """Base class of BN layers with the forward pass of a method. See :func:`swap_batch_norm`.
 
     Attributes:
         method: Name of the method's callback.
         scratch: Names of attributes or non-persistent buffers that :meth:`prepare` adds. Each
-            client has a copy of such a buffer, which starts each round from the server's buffer. It
-            is never sent or saved.
+            client has a copy of such a buffer. At the start of a round, the copy equals the
+            server's buffer. It is never sent or saved.
         original: Class of the layer before the swap.
 
     Example:
@@ -48,7 +48,7 @@ class SwappedBatchNorm(_BatchNorm):
 def swap_batch_norm(
     model: nn.Module, forward: type[SwappedBatchNorm], *, momentum: bool = False
 ) -> list[Any]:
-    """Replace the forward pass of every BN layer, in place. Parameters and buffers do not change.
+    """Replace the forward pass of every BN layer in place. Parameters and buffers stay the same.
 
     Args:
         model: The model.
@@ -59,9 +59,9 @@ def swap_batch_norm(
         The layers, which are now instances of both ``forward`` and their original class.
 
     Raises:
-        ConfigurationError: The model has no BN layer. Or a layer has no running statistics, has no
-            momentum although the method uses it, has a custom forward pass, or was already swapped
-            by another method.
+        ConfigurationError: The model has no BN layer. Or a layer has no running statistics. Or a
+            layer has no momentum, and the method uses momentum. Or a layer has a custom forward
+            pass, or another method has already swapped the layer.
     """
     layers = require_batch_norm(model, forward.method, momentum=momentum)
     for name, layer in layers.items():
@@ -93,7 +93,7 @@ def restore_batch_norm(model: nn.Module) -> None:
 
 @contextmanager
 def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let BN layers normalise with batch statistics inside the block, whether swapped or not."""
+    """Let BN layers, even swapped ones, use batch statistics until the ``with`` block ends."""
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:
         for layer in layers:
@@ -109,7 +109,7 @@ def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set a model to eval mode inside the block, and restore every module's mode afterwards."""
+    """Set a model to eval mode. The end of the ``with`` block restores every module's mode."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

@@ -1,4 +1,4 @@
-"""The batches of a local step, one per client."""
+"""The batches of a local step, with one batch per client."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -10,11 +10,11 @@ from fl_lightning.errors import CannotVectorize, doing
 
 
 class BatchStack:
-    """The batches of one local step, one for each client that takes the step.
+    """The batches of one local step, with one batch for each client that takes the step.
 
-    A batch is any tree of tensors, usually ``(inputs, targets)``. The batches are stored as a list,
-    or as one stacked tree whose tensors are ``[C, b, ...]``. One form is converted to the other
-    when it is needed.
+    A batch is any tree of tensors, usually ``(inputs, targets)``. The batches are stored in one of
+    two forms: as a list of trees, or as one tree of stacked tensors ``[C, b, ...]``. If the other
+    form is needed, the batches are converted.
     """
 
     def __init__(self, *, batches: Sequence[Any] | None = None, stack: Any = None) -> None:
@@ -22,7 +22,7 @@ class BatchStack:
         self._stack = stack
 
     def map(self, function: Callable[[Any], Any]) -> "BatchStack":
-        """Apply a function of a batch, such as a device transfer, to the list or to the stack."""
+        """Apply a function to all batches, or to their stack. An example is a device transfer."""
         if self._batches is None:
             return BatchStack(stack=function(self._stack))
         return BatchStack(batches=[function(batch) for batch in self._batches])
@@ -40,14 +40,14 @@ class BatchStack:
         return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def batches(self) -> Sequence[Any]:
-        """Return one batch per client."""
+        """Return the batches as a list, with one batch per client."""
         if self._batches is None:
             leaves, spec = tree_flatten(self._stack)
             self._batches = [tree_unflatten(list(parts), spec) for parts in zip(*leaves, strict=True)]
         return self._batches
 
     def stack(self) -> Any:
-        """Return one tree of stacked tensors ``[C, b, ...]``, with the client as first dimension.
+        """Return the batches as one tree of stacked tensors ``[C, b, ...]``.
 
         Raises:
             CannotVectorize: The clients' batches differ in shape.
@@ -61,17 +61,17 @@ class BatchStack:
         return self._stack
 
     def union(self) -> "BatchStack":
-        """Concatenate all batches along their first dimension; return the batch of one client."""
+        """Return the batch of a single client: all batches, concatenated along dimension 0."""
         if self._batches is None:
             return BatchStack(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return BatchStack(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
 
 
 class Source(Protocol):
-    """One client's training data."""
+    """Protocol of one client's training data."""
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step``, counted from 0 over the entire training."""
+        """Return the batch of local step ``step``. Steps count from 0 over the entire training."""
 
 
 def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
@@ -96,7 +96,7 @@ def require_one(shapes: Iterable[Any]) -> None:
 
 
 def describe_batch(batch: Any) -> str:
-    """Describe a batch, such as ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
+    """Describe a batch in words, such as ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
     return " and ".join(_describe(leaf) for leaf in tree_leaves(batch))
 
 

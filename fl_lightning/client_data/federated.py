@@ -1,8 +1,8 @@
 """The federated data module, which holds one ``LightningDataModule`` per client.
 
-A client's batch depends only on (seed, client, step). The local step is counted from the start of
-training. So any round can be computed without earlier rounds, and a resumed run draws the same
-batches.
+A client's batch depends only on (seed, client, step). Local steps are counted from the start of
+training. Any round can therefore be computed without earlier rounds, and a resumed run draws the
+same batches.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ from fl_lightning.recorded import Recorded
 
 
 class PartitionDigests(TypedDict):
-    """Digests of a partition: one of all indices, and one of each client's indices."""
+    """Digests of a partition: of all indices together, and of each client's indices."""
 
     total: str
     clients: list[str]
@@ -37,12 +37,12 @@ class PartitionRecord(TypedDict):
         num_clients: Number of clients.
         sizes: Number of training samples of each client.
         heterogeneity: Measures of class heterogeneity, if the classes are known.
-        class_histogram: ``[i][c]``, the number of samples of class c at client i, if known.
+        class_histogram: ``[i][c]`` is the number of samples of class c at client i, if known.
         clients: Names of the clients, if they have names.
         seed: Seed of the partition.
         val_size: Number of samples held out for validation.
-        sha256: Digest of each client's sample indices (``clients``), and one digest of all clients'
-            indices (``total``).
+        sha256: Digest of each client's sample indices (``clients``), and a digest of the indices of
+            all clients together (``total``).
     """
 
     partition: str
@@ -57,7 +57,7 @@ class PartitionRecord(TypedDict):
 
 
 class ClientDataModule(L.LightningDataModule):
-    """Base class of clients: a data module whose training batches can be read in any order.
+    """Base class of data modules of a client. Its training batches can be read in any order.
 
     In epoch e, ``train_dataloader()`` yields ``train_batch(e * steps_per_epoch)``,
     ``train_batch(e * steps_per_epoch + 1)``, and so on.
@@ -83,7 +83,7 @@ class ClientDataModule(L.LightningDataModule):
     steps_per_epoch: int
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step``, counted from 0 over the entire training."""
+        """Return the batch of local step ``step``. Steps count from 0 over the entire training."""
         raise NotImplementedError(f"{type(self).__name__} must define train_batch(step)")
 
 
@@ -94,12 +94,13 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     :meth:`setup`, as the shipped data sets do.
 
     Args:
-        clients: One data module per client. Its ``train_dataloader()`` must have a length.
+        clients: One data module per client. The loader from ``train_dataloader()`` must have a
+            length.
         server: Data module of the server's validation and test data.
-        seed: Seed of the data's partition, order and augmentation.
+        seed: Seed for the partition, the order and the augmentation of the data.
 
     Attributes:
-        fit_split: The data that ``fit`` evaluates: ``"val"``, or ``"test"`` if there are no
+        fit_split: The evaluation data for ``fit``: ``"val"``, or ``"test"`` if there are no
             validation data.
         num_classes: Number of classes. None: the data have no classes.
         class_names: Name of each class, in the order of the labels. None: the labels are the names.
@@ -107,8 +108,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         image_size: Height and width of an image in pixels. None: the data are not images.
         in_features: Number of features of a sample. None: the data are images.
         drawn_splits: Evaluation data (``"val"``, ``"test"``) that are drawn at random from the same
-            samples as the clients' training data. With another seed they may contain samples that
-            clients were trained on.
+            samples as the clients' training data. If such data are drawn with another seed, they
+            may contain samples that clients have trained on.
         loaded: Digest of all loaded data. It does not depend on the seed. None: not known.
 
     Example:
@@ -149,16 +150,16 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     @property
     def num_clients(self) -> int:
-        """Number of all clients, not only of those in a round's cohort."""
+        """Number of all clients of the federation."""
         return len(self.clients)
 
     def prepare_data(self) -> None:
-        """Prepare the data of every client and of the server."""
+        """Prepare the data of every client and the data of the server."""
         for datamodule in (*self._clients, *([self.server] if self.server else [])):
             datamodule.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Set up the server's data once per stage; for ``"fit"`` also set up the clients."""
+        """Set up the server's data once per stage. For ``"fit"``, also set up the clients."""
         if stage in self._prepared:
             return
         if self.server is not None:
@@ -169,7 +170,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         self._prepared.add(stage)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Return a loader with one item per epoch. An epoch is a round."""
+        """Return a loader with one item per epoch, because an epoch of Lightning is one round."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
 
     def val_dataloader(self) -> Any:
@@ -188,7 +189,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return self.test_dataloader()
 
     def num_examples(self, client_id: int) -> int:
-        """Return the number of a client's training samples."""
+        """Return the number of training samples of a client."""
         return self._source(client_id).num_examples
 
     def steps_per_epoch(self, client_id: int) -> int:
@@ -196,7 +197,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return self._source(client_id).steps_per_epoch
 
     def samples_per_step(self, client_id: int) -> float:
-        """Return the mean batch size of a client over one pass over its training data."""
+        """Return a client's mean batch size in one pass over its training data."""
         source = self._source(client_id)
         if isinstance(source, LoaderBatches):
             return source.samples_per_step
@@ -207,15 +208,18 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
         Args:
             client_ids: The clients that take the step.
-            steps: Local step of each client, counted from 0 over the entire training.
+            steps: Local step of each client. Steps count from 0 over the entire training.
         """
         return draw(self._source, client_ids, steps)
 
     def keep_on(self, device: torch.device) -> None:
-        """Move the data to the device if the data set supports this. Called before training."""
+        """Move the data to the device, if the data set supports this.
+
+        The method is called before training.
+        """
 
     def describe_partition(self) -> str:
-        """Return a short description of the partition for tables."""
+        """Return a short description of the partition. Tables show it."""
         return f"{self.num_clients} clients with data of their own"
 
     def partition_record(self) -> PartitionRecord:
@@ -231,9 +235,9 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the data. A resumed run uses them to detect changed data.
 
-        For data in memory, the digest includes the complete content. For other data, it includes
-        the labels, some samples, and the paths and contents of files. Batching, loading and the
-        modification times of files do not change it.
+        If the data are in memory, a digest includes the complete content. If not, it includes the
+        labels, some samples, and the paths and contents of files. A digest does not depend on
+        batching, loading or the modification times of files.
 
         Returns:
             Digests of ``"training"`` data, ``"evaluation"`` data and ``"partition"``.
@@ -258,28 +262,28 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         """Return the two possible values of the ``"evaluation"`` digest of :meth:`fingerprint`.
 
         The digest includes samples only if the clients have fewer than 32 data sets. This method
-        does not read the clients' data, so it returns the digest with samples and the digest
-        without.
+        does not read the clients' data. It therefore returns the digest with samples and the digest
+        without samples.
         """
         with doing("reading the server's evaluation data"):
             dataset = getattr(self.val_dataloader(), "dataset", None)
-            many = dict.fromkeys(range(-32, 0), "")  # as if 32 data sets were read before; no id is negative
+            many = dict.fromkeys(range(-32, 0), "")  # stand for 32 data sets: no id() is < 0
             return [dataset_digest(dataset, known) for known in ({}, many)]
 
     def class_histograms(self) -> list[list[int]]:
-        """Return ``[i][c]``, the number of samples of class c at client i; empty if unknown."""
+        """Return ``[i][c]``, the number of samples of class c at client i. Empty if unknown."""
         return []
 
     def own_dataloader(self, client_id: int, split: str) -> Any:
-        """Return a client's own evaluation data, for methods with personal models.
+        """Return a client's own evaluation data. Methods with personal models use them.
 
         Args:
             client_id: Id of the client.
             split: The evaluation data, ``"val"`` or ``"test"``.
 
         Returns:
-            The client's ``val_dataloader()`` or ``test_dataloader()``, or None if the client has no
-            such loader.
+            The loader from the client's ``val_dataloader()`` or ``test_dataloader()``. None if the
+            client has no such loader.
         """
         client = self.clients[client_id]
         if not is_overridden(f"{split}_dataloader", client):

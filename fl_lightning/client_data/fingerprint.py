@@ -1,4 +1,4 @@
-"""Digests of a run's data for checkpoints. Equal data have equal digests in every process."""
+"""Digests of a run's data, for checkpoints. Equal data have equal digests in every process."""
 
 import hashlib
 import json
@@ -18,13 +18,14 @@ from fl_lightning.files import write_json
 from fl_lightning.randomness import seeded
 
 LARGE = 2**30
-"""Total size of files in bytes above which their digests are cached between runs."""
+"""Total size of files in bytes. If files are larger, their digests are cached between runs."""
 
 
 def digest(*parts: Any) -> str:
     """Return the first 16 hex digits of the SHA-256 of tensors, arrays, images, numbers and text.
 
-    The parts may be trees of these. For any other object, only its class is hashed.
+    The parts may also be trees of such objects. If an object has another type, only the name of its
+    class is hashed.
     """
     state = hashlib.sha256()
     for part in parts:
@@ -33,7 +34,7 @@ def digest(*parts: Any) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a file's content, cached by size and modification time."""
+    """Return the digest of a file's content. It is cached until the file changes."""
     status = path.stat()
     return _file_digest(path.resolve(), status.st_size, status.st_mtime_ns)
 
@@ -70,18 +71,19 @@ def _feed(state: Any, part: Any) -> None:
 def dataset_digest(dataset: Any, known: dict[int, str]) -> str:
     """Return the digest of a data set.
 
-    If the data set has tensors, they are hashed. Otherwise these are hashed:
+    If the data set is a ``TensorDataset``, its tensors are hashed. For any other data set, the
+    digest includes:
 
     - Its length.
     - Its labels: the attribute ``targets`` or ``labels``.
-    - Paths and contents of its files: the pairs (path, class) of the attribute ``samples``, as in
-      torchvision, or the paths of the attribute ``files``.
-    - Eight samples, for each of the first 32 data sets.
+    - Paths and contents of its files. The paths come from the pairs (path, class) in the attribute
+      ``samples``, as in torchvision, or from the attribute ``files``.
+    - Eight samples, if the data set is one of the first 32 data sets.
 
     Args:
         dataset: The data set.
-        known: Digests of earlier data sets by their ``id()``, so that a shared data set is read
-            only once.
+        known: Digests of earlier data sets, with the data sets' ``id()`` as keys. A shared data set
+            is therefore read only once.
     """
     if id(dataset) not in known:
         known[id(dataset)] = digest(_parts(dataset, known))
@@ -109,15 +111,15 @@ def _files(dataset: Any) -> str | list[Any]:
     pairs, root = getattr(dataset, "samples", None), Path(str(getattr(dataset, "root", "")))
     if files is None and isinstance(pairs, list) and all(isinstance(pair, tuple) and pair for pair in pairs):
         files = [Path(part) for pair in pairs for part in pair if isinstance(part, str | Path)]
-    # without files return an empty list, because digests in older checkpoints include it
+    # if there are no files, return an empty list, because digests in older checkpoints include it
     return files_digest([x for x in files if x.is_file()], root) if files and isinstance(files, list) else []
 
 
 def files_digest(files: Sequence[Path], root: Path) -> str:
-    """Return the digest of the files' paths below ``root`` and their contents.
+    """Return the digest of the contents of files and of their paths below ``root``.
 
-    If the files have more than :data:`LARGE` bytes, their digests are cached by size and
-    modification time.
+    If the files have more than :data:`LARGE` bytes in total, their digests are cached. A digest is
+    valid until the size or the modification time of its file changes.
     """
     states = [path.stat() for path in files]
     size = sum(state.st_size for state in states)
@@ -137,13 +139,13 @@ def files_digest(files: Sequence[Path], root: Path) -> str:
             flush=True,
         )
         known |= {place: [*now[place], file_digest(Path(place))] for place in unread}
-        with suppress(ConfigurationError):  # without a cache, the next run reads the files again
+        with suppress(ConfigurationError):  # if this fails, the next run reads the files again
             write_json(cache, known)
     return digest([(name, known[place][-1]) for name, place in zip(names, places, strict=True)])
 
 
 def sample(read: Callable[[], Any]) -> str | None:
-    """Return the digest of samples read under a fixed seed, or None if two reads differ."""
+    """Read samples twice with the same seed. Return their digest, or None if the reads differ."""
 
     def once() -> str:
         with seeded(0):

@@ -1,4 +1,4 @@
-"""Measures of class heterogeneity, from the number of samples of each class at each client."""
+"""Measures of class heterogeneity, computed from each client's number of samples per class."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Histogram = Sequence[Sequence[int]]
-"""``[i][c]``: number of samples of class c at client i."""
+"""``[i][c]`` is the number of samples of class c at client i."""
 
 
 def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
     """Return the effective number of classes of each client, ``[clients]``.
 
-    This is the exponential of the class entropy (Hill 1973). For k equally frequent classes it is
-    k. If some classes are rare, it is smaller. Without samples it is 0.
+    This is the exponential of the class entropy (Hill 1973). If a client has k equally frequent
+    classes, the number is k. If some of k classes are rare, the number is below k. If the client
+    has no samples, it is 0.
     """
     shares = _shares(histogram)
     logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
@@ -22,11 +23,11 @@ def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
 
 
 def distance_to_union(histogram: Histogram) -> NDArray[np.float64]:
-    """Return the distance of each client's class distribution from that of all data, ``[clients]``.
+    """Return how far each client's class distribution is from the union's, ``[clients]``.
 
-    This is the total variation distance ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]. p_i is the class
-    distribution of client i, and p that of all clients together. The distance is the share of the
-    client's samples whose class would have to change to make both distributions equal.
+    The measure is the total variation distance ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]. p_i is the
+    class distribution of client i. p is the class distribution of all clients together. To make the
+    two distributions equal, this share of the client's samples would need another class.
     """
     union = _shares([np.sum(histogram, axis=0)])
     distance: NDArray[np.float64] = np.abs(_shares(histogram) - union).sum(1) / 2
@@ -37,9 +38,9 @@ def heterogeneity(histogram: Histogram) -> dict[str, dict[str, float]]:
     """Return the measures of a partition.
 
     Returns:
-        Three measures by name. ``classes`` and ``effective_classes`` have ``min``, ``median`` and
-        ``max`` over the clients. ``distance_to_union`` has ``mean``, weighted by client size, and
-        ``max``.
+        Three measures by name. ``classes`` and ``effective_classes`` have the entries ``min``,
+        ``median`` and ``max`` over the clients. ``distance_to_union`` has the entries ``mean``, in
+        which clients are weighted by their size, and ``max``.
     """
     counts, distance = np.asarray(histogram), distance_to_union(histogram)
     numbers = {"classes": (counts > 0).sum(1), "effective_classes": effective_classes(histogram)}

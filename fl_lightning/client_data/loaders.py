@@ -1,4 +1,4 @@
-"""Training batches from a client's DataLoader."""
+"""Training batches from a client's ``DataLoader``."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -20,26 +20,26 @@ from fl_lightning.randomness import derive_seed, seeded
 
 
 class LoaderBatches:
-    """Training batches of a ``LightningDataModule``, readable in any order.
+    """Training batches of a ``LightningDataModule``. They can be read in any order.
 
     The batches come from ``train_dataloader()``. Two seeds make a batch independent of earlier
-    batches: the order of an epoch is drawn under a seed from (seed, client, epoch), and a batch is
-    read under a seed from (seed, client, epoch, position in the epoch). Each seed sets the global
-    generators of torch, numpy and Python, which are restored afterwards. The loader's own generator
-    is seeded once per epoch.
+    batches. The first seed decides the order of an epoch. It is computed from (seed, client,
+    epoch). The second seed is set before a batch is read. It is computed from (seed, client, epoch,
+    position in the epoch). Each seed sets the global generators of torch, numpy and Python, whose
+    state is restored afterwards. The loader's own generator is seeded once per epoch.
 
-    A batch of a map-style data set without worker processes is read directly. With any other loader
-    the epoch is iterated up to the batch.
+    If the data set is map-style and the loader has no worker processes, a batch is read directly.
+    With any other loader, the epoch is iterated up to the batch.
 
     Args:
         datamodule: The client's data module, already set up.
-        client_id: Id of the client, for seeds and messages.
+        client_id: Id of the client. It is used in seeds and messages.
         seed: The run's seed.
 
     Attributes:
-        num_examples: Number of different training samples from which the sampler draws.
+        num_examples: Number of different training samples that the sampler can draw.
         steps_per_epoch: Number of batches in one pass over the data.
-        samples_per_step: Mean batch size over one pass over the data.
+        samples_per_step: Mean batch size in one pass over the data.
 
     Raises:
         ConfigurationError: The loader has no length, or yields no batch.
@@ -73,7 +73,7 @@ class LoaderBatches:
             self._count()
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step``, counted from 0 over the entire training."""
+        """Return the batch of local step ``step``. Steps count from 0 over the entire training."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._at_random:
             if epoch != self._epoch:
@@ -94,18 +94,18 @@ class LoaderBatches:
             self.num_examples = self._drawn_from(sampler.sampler)
             steps = sampler.drop_last and sampler.batch_size
             self.samples_per_step = steps or len(sampler.sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized, as the loader is
-        elif self.loader.batch_sampler is not None:  # a user's batch sampler: count in one epoch
+        elif self.loader.batch_sampler is not None:  # a user's batch sampler: count an epoch
             batches = self._first_epoch(sampler)
             self.num_examples = len({index for batch in batches for index in batch})
             self.samples_per_step = sum(map(len, batches)) / len(batches)
-        elif isinstance(sampler, Sampler):  # batch_size is None
+        elif isinstance(sampler, Sampler):  # the loader's batch_size is None
             self.num_examples = self._drawn_from(sampler)
             self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
 
     def _drawn_from(self, sampler: Any) -> int:
-        """Return the number of samples from which a sampler draws.
+        """Return the number of samples that a sampler can draw.
 
-        For a user's sampler this is the number of different samples in its first epoch.
+        For a user's own sampler, return the number of different samples in its first epoch.
         """
         kind = type(sampler)
         if kind is RandomSampler:

@@ -155,7 +155,7 @@ class LocalState(PersonalEvaluation):
         return dict.fromkeys(self.kinds, "local")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has state of every kind in ``kinds``."""
+        """Check that the model has some state of ``kinds``."""
         model = pl_module.model
         parts = [kind for kind in self.kinds if kind not in KINDS]
         match_parts(model, parts, type(self).__name__)

@@ -1,6 +1,6 @@
 """Residual blocks of He et al., CVPR 2016, with shortcuts of option A or B.
 
-Option A appends channels of zeros. Option B is a projection.
+In a shortcut of option A, channels of zeros are appended. Option B is a projection.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,8 @@ class ResidualBlock(nn.Module):
         stride: Stride of the shortcut's subsampling.
 
     Attributes:
-        changes_shape: Whether the shortcut is not the identity.
+        changes_shape: Whether the block changes the shape of its input. If not, the shortcut is the
+            identity.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
@@ -32,7 +33,7 @@ class ResidualBlock(nn.Module):
         self.changes_shape = stride > 1 or self.new_channels > 0
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return the input; if the shape changes, subsample it and append channels of zeros."""
+        """Return the input. If the shape changes, subsample it and append channels of zeros."""
         if not self.changes_shape:
             return x
         return F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
@@ -77,7 +78,7 @@ class ProjectionBlock(BasicBlock):
             self.projection.append(make_norm(norm, out_channels, groups))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return the input; if the shape changes, its projection."""
+        """Return the input, or its projection if the shape changes."""
         projected: Tensor = self.projection(x)
         return projected
 
@@ -91,8 +92,8 @@ def make_stages(
     height and width.
 
     Args:
-        make_block: Function of (in_channels, out_channels, stride) that creates a block.
-        width: Channels of the input and of the first stage.
+        make_block: Function that creates a block from (in_channels, out_channels, stride).
+        width: Number of channels of the input and of the first stage.
         counts: Number of blocks of each stage.
     """
     blocks, channels = nn.Sequential(), width

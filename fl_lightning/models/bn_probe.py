@@ -7,11 +7,11 @@ from fl_lightning.recorded import Recorded
 
 
 class BNProbe(Recorded, nn.Module):
-    """BN of the inputs, without gamma and beta, followed by a linear classifier.
+    """Classifier of BN without gamma and beta, followed by a linear layer.
 
-    The model tests whether the normalised points are separable. Its BN statistics depend only on
-    the inputs, not on the weights (Guerraoui et al., arXiv 2405.14670, Section 3: "models having a
-    single layer").
+    The model tests whether the classes are linearly separable after BN has normalised the points.
+    Its BN statistics depend only on the inputs, not on the weights (Guerraoui et al., arXiv
+    2405.14670, Section 3: "models having a single layer").
 
     Args:
         num_classes: Number of classes.

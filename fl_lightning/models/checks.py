@@ -1,4 +1,4 @@
-"""Checks of model settings, with errors that name the setting to change."""
+"""Checks of model settings. Errors name the setting to change."""
 
 from torch import Tensor
 

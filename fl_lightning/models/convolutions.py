@@ -1,8 +1,8 @@
 """Convolutions whose filters are computed from a trained tensor by a formula.
 
-The trained tensor has the name ``weight`` and the shape of that in ``nn.Conv2d``. Every forward
-pass computes the filters anew. So gradients flow through the formula, and the server aggregates
-only the trained tensors.
+The trained tensor has the same name (``weight``) and the same shape as in ``nn.Conv2d``. Every
+forward pass computes the filters anew. Gradients therefore flow through the formula. The server
+aggregates only the trained tensors, not the filters.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class ComputedConv2d(nn.Conv2d):
-    """Base class of convolutions with computed :meth:`filters`; arguments as in ``nn.Conv2d``."""
+    """Base class of convolutions with computed filters. The arguments are as in ``nn.Conv2d``."""
 
     def filters(self) -> Tensor:
         """Compute the filters ``[out_channels, in_channels / groups, kh, kw]``."""
@@ -27,14 +27,14 @@ class ComputedConv2d(nn.Conv2d):
 class StandardizedConv2d(ComputedConv2d):
     """Weight Standardization: every filter has mean 0 and standard deviation 1.
 
-    A filter is ``(W - mean) / (std + eps)``. Mean and standard deviation are over the N values of
-    one output filter; the standard deviation has the divisor N - 1. A norm layer must follow,
-    because the scale of the outputs changes. The paper is Qiao, Wang, Liu, Shen, Yuille,
+    A filter is ``(W - mean) / (std + eps)``. Mean and standard deviation are computed over the N
+    values of one output filter. The standard deviation has the divisor N - 1. A norm layer must
+    follow, because the scale of the outputs changes. The paper is Qiao, Wang, Liu, Shen, Yuille,
     "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", arXiv
     1903.10520.
 
     Attributes:
-        eps: Number added to the standard deviation, 1e-5 as in the authors' code.
+        eps: Number that is added to the standard deviation. It is 1e-5, as in the authors' code.
     """
 
     eps: float = 1e-5
@@ -46,18 +46,18 @@ class StandardizedConv2d(ComputedConv2d):
 
 
 class ScaledStandardizedConv2d(ComputedConv2d):
-    """Scaled Weight Standardization: filters preserve the signal's variance without norm layers.
+    """Scaled Weight Standardization: filters that preserve the variance without norm layers.
 
-    A filter is ``gain kappa (W - mean) / sqrt(N var + eps)``. Mean and variance are over the N
-    values of one output filter. Each filter has one trained gain, initially 1. The paper is Brock,
-    De, Smith, "Characterizing Signal Propagation to Close the Performance Gap in Unnormalized
-    ResNets", ICLR 2021. Zhuang, Lyu, "FedWon", ICLR 2024, use the formula unchanged in federated
-    learning.
+    A filter is ``gain kappa (W - mean) / sqrt(N var + eps)``. Mean and variance are computed over
+    the N values of one output filter. Each filter has a trained gain, whose initial value is 1. The
+    paper is Brock, De, Smith, "Characterizing Signal Propagation to Close the Performance Gap in
+    Unnormalized ResNets", ICLR 2021. Zhuang, Lyu, "FedWon", ICLR 2024, use the formula unchanged in
+    federated learning.
 
     Attributes:
-        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713. ReLU reduces the variance of a normal input;
-            this factor compensates for it.
-        eps: Number that keeps the root above 0, 1e-4 as in Brock et al.
+        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713. ReLU reduces the variance of a normally
+            distributed input. This factor compensates for the reduction.
+        eps: Number that keeps the root above 0. It is 1e-4, as in Brock et al.
     """
 
     kappa: float = (2 / (1 - 1 / torch.pi)) ** 0.5
@@ -75,12 +75,12 @@ class ScaledStandardizedConv2d(ComputedConv2d):
 
 
 class WeightNormConv2d(ComputedConv2d):
-    """Weight normalization: a filter is a trained length ``gain`` times the direction of ``weight``.
+    """Weight normalization: length and direction of a filter are trained separately.
 
     A filter is ``gain W / |W|``, with the Euclidean norm over one output filter (Salimans, Kingma,
-    "Weight Normalization", NeurIPS 2016, eq. 2). This equals
+    "Weight Normalization", NeurIPS 2016, eq. 2). The results equal those of
     ``torch.nn.utils.parametrizations.weight_norm``, which vmap does not support. The initial
-    filters are those of ``nn.Conv2d``, without the paper's data-dependent initialization.
+    filters are as in ``nn.Conv2d``. The paper's data-dependent initialization is not used.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -90,7 +90,7 @@ class WeightNormConv2d(ComputedConv2d):
 
     @torch.no_grad()
     def match_gain(self) -> None:
-        """Set each gain to the norm of its filter in ``weight``, so that filters equal ``weight``."""
+        """Set each gain to the norm of ``weight``, so that the initial filters equal ``weight``."""
         self.gain.copy_(self.weight.flatten(1).norm(dim=1))
 
     def filters(self) -> Tensor:

@@ -13,7 +13,7 @@ from fl_lightning.recorded import Recorded
 class SmallDeepLab(Recorded, nn.Module):
     """DeepLabv3+ for images of 100 to 200 pixels, with a backbone of seven convolutions.
 
-    The backbone has output stride 8; its last two convolutions are dilated. The atrous spatial
+    The backbone has output stride 8, and its last two convolutions are dilated. The atrous spatial
     pyramid pooling has three kinds of branches: a 1x1 convolution, one 3x3 convolution per rate,
     and the mean over the image. The decoder also uses features of stride 4. By default the model
     has 241,475 trainable floats and 14 norm layers.
@@ -23,10 +23,12 @@ class SmallDeepLab(Recorded, nn.Module):
         in_channels: Channels of the images.
         norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`.
         groups: Number of groups of every GN layer.
-        width: Channels of the first convolution. Later convolutions have up to four times as many.
+        width: Number of channels of the first convolution. Later convolutions have up to four times
+            as many channels.
         rates: Dilation rates of the 3x3 convolutions of the pyramid.
-        pooled_norm: Norm layer after the pyramid's mean over the image. None: ``norm``. BN needs at
-            least two images per batch there. With ``"none"`` or ``"gn"`` one image is enough.
+        pooled_norm: Norm layer after the pyramid's mean over the image. The default (None) is the
+            norm layer that ``norm`` gives. BN needs at least two images per batch at this place.
+            With ``"none"`` or ``"gn"``, one image is enough.
 
     Raises:
         ConfigurationError: A setting is invalid.

@@ -1,9 +1,9 @@
 """Dropout whose mask does not depend on the order of calls.
 
-torch's dropout draws from a global generator. So a client's masks depend on earlier draws, and
-``torch.func.vmap`` and a loop over clients draw different masks. Here the mask is a hash of the
-element's index, the layer's number and a key from (seed, round, client, step). It is bit-identical
-for every executor, device and dtype.
+torch's dropout draws from a global generator. A client's masks therefore depend on earlier draws,
+and ``torch.func.vmap`` draws other masks than a loop over clients. The dropout of this module
+computes the mask as a hash. The hash depends on the element's index, the layer's number, and a key
+from (seed, round, client, step). The mask is bit-identical for every executor, device and dtype.
 """
 
 from collections.abc import Sequence
@@ -37,21 +37,23 @@ def dropout_keys(seed: int, round: int, client_ids: Sequence[int], step: int) ->
 
 
 class Dropout(nn.Module):
-    """Dropout: in training, zero elements with probability ``p`` and scale the rest by 1 / (1 - p).
+    """Dropout: in training, elements become 0 with probability ``p``.
+
+    All other elements are divided by 1 - p.
 
     Executors set the buffer ``key`` before every local step (see :func:`dropout_keys`). Within a
-    step the mask is always the same. So if a layer is called twice in one forward pass, it drops
-    the same elements twice; use one layer per call.
+    step the mask is always the same. A layer that is called twice in one forward pass would drop
+    the same elements twice. Use a separate layer for each call.
 
     Args:
         p: Probability in [0, 1] that an element is dropped.
-        dim: Number of trailing dimensions that are dropped together. 0 drops single elements. 1, 2
-            and 3 drop channels of ``[b, channels, ...]``, as ``nn.Dropout1d``, ``nn.Dropout2d`` and
-            ``nn.Dropout3d`` do.
+        dim: Number of trailing dimensions whose elements are dropped together. 0: single elements
+            are dropped. 1, 2 or 3: channels of ``[b, channels, ...]`` are dropped, as by
+            ``nn.Dropout1d``, ``nn.Dropout2d`` or ``nn.Dropout3d``.
 
     Attributes:
-        key: Scalar int64 buffer in [0, 2**63), not in the ``state_dict``. Under ``vmap`` it is
-            ``[C]``, one key per client.
+        key: Scalar int64 buffer in [0, 2**63). It is not in the ``state_dict``. Under ``vmap`` it
+            has the shape ``[C]``, with one key per client.
         layer: Number of this layer in its model, see :func:`convert_dropout`.
 
     Raises:
@@ -79,7 +81,7 @@ class Dropout(nn.Module):
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop elements of one client's activations ``[b, ...]``. In eval mode return ``x``."""
+        """Drop elements of one client's activations ``[b, ...]``. In eval mode, return ``x``."""
         if not self.training or self.p == 0:
             return x
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
@@ -91,7 +93,7 @@ class Dropout(nn.Module):
         The mask has the shape of ``x``, except that the last ``dim`` dimensions have size 1.
         """
         shape = x.shape[: x.dim() - self.dim]
-        # hash twice: after one hash, the masks of two keys would be permutations of each other
+        # hash twice: with a single hash, the masks of two keys would be permutations of each other
         low = _mix((self.key & _MASK32) ^ _mix(self.layer + 1))
         high = _mix((self.key >> 32) ^ low)
         words = _mix(_mix(torch.arange(shape.numel(), device=x.device) ^ low) ^ high)
@@ -105,8 +107,8 @@ class Dropout(nn.Module):
 def _mix(words: _Words) -> _Words:
     """Hash integers in [0, 2**32) to integers in [0, 2**32), without collisions.
 
-    Tensors are changed in place. Multipliers and shifts are those of a low-bias hash from C.
-    Wellons's hash-prospector. Both multipliers are below 2**31, so no product overflows int64.
+    Tensors are changed in place. Multipliers and shifts come from a low-bias hash of C. Wellons's
+    hash-prospector. Both multipliers are below 2**31. No product therefore overflows int64.
     """
     words ^= words >> 16
     words *= 0x21F0AAAD
@@ -135,8 +137,8 @@ _OTHERS_THAT_DRAW = (
 def convert_dropout(model: nn.Module) -> int:
     """Replace torch's dropout layers by :class:`Dropout`, in place, and number all dropout layers.
 
-    The numbers are 0, 1, ... in the order of ``model.modules()``. If several modules share a layer,
-    each gets a separate layer. Calls of ``F.dropout`` are not replaced.
+    The numbers are 0, 1, ... in the order of ``model.modules()``. If several modules share a
+    dropout layer, each module gets a separate layer. Calls of ``F.dropout`` are not replaced.
 
     Returns:
         Number of dropout layers in the model, including those that were already :class:`Dropout`.

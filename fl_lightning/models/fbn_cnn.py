@@ -18,8 +18,8 @@ class FBNCNN(Recorded, nn.Module):
     network has 1,310,922 trainable floats, 4 BN layers with 384 channels in all, and 97.19 million
     multiply-adds for a 32x32 image. All weights have torch's default initialisation.
 
-    The outputs are log-probabilities for the negative log-likelihood loss. Cross-entropy gives the
-    same value, because log-softmax does not change log-probabilities.
+    The outputs are log-probabilities, as the negative log-likelihood loss expects. Cross-entropy
+    gives the same value as this loss, because its log-softmax does not change log-probabilities.
 
     Args:
         num_classes: Number of classes.
@@ -29,9 +29,9 @@ class FBNCNN(Recorded, nn.Module):
             ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`. The
             convolutions always have biases.
         groups: Number of groups of every GN layer.
-        dropout: Drop probability in [0, 1] of the two dropout layers.
-        width: Channels of the first two convolutions. The next two convolutions and the first
-            linear layer have twice as many.
+        dropout: Probability in [0, 1] with which the two dropout layers drop an element.
+        width: Number of channels of the first two convolutions. The next two convolutions and the
+            first linear layer have twice as many channels.
         order: ``"relu_bn"``: ReLU before norm, as in the paper. ``"bn_relu"``: norm before ReLU, as
             in ResNets.
 

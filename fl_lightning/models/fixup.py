@@ -8,7 +8,7 @@ from fl_lightning.models.blocks import ResidualBlock
 
 
 class ScalarBias(nn.Module):
-    """A trained scalar that is added to the input, initially 0.
+    """A trained scalar that is added to the input. Its initial value is 0.
 
     Its parameter belongs to the parameter group ``scalars``.
     """
@@ -18,7 +18,7 @@ class ScalarBias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the scalar to ``x`` of any shape."""
+        """Add the scalar to ``x``, which may have any shape."""
         return x + self.bias
 
 
@@ -54,9 +54,10 @@ class FixupBlock(ResidualBlock):
 def initialise_fixup(network: nn.Module, classifier: nn.Linear) -> None:
     """Initialise a network as FixUp does.
 
-    The classifier and the last convolution of each block are set to 0, so all initial logits are 0.
-    The first convolution of each block has He's initialisation (normal, variance 2 / fan-out),
-    scaled by ``L^(-1 / (2m - 2))`` for L blocks of m = 2 convolutions.
+    The classifier and the last convolution of each block are set to 0. All initial logits are
+    therefore 0. The first convolution of each block has He's initialisation (normal, variance 2 /
+    fan-out). Its weights are multiplied by ``L^(-1 / (2m - 2))``, with L blocks of m = 2
+    convolutions.
     """
     blocks = [module for module in network.modules() if isinstance(module, FixupBlock)]
     shrink = len(blocks) ** -0.5

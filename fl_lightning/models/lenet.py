@@ -1,4 +1,7 @@
-"""LeNet of FixBN (Section 3.2) and Hsieh et al., ICML 2020: Caffe's cifar10-quick with norms."""
+"""LeNet of FixBN (Section 3.2) and Hsieh et al., ICML 2020.
+
+The network is Caffe's cifar10-quick, with added norm layers.
+"""
 
 from torch import Tensor, nn
 
@@ -11,9 +14,10 @@ from fl_lightning.recorded import Recorded
 class LeNet(Recorded, nn.Module):
     """LeNet: three 5x5 convolutions and one linear layer.
 
-    A 3x3 pooling after each convolution halves the image. Max pooling follows the first convolution
-    and precedes its norm layer. Average pooling follows the ReLU of the other two convolutions. A
-    32x32 image takes 12.30 million multiply-adds. All weights have torch's default initialisation.
+    After each convolution, a 3x3 pooling of stride 2 halves the height and width. The first
+    convolution is followed by max pooling, and then by its norm layer and ReLU. The other two
+    convolutions are followed by norm layer, ReLU and average pooling. A 32x32 image takes 12.30
+    million multiply-adds. All weights have torch's default initialisation.
 
     Args:
         num_classes: Number of classes.
@@ -41,7 +45,7 @@ class LeNet(Recorded, nn.Module):
         check_at_least(8, image_size=image_size)
         self.in_channels = in_channels
         self.image_size = image_size
-        # ceil_mode: Caffe rounds pooled sizes up (32 to 16); the last window exceeds the border
+        # Caffe rounds sizes up: 15.5 becomes 16, and the last window exceeds the border
         self.features = nn.Sequential(
             make_conv(norm, in_channels, 32, 5, padding=2),
             nn.MaxPool2d(3, stride=2, ceil_mode=True),

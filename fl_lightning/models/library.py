@@ -1,4 +1,4 @@
-"""Models of torchvision, timm and segmentation_models_pytorch with this project's norm layers."""
+"""Models of torchvision, timm and segmentation_models_pytorch, with a choice of norm layers."""
 
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -12,12 +12,12 @@ from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
-    """Names of a library's arguments, and defaults for other arguments.
+    """Names of the arguments of a library, and defaults for further arguments.
 
     Attributes:
         num_classes: Name of the argument for the number of classes.
         in_channels: Name of the argument for the number of channels. None: images have 3 channels.
-        defaults: Values of other arguments unless the user gives them.
+        defaults: Values of further arguments that the user does not give.
     """
 
     num_classes: str = "num_classes"
@@ -28,7 +28,7 @@ class _Library(NamedTuple):
 _LIBRARIES = {
     "torchvision": _Library(in_channels=None),
     "timm": _Library(in_channels="in_chans"),
-    # the library's default would download weights
+    # the library would download weights by default
     "segmentation_models_pytorch": _Library("classes", defaults={"encoder_weights": None}),
 }
 
@@ -42,19 +42,19 @@ def library_model(
     groups: int = 2,
     settings: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Create a model of another library, or of a user, and set its norm layers.
+    """Create a model of another library or of a user, and replace its norm layers.
 
-    The libraries are torchvision, timm and segmentation_models_pytorch. Weights are only downloaded
-    if ``settings`` ask for it. To load a local file, set ``initial_weights`` of
-    :class:`~fl_lightning.round.module.FederatedModule`.
+    The libraries are torchvision, timm and segmentation_models_pytorch. Weights are downloaded only
+    if ``settings`` request pretrained weights. To load weights from a local file, set
+    ``initial_weights`` of :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
         function: Dotted path of the function or class that creates the model, such as
             ``"torchvision.models.resnet18"``, ``"timm.create_model"`` or
             ``"segmentation_models_pytorch.Unet"``.
-        num_classes: Number of classes. None: the library's default.
-        in_channels: Channels of the images. None: the library's default. torchvision's models take
-            3 channels.
+        num_classes: Number of classes. The default (None) is the library's default.
+        in_channels: Number of channels of the images. The default (None) is the library's default.
+            torchvision's models take 3 channels.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
@@ -62,8 +62,8 @@ def library_model(
             timm.
 
     Raises:
-        ConfigurationError: The library is missing or does not know the function or its settings, or
-            ``groups`` does not divide a layer's channels.
+        ConfigurationError: The library is missing. Or it does not know the function or its
+            settings. Or ``groups`` does not divide the number of channels of a layer.
     """
     package, (module, _, name) = function.partition(".")[0], function.rpartition(".")
     library = _LIBRARIES.get(package, _Library())
@@ -113,27 +113,29 @@ def deeplab_v3_plus(
 ) -> nn.Module:
     """Create the DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch.
 
-    Install ``fl_lightning[segmentation]`` first. Height and width of images must be divisible by
-    ``output_stride``. The logits have the size of the image. With 19 classes the model has
-    4,383,139 trainable floats with MobileNet-v2 as encoder, and 26,682,211 with ResNet-50.
+    Install ``fl_lightning[segmentation]`` first. Height and width of the images must be divisible
+    by ``output_stride``. The logits have the height and width of the image. With 19 classes and the
+    encoder MobileNet-v2, the model has 4,383,139 trainable floats. With 19 classes and the encoder
+    ResNet-50, the model has 26,682,211 trainable floats.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         encoder: Name of the encoder, such as ``"mobilenet_v2"`` or ``"resnet50"``.
-        output_stride: Ratio of the image's size to the size of the encoder's last features.
+        output_stride: Height of the image divided by the height of the encoder's last feature map.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
-        pooled_norm: Norm layer after the pyramid's mean over the image. None: ``norm``. BN needs at
-            least two images per batch there. With ``"none"`` or ``"gn"`` one image is enough.
-        encoder_weights: File with the encoder's weights, such as torchvision's for ImageNet, see
-            :func:`~fl_lightning.models.weights.load_weights`. A classifier in the file is ignored.
-            None: random weights.
+        pooled_norm: Norm layer after the pyramid's mean over the image. The default (None) is the
+            norm layer that ``norm`` gives. BN needs at least two images per batch at this place.
+            With ``"none"`` or ``"gn"``, one image is enough.
+        encoder_weights: File with weights of the encoder, such as torchvision's weights for
+            ImageNet. See :func:`~fl_lightning.models.weights.load_weights`. A classifier in the
+            file is ignored. None: random weights.
 
     Raises:
-        ConfigurationError: The library is missing or does not know the encoder, the weights do not
-            fit, or ``groups`` does not divide a layer's channels.
+        ConfigurationError: The library is missing. Or it does not know the encoder. Or the weights
+            do not fit. Or ``groups`` does not divide the number of channels of a layer.
     """
     settings = {"encoder_name": encoder, "encoder_output_stride": output_stride}
     try:

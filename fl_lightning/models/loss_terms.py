@@ -8,18 +8,18 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 _OPEN: list[list[Tensor]] = []
-"""Loss terms of the current forward passes, one list per pass.
+"""Loss terms of the current forward passes, with one list per pass.
 
-This is a list, because a compiled pass can trace a list within one graph.
+Lists are used, because a compiled pass can trace a list within one graph.
 """
 
 
 def add_loss(term: Tensor) -> None:
     """Add a term to the loss of the current local step.
 
-    A layer calls this function in its forward pass. The term changes the gradient, but the reported
-    training loss excludes it. Outside of local steps (in evaluations and passes over the data)
-    terms are ignored.
+    A layer calls this function in its forward pass. The term changes the gradient, but it is not
+    part of the reported training loss. Terms are ignored outside of local steps, that is, in
+    evaluations and passes over the data.
 
     Args:
         term: A scalar tensor, computed from activations, parameters or buffers of one client.
@@ -38,7 +38,7 @@ def add_loss(term: Tensor) -> None:
 
 @contextmanager
 def collecting() -> Iterator[list[Tensor]]:
-    """Yield a list that collects all terms added by :func:`add_loss` inside the block."""
+    """Yield a list that collects all terms of :func:`add_loss` until the ``with`` block ends."""
     _OPEN.append([])
     try:
         yield _OPEN[-1]

@@ -1,4 +1,4 @@
-"""Norm layers by name, and the convolutions before them."""
+"""Functions that create norm layers, and the convolutions before norm layers."""
 
 from torch import nn
 
@@ -16,7 +16,7 @@ NORMS = {
     "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
     "none": "No layer.",
 }
-"""Names of norm layers, each with a description. The CIFAR ResNets also take ``"fixup"``."""
+"""Names of norm layers, with their descriptions. The CIFAR ResNets also accept ``"fixup"``."""
 _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
     "gn_ws": StandardizedConv2d,
     "weight_norm": WeightNormConv2d,
@@ -27,14 +27,15 @@ _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
 def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     """Create a norm layer for feature maps ``[b, channels, height, width]``.
 
-    All norms except ``"bn"`` treat images independently. So with one local step per round,
-    federated training equals training on the union of the clients' batches.
+    All norm layers except ``"bn"`` treat images independently. Without ``"bn"`` and with one local
+    step per round, federated training therefore equals training on the union of the clients'
+    batches.
 
     Args:
-        norm: One of :data:`NORMS`. ``"in"`` needs maps of more than one pixel.
+        norm: One of :data:`NORMS`. ``"in"`` needs feature maps of more than one pixel.
         channels: Number of channels.
-        groups: Number of groups of a GN layer, not of channels in a group. It is 2 in Hsieh et al.,
-            "The Non-IID Data Quagmire", ICML 2020, and in FixBN, App. B.4.
+        groups: Number of groups of a GN layer, not the number of channels in a group. Hsieh et al.,
+            "The Non-IID Data Quagmire", ICML 2020, and FixBN, App. B.4, use 2 groups.
 
     Raises:
         ConfigurationError: ``norm`` is unknown, or ``groups`` does not divide the channels.
@@ -59,9 +60,9 @@ def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
     """Replace all BN layers of a model by another kind of norm layer.
 
     BN layers are found by type. The new layers keep the affine parameters and ``eps``. Shared
-    layers stay shared. Convolutions do not change; so with ``"none"``, a convolution without bias
-    still has no bias. Some BN layers do more, such as dropout and activation in timm's
-    ``BatchNormAct2d``; these operations become separate modules.
+    layers stay shared. Convolutions do not change. With ``"none"``, a convolution without bias
+    therefore still has no bias. Some BN layers contain other operations. For example, timm's
+    ``BatchNormAct2d`` contains dropout and an activation. Such operations become separate modules.
 
     Args:
         model: The model, changed in place.
@@ -98,7 +99,7 @@ def make_conv(
     padding: int = 0,
     bias: bool | None = None,
 ) -> nn.Conv2d:
-    """Create the convolution before a norm layer: ``nn.Conv2d`` for most norms.
+    """Create a convolution that precedes a norm layer. For most norm layers, it is ``nn.Conv2d``.
 
     Args:
         norm: The norm layer, see :func:`make_norm`.

@@ -17,19 +17,19 @@ from fl_lightning.recorded import Recorded
 
 
 class CIFARResNet(Recorded, nn.Module):
-    """A ResNet of depth 6n+2: convolution, three stages of n blocks, global mean, linear layer.
+    """ResNet of depth 6n+2 with a convolution, three stages of n blocks, and a linear layer.
 
-    With depth 20 and other defaults, the model has 269,722 trainable floats, 19 BN layers with 688
-    channels in all, and 40.55 million multiply-adds for a 32x32 image. Convolutions are initialised
-    as in He et al., ICCV 2015, eq. 10 (normal, variance 2 / fan-in, zero bias). The linear layer
-    keeps torch's default initialisation.
+    A global mean precedes the linear layer. With depth 20 and the default settings, the model has
+    269,722 trainable floats, 19 BN layers with 688 channels in all, and 40.55 million multiply-adds
+    for a 32x32 image. Convolutions are initialised as in He et al., ICCV 2015, eq. 10 (normal,
+    variance 2 / fan-in, zero bias). The linear layer keeps torch's default initialisation.
 
     ``norm="fixup"`` is the FixUp ResNet of Zhang, Dauphin, Ma, ICLR 2019, with 268,393 trainable
     floats at depth 20. Its blocks have no norm layers. It has scalar biases after the first
-    convolution and before the linear layer. The weights have FixUp's initialisation, except that
-    the first convolution keeps torch's. The authors train the scalars at a tenth of the learning
-    rate. To do so, set ``parameter_groups: {scalars: {lr_scale: 0.1}}`` of
-    :class:`~fl_lightning.round.module.FederatedModule`.
+    convolution and before the linear layer. All weights have FixUp's initialisation, except for the
+    first convolution, which keeps torch's initialisation. The authors train the scalars with a
+    tenth of the learning rate. To do the same, set ``parameter_groups: {scalars: {lr_scale: 0.1}}``
+    of :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
         depth: Number of weighted layers, 6n+2.
@@ -40,11 +40,12 @@ class CIFARResNet(Recorded, nn.Module):
             :func:`fl_lightning.models.norm.make_norm`. Without a norm layer, convolutions have
             biases.
         groups: Number of groups of every GN layer.
-        width: Channels of the first stage. The other stages have two and four times as many.
+        width: Number of channels of the first stage. The other two stages have two times and four
+            times as many channels.
         init: Initialisation. ``"he"``: as described above. ``"xavier"``: Glorot, Bengio, AISTATS
-            2010, eq. 16 (uniform), for convolutions and the linear layer, with zero biases, as in
-            the code of FedBE (Chen, Chao, ICLR 2021). ``norm="fixup"`` requires ``"he"``, and uses
-            FixUp's initialisation.
+            2010, eq. 16 (uniform), for convolutions and the linear layer. Biases are 0. The code of
+            FedBE (Chen, Chao, ICLR 2021) does the same. ``norm="fixup"`` requires ``"he"``, but
+            uses FixUp's initialisation.
 
     Raises:
         ConfigurationError: A setting is invalid.

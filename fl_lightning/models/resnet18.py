@@ -14,12 +14,13 @@ from fl_lightning.recorded import Recorded
 
 
 class ResNet18(Recorded, nn.Module):
-    """ResNet-18: four stages of two basic blocks, global mean, linear layer.
+    """ResNet-18: four stages of two basic blocks, a global mean and a linear layer.
 
-    Blocks have projections (option B). By default the model has 11,173,962 trainable floats, 20 BN
-    layers with 4,800 channels in all, and 555.42 million multiply-adds for a 32x32 image. With
-    ``stem="imagenet"`` and 1000 classes it has 11,689,512 floats, as torchvision's ``resnet18``.
-    Convolutions are initialised as in He et al., ICCV 2015, eq. 10.
+    The shortcuts are projections (option B) where the shape changes. By default the model has
+    11,173,962 trainable floats, 20 BN layers with 4,800 channels in all, and 555.42 million
+    multiply-adds for a 32x32 image. With ``stem="imagenet"`` and 1000 classes it has 11,689,512
+    trainable floats, as many as torchvision's ``resnet18``. Convolutions are initialised as in He
+    et al., ICCV 2015, eq. 10.
 
     Args:
         num_classes: Number of classes.
@@ -29,7 +30,8 @@ class ResNet18(Recorded, nn.Module):
         groups: Number of groups of every GN layer.
         stem: First layers. ``"cifar"``: a 3x3 convolution of stride 1. ``"imagenet"``: a 7x7
             convolution and a 3x3 max pooling, both of stride 2.
-        width: Channels of the first stage. The other stages have two, four and eight times as many.
+        width: Number of channels of the first stage. The other three stages have two, four and
+            eight times as many channels.
 
     Raises:
         ConfigurationError: A setting is invalid.

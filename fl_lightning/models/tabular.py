@@ -10,7 +10,7 @@ from fl_lightning.recorded import Recorded
 
 
 class TabularMLP(Recorded, nn.Module):
-    """Multilayer perceptron: linear layers with norm and ReLU, and a linear output layer.
+    """Multilayer perceptron: hidden layers with norm layer and ReLU, and a linear output layer.
 
     Args:
         num_classes: Number of outputs. Default: 1, for regression.

@@ -20,7 +20,7 @@ def load_weights(
 ) -> str:
     """Load the weights of a file into a model.
 
-    If a tensor of the classifier has another number of classes in the file, it keeps its initial
+    If the file's classifier has another number of classes, the model's classifier keeps its initial
     values.
 
     Args:
@@ -28,10 +28,10 @@ def load_weights(
         path: File with a state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint,
             which holds the server's model.
         setting: Name of the setting that gives the path, for messages.
-        without: Prefixes of tensors to ignore, such as ``("fc.",)`` for a classifier.
+        without: Prefixes of the names of tensors to ignore, such as ``("fc.",)`` for a classifier.
 
     Returns:
-        A line that names the file, and the tensors that keep their initial values.
+        A line of text. It names the file, and the tensors that keep their initial values.
 
     Raises:
         ConfigurationError: The file is missing or damaged, or its content does not fit the model.
@@ -39,7 +39,7 @@ def load_weights(
     read = _read(setting, user_path(setting, path))
     weights = {name: value for name, value in read.items() if not name.startswith(without)}
     counters = {name for name, kind in buffer_kinds(model).items() if kind == "counter"} - weights.keys()
-    # counters may be missing, because early releases of torch did not count the batches of BN
+    # batch counters may be missing, because early releases of torch did not have them
     differing = {name: shapes for name, shapes in misfits(weights, model).items() if name not in counters}
     if differing and not _are_heads(differing):
         raise misfit_error(f"{setting}: {path}", "file", model, differing)
@@ -72,10 +72,10 @@ def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tens
 def _expect_numbers(
     place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
 ) -> None:
-    """Raise a ``ConfigurationError`` for non-finite tensors, and for another kind of number.
+    """Raise a ``ConfigurationError`` if tensors are non-finite or have the wrong kind of number.
 
-    torch would silently convert one kind to another, such as complex to real. Buffers may be
-    infinite, as in a mask.
+    torch would silently convert one kind of number to another, such as complex to real. Buffers may
+    be infinite, as in a mask.
 
     Args:
         place: Name of the file or checkpoint, for the message.
@@ -145,23 +145,25 @@ def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
 
 
 def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Load a file of ``torch.save`` after a check of its integrity.
+    """Check that a file of ``torch.save`` is intact, and load it.
 
     Args:
-        what: Noun for the file in the message.
+        what: Noun that the error message uses for the file.
         path: The file.
         map_location: As in ``torch.load``. None: the CPU.
-        weights_only: As in ``torch.load``. None: True, which allows only tensors and plain values.
+        weights_only: As in ``torch.load``. The default (None) is True. It allows only tensors and
+            plain values.
 
     Raises:
-        ConfigurationError: The file is damaged or holds more than ``weights_only`` allows.
+        ConfigurationError: The file is damaged, or contains objects that ``weights_only`` does not
+            allow.
     """
     try:
         with path.open("rb") as file:
-            is_legacy = file.read(2) == b"\x80\x02"  # start of a pickle, the format until torch 1.5
+            is_legacy = file.read(2) == b"\x80\x02"  # a pickle: the format until torch 1.5
         if not is_legacy:
             with zipfile.ZipFile(path) as archive:
-                # torch.load ignores CRC errors, and gives uninitialised memory for "folder" entries
+                # torch.load ignores CRC errors, and returns random memory for "folder" entries
                 folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
                 if folder or archive.testzip() is not None:
                     raise zipfile.BadZipFile
@@ -174,11 +176,11 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
 
 
 def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
-    """Return the tensors whose shape differs between weights and model.
+    """Return the tensors whose shape in the weights differs from their shape in the model.
 
     Returns:
-        By name: the shape in the weights and the shape in the model. None stands for a missing
-        tensor.
+        For each name, the shape in the weights and the shape in the model. A missing tensor has the
+        shape None.
     """
     current = model.state_dict()
     shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, current)]
@@ -190,8 +192,8 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
     """Return an error that names the first tensor whose shape differs.
 
     Args:
-        place: Name of the file, such as ``"checkpoint last.ckpt"``.
-        noun: ``"checkpoint"`` or ``"file"``.
+        place: The file, in words, such as ``"checkpoint last.ckpt"``.
+        noun: Noun for the file: ``"checkpoint"`` or ``"file"``.
         model: The model that the weights do not fit.
         differing: Result of :func:`misfits`.
     """
@@ -206,7 +208,8 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
 def _are_heads(differing: _Shapes) -> bool:
     """Return whether all differing tensors look like classifiers with another number of classes.
 
-    Their shapes differ only in the first dimension, with the same two sizes for all tensors.
+    This is the case if the shapes differ only in the first dimension, from the same old size to the
+    same new size in all tensors.
     """
     shapes = [(old, new) for old, new in differing.values() if old and new]
     alike = {(old[0], new[0]) for old, new in shapes}

@@ -1,4 +1,4 @@
-"""Checks of client and server optimizers and their settings before training."""
+"""Checks of the client and server optimizers and of their settings, before training."""
 
 import inspect
 import math
@@ -14,13 +14,14 @@ from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 
 
 def check_elementwise(factory: OptimizerCallable) -> None:
-    """Raise an error if an optimizer mixes the rows of a tensor. The rows are clients.
+    """Raise an error if an optimizer mixes the rows of a tensor. Each row belongs to a client.
 
-    Two steps on a tensor of two rows must equal two steps on each row alone, bit for bit.
+    For a tensor of two rows, two steps must give the same result as two steps on each row alone,
+    bit for bit.
 
     Raises:
-        ConfigurationError: The optimizer cannot be made or is not elementwise (Adafactor, Muon,
-            ...).
+        ConfigurationError: The optimizer cannot be created, or is not elementwise (such as
+            Adafactor or Muon).
     """
     start = torch.tensor([[0.5, -1.0, 2.0], [3.0, 0.25, -0.125]])
     gradients = [
@@ -47,8 +48,8 @@ def check_elementwise(factory: OptimizerCallable) -> None:
 
 
 def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
-    """Take a trial step on a zero pseudo-gradient; raise a ``ConfigurationError`` if it fails."""
-    # use the model's shapes, because a factory may group parameters by shape
+    """Raise a ``ConfigurationError`` if a trial step with a zero pseudo-gradient fails."""
+    # use the shapes of the model, because a factory may group parameters by shape
     leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
@@ -69,7 +70,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
             raise ConfigurationError(
                 f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be finite and at least 0 (0 freezes the group)"
             )
-        # pass the values to the constructor, because torch does not check values of parameter groups
+        # pass values to the constructor, because torch does not check values in parameter groups
         values = ", ".join(f"{key}: {value}" for key, value in settings.items())
         arguments = {
             key: value for key, value in {**optimizer.defaults, **settings}.items() if key in accepted
@@ -79,7 +80,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
 
 
 def _finite(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer; raise a ``ValueError`` if a setting makes updates infinite or NaN."""
+    """Return the optimizer. Raise a ``ValueError`` if a setting makes updates infinite or NaN."""
     for key, value in optimizer.defaults.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
@@ -91,7 +92,7 @@ def _finite(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def _refusals(place: str, remedy: str = "") -> Iterator[None]:
-    """Convert an optimizer's exceptions to one-line errors that name the setting."""
+    """Convert an optimizer's exceptions to one-line errors. The errors name the setting."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:

@@ -1,8 +1,9 @@
 """One torch optimizer for the local steps of all clients of a cohort.
 
-Its parameters are blocks ``[C, columns]``, with one row per client. If the optimizer is elementwise
-(SGD in all variants, Adam, AdamW, RMSprop, Adagrad, ...), this equals one optimizer per client
-exactly. ``fl_lightning.optimizers.checks`` refuses other optimizers.
+Its parameters are blocks ``[C, columns]``, with one row per client. The results are exactly the
+same as with one optimizer per client, if the optimizer is elementwise. Examples of elementwise
+optimizers are all variants of SGD, Adam, AdamW, RMSprop and Adagrad.
+``fl_lightning.optimizers.checks`` refuses all others.
 """
 
 from collections.abc import Mapping
@@ -28,20 +29,20 @@ _ZERO_STATES = {
 
 
 class ClientOptimizer:
-    """The client optimizer over the blocks of a cohort, in one round.
+    """The client optimizer of one round. It optimizes the blocks of a cohort.
 
     Args:
-        factory: Function that makes the optimizer from parameter groups.
+        factory: Function that creates the optimizer from parameter groups.
         blocks: Parameter blocks ``[C, columns]``, by name.
-        gradients: Gradient blocks of the same names and shapes.
+        gradients: Gradient blocks with the same names and shapes as ``blocks``.
         overrides: Settings that replace the optimizer's defaults, by block name.
-        lr_factor: Factor on every learning rate.
+        lr_factor: Factor by which every learning rate is multiplied.
         rows: Rows that this process updates. None: all rows.
 
     Attributes:
         torch: The torch optimizer.
-        initial_steps: Step counts at the start of the round, int64 ``[C]``, by block name. Empty:
-            all counts are 0.
+        initial_steps: Step counts at the start of the round, int64 ``[C]`` by block name. If the
+            dict is empty, all counts are 0.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ClientOptimizer:
         self.initial_steps: dict[str, Tensor] = {}
         self.torch: Optimizer = self._make(self._blocks)
         for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * self._lr_factor  # not in place, because groups may share a tensor
+            group["lr"] = group["lr"] * self._lr_factor  # not in place: groups may share a tensor
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
 
@@ -74,7 +75,7 @@ class ClientOptimizer:
     def _keys(self) -> dict[str, list[str]]:
         """Names of the state tensors of each block, such as ``["momentum_buffer"]``.
 
-        A trial step finds these names.
+        A trial step finds the names.
         """
         leaves = {name: torch.zeros(1) for name in self._blocks}
         for leaf in leaves.values():
@@ -91,14 +92,15 @@ class ClientOptimizer:
         self.torch.step()
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's state by name and block, as writable tensors ``[C, columns]``.
+        """Return the optimizer's state as writable tensors ``[C, columns]``.
 
-        Before the first local step of a round the state is zero. Rows of other processes have the
-        values that were last written to them. State that all rows share is left out, such as step
-        counts and NAdam's ``mu_product``.
+        The keys are the name of the state and the name of the block. Before the first local step of
+        a round the state is zero. Rows of other processes keep the values that this process has
+        last written to them. The result excludes state that all rows share, such as step counts and
+        NAdam's ``mu_product``.
 
         Raises:
-            ConfigurationError: The state does not start from zeros.
+            ConfigurationError: The initial state of the optimizer is not zero.
         """
         if self._states:
             return self._states
@@ -122,7 +124,7 @@ class ClientOptimizer:
     def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
         """Return a state tensor for all rows, ``[C, columns]``.
 
-        The optimizer's own tensor, for the rows of this process, becomes a view of the result.
+        The optimizer's tensor has only the rows of this process. It becomes a view of the result.
         """
         rows = state[key]
         if len(rows) == self._clients:
@@ -135,8 +137,9 @@ class ClientOptimizer:
     def refuse_other_counts(self, name: str) -> None:
         """Raise a ``ConfigurationError`` if the optimizer counts steps.
 
-        This is called for a parameter that had no gradient in an earlier step. All rows and
-        parameters of a block share one step count, and this count is wrong for such a parameter.
+        This method is called for a parameter that had no gradient in an earlier step. All rows and
+        parameters of a block share one step count. The count is wrong for a parameter that was
+        skipped.
 
         Args:
             name: Name of the parameter, for the message.
@@ -150,8 +153,8 @@ class ClientOptimizer:
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
         """Set the step count of each row, for optimizers that count steps, such as Adam.
 
-        Such an optimizer has one count per parameter. So each row becomes a separate parameter. The
-        arithmetic stays the same.
+        Such an optimizer has one step count per parameter. Each row of a block therefore becomes a
+        separate parameter. The arithmetic stays the same.
 
         Args:
             steps: Step counts of the rows, ``[C]``, by block name.

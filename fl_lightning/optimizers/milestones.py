@@ -1,4 +1,4 @@
-"""Milestones: rounds, given as a number or as a fraction of the run."""
+"""Milestones: rounds that are given as a number or as a fraction of the run."""
 
 from fl_lightning.errors import ConfigurationError
 
@@ -19,8 +19,8 @@ def in_run(milestone: int | float, *, ends: bool = False) -> bool:
 
     Args:
         milestone: A round (int) or a fraction of all rounds (float), see :func:`round_at`.
-        ends: Whether the start of the run (round 0 or fraction 0) and its end (fraction 1) count as
-            within the run.
+        ends: Whether two milestones at the ends of the run count as within the run: its start
+            (round 0 or fraction 0) and its end (fraction 1).
     """
     if isinstance(milestone, int):
         return milestone >= (0 if ends else 1)
@@ -37,7 +37,7 @@ def one_milestone(
         name: Prefix of both settings, such as ``"freeze"``.
         round_number: Value of the first setting: a round, at least 0, or None.
         fraction: Value of the second setting: a fraction of all rounds in [0, 1], or None.
-        default: Fraction if both settings are None.
+        default: Fraction that is used if both settings are None.
 
     Raises:
         ConfigurationError: Both settings are given, or a value is out of range.

@@ -10,7 +10,7 @@ from fl_lightning.recorded import Recorded
 
 
 class LRSchedule(Recorded, ABC):
-    """Base class of schedules. A schedule gives a factor on the client learning rate per round."""
+    """Base class of schedules. In each round, a schedule multiplies the client learning rate."""
 
     @abstractmethod
     def __call__(self, round_number: int, total_rounds: int) -> float:
@@ -23,7 +23,7 @@ class LRSchedule(Recorded, ABC):
 
 
 def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, total_rounds: int) -> float:
-    """Return a schedule's factor, or 1 without a schedule.
+    """Return the factor of a schedule for a round, or 1 if there is no schedule.
 
     Raises:
         ConfigurationError: The factor is negative or not finite.
@@ -40,12 +40,12 @@ def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, t
 
 
 class MultiStep(LRSchedule):
-    """Multiplication of the learning rate by ``gamma`` after each milestone.
+    """Schedule that multiplies the learning rate by ``gamma`` after each milestone.
 
     Args:
-        milestones: Rounds (int), or fractions of all rounds in (0, 1) (float). Round m still has
-            the old rate, and round m + 1 has the new rate. So the milestone ``0.5`` decays the rate
-            in the round from which ``FixBN(freeze_fraction=0.5)`` freezes.
+        milestones: Rounds (int), or fractions of all rounds in (0, 1) (float). The milestone m
+            changes the rate from round m + 1 on. With the milestone ``0.5``, the new rate starts in
+            the same round as freezing by ``FixBN(freeze_fraction=0.5)``.
         gamma: Factor at each milestone, positive and finite.
         first_round: Additional factor in round 1, positive and finite. It is 0.5 in the code of
             FedBE (Chen, Chao, ICLR 2021).
@@ -81,14 +81,15 @@ class MultiStep(LRSchedule):
 
 
 class InverseSteps(LRSchedule):
-    """Division of the learning rate by k + 1 after k periods.
+    """Schedule that divides the learning rate by k + 1 after k periods.
 
-    The factor is ``1 / (1 + floor(t / period))`` with t = round - 1. In the FBN paper (Guerraoui et
-    al., arXiv 2405.14670, Table 2) the rates are 0.1, 0.05 and 0.033 for 1,000 steps each.
+    The factor is ``1 / (1 + floor(t / period))`` with t = round - 1. The FBN paper (Guerraoui et
+    al., arXiv 2405.14670, Table 2) uses the rates 0.1, 0.05 and 0.033, each for 1,000 steps.
 
     Args:
-        period: Number of rounds (int), or fraction of all rounds in (0, 1) (float). The last round
-            of a period still has the old rate, as with a milestone of :class:`MultiStep`.
+        period: Length of a period: a number of rounds (int), or a fraction of all rounds in (0, 1)
+            (float). The last round of a period still has the old rate, as with a milestone of
+            :class:`MultiStep`.
 
     Raises:
         ConfigurationError: The period is neither an int >= 1 nor a fraction in (0, 1).

@@ -16,19 +16,22 @@ from fl_lightning.recorded import Recorded
 class AdaptiveServer(Recorded, Optimizer, ABC):
     """Base class of adaptive server optimizers (Algorithm 2 of the paper).
 
-    Delta is the clients' mean change, which is minus the pseudo-gradient. A step has three parts:
+    Delta is the mean change of the clients' parameters, that is, minus the pseudo-gradient. A step
+    has three parts:
 
     1. ``m <- beta1 m + (1 - beta1) Delta``.
-    2. The second moment v is updated from Delta^2, see :meth:`second_moment`. It starts at tau^2.
+    2. The second moment v is updated from Delta^2, see :meth:`second_moment`. The initial value of
+       v is tau^2.
     3. ``theta <- theta + lr m / (sqrt(v) + tau)``.
 
-    There is no bias correction. Parameters without a gradient (frozen or local ones) do not change.
+    There is no bias correction. Parameters without a gradient do not change. These are frozen and
+    local parameters.
 
     Args:
         params: The server's parameters or parameter groups.
         lr: The server's learning rate, at least 0.
         betas: beta1 and beta2, each in [0, 1).
-        tau: Degree of adaptivity, above 0. A smaller value adapts more.
+        tau: Degree of adaptivity, above 0. The smaller the value, the more the step sizes adapt.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -49,14 +52,14 @@ class AdaptiveServer(Recorded, Optimizer, ABC):
     @staticmethod
     @abstractmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Return the new second moment from the current one, Delta^2 and beta2."""
+        """Compute the new second moment from the current second moment, Delta^2 and beta2."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one server step.
 
         Args:
-            closure: Function that computes the loss. Lightning passes it.
+            closure: Function that computes the loss. Lightning provides this function.
 
         Returns:
             The result of the closure.
@@ -100,5 +103,5 @@ class FedYogi(AdaptiveServer):
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Return v moved towards Delta^2 by ``(1 - beta2) Delta^2``, whatever their distance is."""
+        """Move v towards Delta^2 by ``(1 - beta2) Delta^2``, and return the result."""
         return v - (1 - beta2) * square * (v - square).sign()

@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 """Function that creates an optimizer from parameters or parameter groups.
 
-An example is ``torch.optim.SGD`` with all other arguments bound.
+An example is ``torch.optim.SGD`` with fixed values of all other arguments.
 """
 
 GroupSettings = Mapping[str, Mapping[str, float]]
-"""Settings of an optimizer by name of the parameter group or block.
+"""Settings of an optimizer, with names of parameter groups or blocks as keys.
 
 The setting ``lr_scale`` multiplies ``lr``.
 """

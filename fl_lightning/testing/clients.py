@@ -1,4 +1,4 @@
-"""Federations of random images whose clients have ordinary data loaders."""
+"""Federations of random images. Their clients have ordinary data loaders."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ArrayClient(L.LightningDataModule):
-    """Client with inputs ``[n, ...]`` and labels ``[n]`` in a ``DataLoader`` that shuffles."""
+    """Client with inputs ``[n, ...]`` and labels ``[n]``. Its ``DataLoader`` shuffles them."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ def blobs(
 
     Args:
         num_clients: Number of clients.
-        sizes: Number of samples of each client. If there are more clients, the sequence is
-            repeated.
+        sizes: Number of samples of each client. If there are more clients than numbers, the
+            sequence is repeated.
         batch_size: Number of samples in a batch.
-        seed: Seed of the samples and of their order.
+        seed: Seed for the samples and their order.
         shape: Shape of an image. Images are float64.
         classes: Number of classes.
     """
@@ -76,9 +76,9 @@ def uneven_clients(
     shape: Sequence[int] = (2, 6, 6),
     classes: int = 3,
 ) -> FederatedDataModule:
-    """Return a federation whose clients differ in mean and scale of the inputs.
+    """Return a federation whose clients differ in the mean and the scale of their inputs.
 
-    Batch sizes need not be proportional to the clients' numbers of samples.
+    The batch sizes need not be proportional to the numbers of samples.
 
     Args:
         batches: Batch size of each client.
@@ -99,24 +99,24 @@ def uneven_clients(
 
 
 def client_batch(data: FederatedDataModule, client: int, step: int) -> Batch:
-    """Return a client's batch at a local step, counted from 0 over the entire training."""
+    """Return a client's batch at a local step. Steps count from 0 over the entire training."""
     batch: Batch = tuple(data.cohort_batch([client], [step]).batches()[0])
     return batch
 
 
 def union_batch(data: FederatedDataModule, step: int) -> Batch:
-    """Return the union of all clients' batches at a local step, as one batch."""
+    """Return one batch: the union of all clients' batches at a local step."""
     clients = range(data.num_clients)
     return union_of(data, clients, [[step] for _ in clients])
 
 
 def union_of(data: FederatedDataModule, clients: Sequence[int], steps: Sequence[Sequence[int]]) -> Batch:
-    """Return the union of several batches as one batch.
+    """Return one batch: the union of several batches.
 
     Args:
         data: The federated data.
         clients: Ids of the clients.
-        steps: Local steps of each client of ``clients``. Each step adds one batch.
+        steps: Local steps of each client in ``clients``. Each step adds one batch to the union.
     """
     pairs = [(client, step) for client, taken in zip(clients, steps, strict=True) for step in taken]
     inputs, targets = zip(*(client_batch(data, client, step) for client, step in pairs), strict=True)

@@ -1,4 +1,4 @@
-"""A tiny federation with synthetic, label-skewed data, for runs of less than a second."""
+"""A tiny federation with synthetic, label-skewed data. A run takes less than a second."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,10 @@ from fl_lightning.testing.models import small_cnn
 
 CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
 SIZES = (8, 16, 24, 8, 16)
-"""Number of training samples of each client. Unequal, so that weights and local steps differ."""
+"""Number of training samples of each client.
+
+The numbers differ. Therefore the clients' weights and numbers of local steps differ, too.
+"""
 
 
 class Disturbance(NamedTuple):
@@ -24,8 +27,9 @@ class Disturbance(NamedTuple):
         client: Id of the changed client.
         round: Round of the change.
         what: What changes. ``("data",)`` changes the client's inputs. Any other tuple changes state
-            of the client after the local steps: all state with one of the named treatments, and for
-            ``"optimizer"`` the state of the client optimizer.
+            of the client after the local steps. Each of its strings names a treatment, and all
+            state with this treatment changes. The string ``"optimizer"`` stands for the state of
+            the client optimizer.
     """
 
     client: int
@@ -36,7 +40,8 @@ class Disturbance(NamedTuple):
 class MaterialisedClient(ClientDataModule):
     """Client whose batches depend on the step.
 
-    ``identity`` decides the mean and scale of the inputs, and the most frequent class.
+    ``identity`` decides the mean and the scale of the inputs. It also decides the most frequent
+    class.
     """
 
     def __init__(self, identity: int, size: int, batch_size: int) -> None:
@@ -46,19 +51,19 @@ class MaterialisedClient(ClientDataModule):
         self.disturbed_steps = range(0)
 
     def train_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch of local step ``step``. Each epoch starts three samples later."""
+        """Return the batch of local step ``step``. Each epoch starts three samples further on."""
         epoch = step // self.steps_per_epoch
         rows = (torch.arange(self.batch_size) + step * self.batch_size + 3 * epoch) % self.num_examples
         inputs = self.inputs[rows]
         return inputs * 1.5 + 0.5 if step in self.disturbed_steps else inputs, self.targets[rows]
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return a loader of the batches of the first epoch."""
+        """Return a loader with the batches of the first epoch."""
         return DataLoader(TensorDataset(self.inputs, self.targets), self.batch_size, drop_last=True)
 
 
 def skewed_images(identity: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return float64 images ``[size, 2, 6, 6]``, mostly of one class, and their labels."""
+    """Return float64 images ``[size, 2, 6, 6]`` and their labels. Most images are of one class."""
     draw = generator(identity, "verification data")
     favourite = torch.tensor(identity % CLASSES)
     targets = torch.where(
@@ -73,7 +78,7 @@ def federation(
     batch_sizes: Sequence[int] | None = None,
     disturbance: Disturbance | None = None,
 ) -> FederatedDataModule:
-    """Return a federation; client i has the data, size and batch size of ``identities[i]``."""
+    """Return a federation. Client i has the data, size and batch size of ``identities[i]``."""
     clients = [
         MaterialisedClient(identity, SIZES[identity], batch_sizes[identity] if batch_sizes else BATCH)
         for identity in identities
@@ -90,9 +95,9 @@ def federation(
 
 
 def reference_model(norm: str = "bn") -> nn.Sequential:
-    """Return :func:`~fl_lightning.testing.models.small_cnn` in float64 with fixed weights."""
+    """Create :func:`~fl_lightning.testing.models.small_cnn` in float64, with fixed weights."""
     model = small_cnn(norm, classes=CLASSES, channels=CHANNELS).double()
-    model[6] = nn.Identity()  # instead of torch's dropout, which a run would replace by its own
+    model[6] = nn.Identity()  # in place of torch's dropout, which a run would replace
     draw = generator(0, "verification model")
     with torch.no_grad():
         for layer in (model[0], model[3], model[8]):

@@ -16,12 +16,12 @@ _NORMS: dict[str, Callable[[int], nn.Module]] = {
 def small_cnn(
     norm: str = "bn", dropout: float = 0.0, seed: int = 0, classes: int = 3, channels: int = 2
 ) -> nn.Sequential:
-    """Return a network of two convolutions with norm layers and a linear layer, for 6x6 images.
+    """Return a network for 6x6 images: two convolutions with norm layers, and a linear layer.
 
     Args:
         norm: Norm layer: ``"bn"``, ``"gn"`` or ``"none"``.
-        dropout: Drop probability of the dropout layer before the linear layer.
-        seed: Seed of the weights. It also sets torch's global generator.
+        dropout: Probability with which the dropout layer before the linear layer drops an element.
+        seed: Seed for the weights. It is also set in torch's global generator.
         classes: Number of outputs.
         channels: Channels of the images.
 

@@ -23,7 +23,7 @@ State = Mapping[str, Tensor]
 """Tensors by name, as in a ``state_dict``."""
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-"""Default client optimizer of :func:`train` and of the reference trainers."""
+"""Default client optimizer, both of :func:`train` and of the reference trainers."""
 
 
 def fit(
@@ -34,7 +34,7 @@ def fit(
     ckpt_path: Any = None,
     **trainer: Any,
 ) -> L.Trainer:
-    """Train on the CPU in float64, without files and evaluations. Return the trainer.
+    """Train on the CPU in float64, without files or evaluations. Return the trainer.
 
     Args:
         module: The federated module.
@@ -58,7 +58,7 @@ def fit(
     }
     runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
     with warnings.catch_warnings():
-        # Lightning warns about a deprecated class of torch 2.15, and about the number of workers
+        # Lightning warns about a class that torch 2.15 deprecates, and about the number of workers
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers")
         runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
@@ -73,7 +73,7 @@ def train(
     trainer: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """Train a model, and return the server's final state.
+    """Train a model, and return the final state of the server.
 
     By default clients take one local step of SGD(lr=0.1) in a round.
 
@@ -91,7 +91,7 @@ def train(
 
 
 def distance(first: State, second: State) -> float:
-    """Return the largest absolute difference between two states."""
+    """Return the largest absolute difference between the tensors of two states."""
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
@@ -113,16 +113,17 @@ def centralised(
 ) -> dict[str, Tensor]:
     """Train one model on the union of the clients' batches, and return its state.
 
-    For a model without BN, FedAvg with one local step per round and equal weights must give the same
-    state, up to rounding.
+    FedAvg with one local step per round and equal weights must give the same state, up to rounding,
+    if the model has no BN.
 
     Args:
         model: The model, which does not change.
         data: The federated data.
         steps: Number of steps.
         optimizer: Function that creates the optimizer from parameters.
-        rates: Learning rate of each step. Empty: the optimizer's rate.
-        first: Number of the first step, which selects its batches.
+        rates: Learning rate of each step. If the sequence is empty, the rate is the optimizer's
+            default.
+        first: Number of the first step. The number of a step decides which batches it uses.
         frozen_statistics: Whether BN layers use frozen running statistics.
     """
     model = deepcopy(model).double().train()
@@ -157,7 +158,8 @@ def by_hand(
         rounds: Number of communication rounds.
         optimizer: Function that creates the client optimizer from parameters.
         steps: Number of local steps of each client. Default: 1.
-        cohort: Function that returns a round's clients, given its number. Default: all clients.
+        cohort: Function that maps the number of a round to the clients of the round. Default: all
+            clients.
         weights: Aggregation weight of each client, with any sum. Default: equal weights.
         keep: Whether clients keep their optimizer's state between rounds.
         server: Function of (name, old value, average) that returns the server's new parameter.
@@ -198,7 +200,8 @@ class States(Callback):
     """Callback that copies the server's state after each round.
 
     Attributes:
-        states: The copies. ``states[0]`` is the initial state, ``states[r]`` that after round r.
+        states: The copies. ``states[0]`` is the initial state. ``states[r]`` is the state after
+            round r.
     """
 
     def __init__(self) -> None:
@@ -214,7 +217,7 @@ class States(Callback):
 
 
 class Rows(Callback):
-    """Callback that stores the metrics of each round: ``rows[r]`` for round r."""
+    """Callback that stores the metrics of each round. ``rows[r]`` has the metrics of round r."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
@@ -232,7 +235,7 @@ class Rows(Callback):
 
 
 class ClientStates(FederatedCallback):
-    """Callback that stores the clients' states before and after the local steps of each round.
+    """Callback that stores the clients' states twice per round: before and after the local steps.
 
     Attributes:
         start: States before the local steps, ``start[round][client][name]``.
