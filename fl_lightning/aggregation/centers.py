@@ -20,7 +20,7 @@ class GeometricMedian(MixingRule):
 
     The rule runs the smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for
     Federated Learning", arXiv 1912.13445) until it converges. The median is a weighted mean of the
-    rows. The share of a row in it is inversely proportional to the distance between the row and the
+    rows. The share of a row is inversely proportional to the distance between the row and the
     median. The distances are computed from the inner products of the rows. An iteration therefore
     updates only n shares, not d coordinates.
 

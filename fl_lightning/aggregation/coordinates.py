@@ -53,7 +53,7 @@ class CoordinateRule(RobustAggregator):
 
 
 class Median(CoordinateRule):
-    """Coordinate-wise median; for an even number of clients, the mean of the two middle values.
+    """Coordinate-wise median: the middle value, or the mean of the two middle values.
 
     NaN sorts as the largest value. If a column has fewer than n/2 NaNs, its median therefore lies
     among the other values. In the weighted case, the weights are summed in the order of the values.
@@ -68,7 +68,7 @@ class Median(CoordinateRule):
         return [median(block) for block in blocks] if weights is None else super().aggregate(blocks, weights)
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return 1 for the middle value, or 1/2 for each of two middle values."""
+        """Return the share 1 for the middle value, or 1/2 for each of two middle values."""
         return around_half(weights)
 
 
@@ -139,8 +139,7 @@ class MeanAroundMedian(CoordinateRule):
         n = ascending.shape[1]
         count = n - self.f
         middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
-        # move the window up while the next value above is closer to the median than the lowest
-        # value
+        # move up while the value above the window is closer to the median than its lowest
         first = (ascending[:, count:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
         place = torch.arange(n, device=ascending.device)
         return ((place >= first) & (place < first + count)).to(ascending.dtype).div_(count)

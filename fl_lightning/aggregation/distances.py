@@ -229,8 +229,8 @@ def mix(
 ) -> list[Tensor]:
     """Return the product of ``shares`` with each block.
 
-    A mean of rows that equal the centre is exact. If a result has a share of a rejected row, the
-    result is NaN. All other results ignore rejected rows.
+    If all mixed rows equal the centre, the result is exact. If a result has a share of a rejected
+    row, the result is NaN. All other results ignore rejected rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.

@@ -6,7 +6,10 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Largest difference at which two cumulative weights count as equal despite rounding."""
+"""Largest difference between two cumulative weights that count as equal.
+
+It allows for rounding errors.
+"""
 
 
 def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: str = "clients") -> None:
@@ -14,7 +17,7 @@ def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: 
 
     Args:
         setting: Name of the setting, such as ``"TrimmedMean.f"``.
-        f: Byzantine clients to withstand.
+        f: Number of Byzantine clients to withstand.
         num_clients: Number of clients in a round. None if it is not known yet.
         whom: Noun that the message puts after ``num_clients``.
 
@@ -36,7 +39,7 @@ def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
 
     Args:
         weights: Weights ``[n]``, >= 0.
-        f: Byzantine clients to withstand.
+        f: Number of Byzantine clients to withstand.
         setting: Name of the setting that gives f, for the message.
 
     Raises:

@@ -31,7 +31,7 @@ class PreAggregator(Recorded, ABC):
     """Step that mixes the clients' rows before a robust rule aggregates them.
 
     Args:
-        f: Byzantine clients to withstand in a round. Default: the f of the rule.
+        f: Number of Byzantine clients to withstand in a round. Default: the f of the rule.
 
     Raises:
         ConfigurationError: f is negative.
@@ -48,7 +48,7 @@ class PreAggregator(Recorded, ABC):
 
         Args:
             blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
-            f: Byzantine clients to withstand.
+            f: Number of Byzantine clients to withstand.
             weights: Weight of each client, ``[n]``; None for equal weights.
         """
 
@@ -79,7 +79,7 @@ class Bucketing(PreAggregator):
 
     Args:
         size: Number of clients in a bucket, >= 1. The last bucket may have fewer clients.
-        f: Byzantine clients to withstand in a round. Default: the f of the rule.
+        f: Number of Byzantine clients to withstand in a round. Default: the f of the rule.
 
     Raises:
         ConfigurationError: ``size`` or f is out of range.

@@ -184,15 +184,13 @@ class ALittleIsEnough(Scaled):
     The paper is Baruch et al. 2019, arXiv 1902.06156. The formula depends on ``origin``. Let h be
     the number of honest clients, and f the number of attackers.
 
-    ================  =======  =====================================  ============
-    ========================================== origin            sign     tau
-    divisor       mean and deviation of ================  =======
-    =====================================  ============  ==========================================
-    ``"byzfl"``       \+       1.5                                    h - 1         the honest
-    clients ``"blades"``      \+       :func:`a_little_factor`                h - 1         the
-    honest clients ``"paper"``       \-       1.5                                    f
-    the attackers' own vectors ================  =======  =====================================
-    ============  ==========================================
+    ============  ====  =======================  =======  ==========================
+    origin        sign  tau                      divisor  mean and deviation of
+    ============  ====  =======================  =======  ==========================
+    ``"byzfl"``   \+    1.5                      h - 1    the honest clients
+    ``"blades"``  \+    :func:`a_little_factor`  h - 1    the honest clients
+    ``"paper"``   \-    1.5                      f        the attackers' own vectors
+    ============  ====  =======================  =======  ==========================
     """
 
     factors: ClassVar = {"byzfl": 1.5, "blades": 1.5, "paper": 1.5}
@@ -202,7 +200,7 @@ class ALittleIsEnough(Scaled):
         self.least_honest = 0 if origin == "paper" else 2
 
     def fixed(self, message: Message) -> float:
-        """Return ``tau``. Blades has a factor that depends on the numbers of clients instead."""
+        """Return ``tau``. For Blades, return the factor for the numbers of clients instead."""
         if self.tau is None and self.origin == "blades":
             return a_little_factor(len(message.weights), len(message.own))
         return super().fixed(message)

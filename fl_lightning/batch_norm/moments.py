@@ -9,9 +9,9 @@ from fl_lightning.aggregation import weighted_mean
 def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and variance of a union of samples by the law of total variance.
 
-    The variance of the result is the mean of the variances plus the variance of the means. It is
-    exactly the biased variance of the union under two conditions. The variances of the parts are
-    biased. Each weight is K_i / N, where part i has K_i of the N samples.
+    The variance of the result is the mean of the variances plus the variance of the means. Let the
+    variances of the parts be biased, and let each weight be K_i / N, where part i has K_i of the N
+    samples. The result is then exactly the biased variance of the union.
 
     Args:
         means: Mean of each part, shape ``[n, d]``.

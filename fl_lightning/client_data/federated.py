@@ -57,7 +57,7 @@ class PartitionRecord(TypedDict):
 
 
 class ClientDataModule(L.LightningDataModule):
-    """Base class of data modules of a client. Its training batches can be read in any order.
+    """Base class of a client's data module. Its training batches can be read in any order.
 
     In epoch e, ``train_dataloader()`` yields ``train_batch(e * steps_per_epoch)``,
     ``train_batch(e * steps_per_epoch + 1)``, and so on.

@@ -24,8 +24,8 @@ LARGE = 2**30
 def digest(*parts: Any) -> str:
     """Return the first 16 hex digits of the SHA-256 of tensors, arrays, images, numbers and text.
 
-    The parts may also be trees of such objects. If an object has another type, only the name of its
-    class is hashed.
+    Each argument may also be a tree of such objects. If an object has another type, only the name
+    of its class is hashed.
     """
     state = hashlib.sha256()
     for part in parts:

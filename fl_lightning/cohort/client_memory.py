@@ -1,4 +1,4 @@
-"""State of clients that methods keep between rounds. Large state is stored in files, not in RAM."""
+"""Memory in which methods keep the clients' state between rounds, in RAM or in files."""
 
 import io
 import os
@@ -25,11 +25,11 @@ _RECORD = "files of a ClientMemory"
 
 
 class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
-    """State of clients that a method keeps between rounds: a mapping from client ids to tensors.
+    """Memory in which a method keeps the clients' state between rounds.
 
-    The value of a client is a mapping from names to tensors. It is immutable; replace it by
-    ``memory[client] = {"name": tensor}``. The memory is an attribute of the method. The method
-    returns it in ``state_dict()``, and makes a new memory in ``load_state_dict``.
+    The memory maps client ids to entries. An entry maps names to tensors, and is immutable. Replace
+    an entry by ``memory[client] = {"name": tensor}``. The memory is an attribute of the method. The
+    method returns it in ``state_dict()``, and makes a new memory in ``load_state_dict``.
 
     Entries are kept in RAM on every rank and saved in checkpoints. If the memory exceeds
     :data:`LIMIT` bytes, each client's entry is stored in a file instead. The files are in the
@@ -94,7 +94,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._written.discard(client)
 
     def setdefault(self, client: int, default: Any = MappingProxyType({})) -> Mapping[str, Tensor]:
-        """Return a client's entry; if the client has none, store the default as its entry."""
+        """Return a client's entry. If the client has no entry, store the default as its entry."""
         if client not in self:
             self[client] = default
         return self[client]
@@ -178,7 +178,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             label: Name of the checkpoint, such as ``"last"``.
             round_number: The round of the checkpoint.
         """
-        self._label = label  # not an argument of ``saved``: Lightning's hooks could not pass it
+        self._label = label  # an attribute: Lightning's hooks cannot pass arguments to ``saved``
         try:
             yield
         finally:
@@ -276,7 +276,7 @@ def locate(tree: Any, checkpoint: Any) -> None:
 
     Args:
         tree: The checkpoint's state, which is changed in place.
-        checkpoint: Path of the checkpoint; None if it is unknown.
+        checkpoint: Path of the checkpoint. None if it is unknown.
     """
     if not isinstance(tree, dict) or checkpoint is None:
         return

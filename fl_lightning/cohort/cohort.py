@@ -181,7 +181,7 @@ class Cohort:
 
         Args:
             purpose: Name of the use, such as ``"noise"``. Different names give independent numbers.
-                The run's seed, the round, the client and the local step determine the numbers too.
+                The numbers also depend on the run's seed, the round, the client and the local step.
         """
         return [generator(self._seed, purpose, self.round, client, self.step) for client in self.client_ids]
 

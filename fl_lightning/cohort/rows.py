@@ -42,7 +42,7 @@ Layout = Mapping[str, Block]
 """Blocks by name.
 
 A name begins with the parameter group or the kind of state. ``@<part>`` follows if the tensors are
-in a part. If a group has tensors of several dtypes, the dtype follows for all but the first.
+in a part. If there are tensors of several dtypes, every name except the first ends with the dtype.
 """
 
 

@@ -85,7 +85,8 @@ def cpu_ranks() -> int:
 def cores_of_a_run() -> int:
     """Return the number of cores that a run may use.
 
-    This is the smaller of :func:`usable_cores` and, if it is set, ``OMP_NUM_THREADS``.
+    If ``OMP_NUM_THREADS`` is set, this is the smaller of ``OMP_NUM_THREADS`` and
+    :func:`usable_cores`. If not, it is :func:`usable_cores`.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return min(usable_cores(), int(threads)) if threads.isdecimal() and int(threads) else usable_cores()
@@ -94,7 +95,8 @@ def cores_of_a_run() -> int:
 def usable_cores() -> int:
     """Return the number of cores that the system allows this process.
 
-    This is the size of the process's CPU affinity mask or, if smaller, the CPU quota of its cgroup.
+    This is the smaller of two numbers: the size of the process's CPU affinity mask, and the CPU
+    quota of its cgroup.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:

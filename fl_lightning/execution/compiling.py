@@ -13,16 +13,16 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Smallest number of values in the BN layers of a run for which compiling saves time.
+"""Compiling saves time in runs with at least this many values in BN layers.
 
 One thread takes about 3 ns per value. This number of values therefore takes 400 s, which is ten
 times as long as compiling (40 s).
 """
 
 _FEWEST_STEPS = 1000
-"""Smallest number of local steps for which compiling can save time.
+"""Compiling can save time in runs with at least this many local steps.
 
-In a run with fewer local steps, the values are not counted.
+In a run with fewer local steps, the values in BN layers are not counted.
 """
 
 _KNOWN = ("fl_lightning", "torch", "torchvision", "timm")

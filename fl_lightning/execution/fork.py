@@ -31,7 +31,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MISSES_ANOTHER = 3  # exit code of a rank that has lost the connection to another rank
 _FOLDER = "fl_lightning-ranks-"  # prefix of the names of meeting folders
 _FRESH = 60.0  # seconds after which a run has certainly locked its folder
-_PIPE_BYTES = 65536  # capacity of a pipe
+_PIPE_BYTES = 65536  # capacity of a pipe in bytes
 
 
 class OneMachine(LightningEnvironment):
@@ -132,13 +132,12 @@ class ForkLauncher(_Launcher):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns about forks of a process with threads. A rank uses none of their
-                # locks.
+                # Python 3.12 warns of threads in a process that forks. No rank needs their locks.
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
                 try:
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
                     self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:
@@ -189,7 +188,7 @@ def _meeting_folder() -> Iterator[str]:
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
     """Run a function in this fork as another rank, without loggers and output. Then exit."""
-    gc.freeze()  # a fork must not free an earlier process group: its threads are missing
+    gc.freeze()  # freeing an earlier process group would wait for threads that a fork does not have
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:

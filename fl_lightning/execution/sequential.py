@@ -22,10 +22,10 @@ class SequentialExecutor(Executor):
 
     Args:
         compile: Whether the model is compiled with ``torch.compile``, once for all clients.
-            Compiling takes half a minute at the start. It takes as long again for each new batch
-            shape, and when a method freezes BN statistics. Results with and without compilation
-            differ only by rounding. ``"auto"`` compiles on a CPU if the run has enough local steps
-            and enough values in BN layers. Evaluation is never compiled.
+            Compiling takes half a minute at the start. It takes another half minute for each new
+            batch shape, and when a method freezes BN statistics. Results with and without
+            compilation differ only by rounding. ``"auto"`` compiles on a CPU if the run has enough
+            local steps and enough values in BN layers. Evaluation is never compiled.
 
     Raises:
         ConfigurationError: ``compile`` is neither true, false nor ``"auto"``.
@@ -82,13 +82,12 @@ class SequentialExecutor(Executor):
         fragmentation of the memory.
         """
         state = cohort.row_state(row)
-        # the model may draw random numbers itself, as stochastic depth does
+        # seed the random numbers that the model draws itself, as in stochastic depth
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
-            # backward inside the block, because hooks and checkpointed layers need the client's
-            # state
+            # run backward in the block: hooks and checkpointed layers need the client's state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
         cohort.take_up(row, updated)  # only after the backward pass, which may need the old tensors

@@ -34,9 +34,11 @@ class CohortStrategy(ParallelStrategy):
     forks of the process, with one CPU thread each, unless ``torchrun`` or Slurm starts them. CPUs
     communicate by gloo, GPUs by NCCL.
 
-    A run with several ranks has the same results as a run with a single process, bit for bit, under
-    three conditions. SequentialExecutor computes the clients. Every rank has as many threads as the
-    single process. All CPUs support the same vector instructions.
+    A run with several ranks has the same results as a run with a single process, bit for bit, if:
+
+    - The executor is SequentialExecutor.
+    - Every rank has as many threads as the single process.
+    - All CPUs support the same vector instructions.
 
     Args:
         timeout: Longest time to wait for another rank.

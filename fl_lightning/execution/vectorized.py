@@ -21,7 +21,7 @@ _log = logging.getLogger("fl_lightning")
 
 
 class VectorizedExecutor(Executor):
-    """Executor that divides the clients into blocks, and computes a block at once by vmap.
+    """Executor that divides the clients into blocks, and computes each block at once with vmap.
 
     If a GPU runs out of memory, the executor halves the block size and continues.
 

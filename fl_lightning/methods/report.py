@@ -52,7 +52,7 @@ class Report:
 
         Args:
             rows: Rows of ``metrics.jsonl``. If the run was resumed, they include the rows from
-                before.
+                before the interruption.
         """
         return {}
 

@@ -7,7 +7,7 @@ from fl_lightning.recorded import Recorded
 
 
 class BNProbe(Recorded, nn.Module):
-    """Classifier of BN without gamma and beta, followed by a linear layer.
+    """Classifier with two layers: BN without gamma and beta, and a linear layer.
 
     The model tests whether the classes are linearly separable after BN has normalised the points.
     Its BN statistics depend only on the inputs, not on the weights (Guerraoui et al., arXiv

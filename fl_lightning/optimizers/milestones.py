@@ -19,8 +19,8 @@ def in_run(milestone: int | float, *, ends: bool = False) -> bool:
 
     Args:
         milestone: A round (int) or a fraction of all rounds (float), see :func:`round_at`.
-        ends: Whether two milestones at the ends of the run count as within the run: its start
-            (round 0 or fraction 0) and its end (fraction 1).
+        ends: Whether the start of the run (round 0 or fraction 0) and its end (fraction 1) lie
+            within the run.
     """
     if isinstance(milestone, int):
         return milestone >= (0 if ends else 1)

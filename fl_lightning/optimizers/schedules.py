@@ -10,7 +10,7 @@ from fl_lightning.recorded import Recorded
 
 
 class LRSchedule(Recorded, ABC):
-    """Base class of schedules. In each round, a schedule multiplies the client learning rate."""
+    """Base class of schedules, which give a factor on the client learning rate for each round."""
 
     @abstractmethod
     def __call__(self, round_number: int, total_rounds: int) -> float:
