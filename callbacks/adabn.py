@@ -21,7 +21,7 @@ class AdaBN(VariantEvaluation):
     - ``val/own_accuracy_adabn``: mean accuracy over the clients. Each client is evaluated on its
       own evaluation data, with the statistics of these data.
 
-    In ``test`` the prefix is ``test/``.
+    In ``test`` the names of the metrics begin with ``test/``.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train
@@ -47,8 +47,8 @@ def adapt_statistics(model: nn.Module, batches: Iterable[Any]) -> None:
     """Set each BN layer's running statistics to the mean and biased variance of its inputs.
 
     During this pass, BN layers normalise with the statistics of the batch
-    (:func:`~fl_lightning.methods.own_data.input_statistics`). So the result depends on the division
-    into batches, except for the first BN layer.
+    (:func:`~fl_lightning.methods.own_data.input_statistics`). So for every BN layer after the
+    first, the result depends on how the data are divided into batches.
 
     Args:
         model: The model, changed in place.

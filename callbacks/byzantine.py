@@ -31,28 +31,29 @@ class Byzantine(FederatedCallback):
     The hooks of an attack run after the hooks of all methods. So an attack sees and replaces the
     final messages of a round:
 
-    - Statistics: the attack replaces the values that clients send. With FBN the setting ``wire``
-      chooses these values; with other methods they are moving averages.
-    - Parameters: the attack replaces the client's update, the difference from the server's
-      parameters. With one local step (E = 1) of SGD this is the gradient times a step size.
-    - Other payload of a method (momentum, control variates) and the state that clients keep do not
-      change.
+    - Statistics: the attack replaces the values that clients send. With FBN these values depend on
+      the setting ``wire``. With other methods they are moving averages.
+    - Parameters: the attack replaces the attacker's update. An update is the difference between the
+      client's parameters and the server's parameters. With one local step (E = 1) of SGD, the
+      update is the gradient times a step size.
+    - The attack does not change other payload of a method (momentum, control variates). It does not
+      change the state that clients keep, either.
 
     The partition gives data to attackers too, unless it is wrapped in ``HonestOnly``. The metric
     ``byzantine/clients`` is the number of attackers in the round's cohort.
 
     Args:
         attack: The attack, see :mod:`fl_lightning.attacks`.
-        clients: Ids of the attackers, or their number, or their fraction of all clients. With a
-            number or a fraction, the clients with the highest ids attack.
+        clients: Ids of the attackers, the number of attackers, or their fraction of all clients.
+            With a number or a fraction, the clients with the highest ids attack.
         target: State that an attack on messages replaces: ``"means"``, ``"variances"``,
             ``"statistics"`` (means and variances), ``"parameters"`` or ``"everything"``.
         start_round: First round with attacks.
-        per: Scope of the factor for attacks that search the strongest factor. ``"model"``: one
-            factor for all replaced state. ``"layer"``: one factor for the parameters, and two for
-            each BN layer (means, variances).
-        stay_valid: Whether attackers send only variances above 0. The server's setting
-            ``statistics_domain`` then finds no invalid variance.
+        per: Scope of the factor, for attacks that search for the strongest factor. ``"model"``: one
+            factor for all replaced state. ``"layer"``: one factor for the parameters, and two
+            factors for each BN layer (one for means, one for variances).
+        stay_valid: Whether attackers send only variances above 0. If they do, the server's setting
+            ``statistics_domain`` finds no invalid variance.
 
     Raises:
         ConfigurationError: A setting is out of range, or an attacker's id does not exist.
@@ -112,7 +113,7 @@ class Byzantine(FederatedCallback):
         return type(self.attack).messages is not Attack.messages
 
     def rows(self, cohort: Cohort) -> list[int]:
-        """Return the attackers' row numbers in a cohort; empty before ``start_round``."""
+        """Return the rows of the attackers in a cohort. Before ``start_round`` there are none."""
         active = cohort.round >= self.start_round
         return [row for row, client in enumerate(cohort.client_ids) if active and client in self.attackers]
 

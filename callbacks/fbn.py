@@ -25,8 +25,8 @@ class SharedBatchNorm(SwappedBatchNorm):
     """BN layer that normalises with the server's statistics and pools the moments of its batches.
 
     Three buffers ``[channels]`` describe the values that the client has seen in this round:
-    ``count`` (their number), ``batch_mean`` and ``batch_m2`` (the sum of squared deviations from
-    the mean).
+    ``count`` (their number), ``batch_mean`` (their mean) and ``batch_m2`` (the sum of their squared
+    deviations from the mean).
     """
 
     method = "FBN"
@@ -45,38 +45,38 @@ class SharedBatchNorm(SwappedBatchNorm):
 
 
 class FBN(FederatedCallback):
-    """Federated BatchNorm: all clients normalise with the moving average of the union batches' statistics.
+    """Federated BatchNorm: all clients normalise with the server's running mean and variance.
 
-    Every local step normalises with the server's running mean m and variance v from the last round.
-    No gradient flows through m and v. Clients send the statistics that they measure, and the server
-    adds the variance between clients. So m and v are the running statistics of PyTorch's BN on the
-    union batch. The variance is unbiased: it has the factor N/(N-1) for the N values per channel of
-    the union batch.
+    Every local step normalises with the running mean m and variance v that the server computed in
+    the last round. No gradient flows through m and v. Clients send the statistics that they
+    measure, and the server adds the variance between clients. So m and v equal the running
+    statistics of PyTorch's BN on the union of all clients' batches (the union batch). The variance
+    is unbiased: with N values per channel in the union batch, it has the factor N/(N-1).
 
-    With one local step (E = 1) this is Algorithm 2 of the paper. Footnote 4 hints at several local
-    steps; our extension to E steps is:
+    With one local step (E = 1), this is Algorithm 2 of the paper. Footnote 4 of the paper hints at
+    several local steps. We extend the algorithm to E steps in this way:
 
-    - A client pools the values of its E batches exactly. A batch counts by its number of values.
-    - The moving average takes one step with weight 1 - (1 - beta)^E. beta is the BN layer's
-      ``momentum`` in PyTorch's convention.
-    - E is the largest number of local steps in the round, also for clients with fewer steps.
+    - A client sends the exact mean and variance of all values in its E batches.
+    - The server updates its moving average once per round. The new statistics have the weight 1 -
+      (1 - beta)^E. beta is the BN layer's ``momentum`` in PyTorch's convention.
+    - If clients take different numbers of local steps, E is the largest of these numbers.
 
-    Training equals the training of one client that has the union batch and uses FBN. The equality
-    needs gradients that are weighted by batch size. If batch sizes differ, set
-    ``weighting: samples``. If only the sizes of the clients' data sets differ, set
-    ``weighting: uniform``. Training differs from ordinary BN, which normalises with the present
-    batch.
+    Training equals the training of one client that has the union batch and uses FBN. For this
+    equality, the gradients must be weighted by batch size. If batch sizes differ, set ``weighting:
+    samples``. If batch sizes are equal but the clients' data sets differ in size, set ``weighting:
+    uniform``. Training does not equal training with ordinary BN, because ordinary BN normalises
+    with the present batch.
 
     The server averages the clients' means m_i and variances v_i. The module's setting
-    ``statistics_aggregator`` can replace this average.
+    ``statistics_aggregator`` can replace the average by another rule.
 
     Args:
         wire: Statistics that clients send. ``"run"``: the moving averages m_i and v_i, as in the
-            paper. ``"batch"``: mean and variance of the client's values, also with the factor
-            N/(N-1). The results are equal up to rounding if all clients are honest and the
-            aggregator is a mean.
-        ema: Share of the old statistics after a round of E local steps. ``"per_step"``:
-            (1 - beta)^E. ``"per_round"``: 1 - beta.
+            paper. ``"batch"``: mean and variance of the client's values. The variance also has the
+            factor N/(N-1). Both choices give the same results up to rounding, if all clients are
+            honest and the aggregator is a mean.
+        ema: Weight of the old statistics in the moving average after a round of E local steps.
+            ``"per_step"``: (1 - beta)^E. ``"per_round"``: 1 - beta.
 
     Raises:
         ConfigurationError: A setting is unknown, the model has no BN layer, a BN layer has
@@ -110,7 +110,7 @@ class FBN(FederatedCallback):
         swap_batch_norm(pl_module.model, SharedBatchNorm, momentum=True)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Write the statistics that clients send into their rows (Algorithm 2, lines 5 to 7)."""
+        """Compute the statistics that each client sends (Algorithm 2, lines 5 to 7)."""
         for layer in self._layers(pl_module.model, cohort):
             clients, weight = layer.clients, layer.weight
             clients.running_mean.lerp_(clients.batch_mean, weight)
@@ -128,11 +128,11 @@ class FBN(FederatedCallback):
     def _layers(self, model: nn.Module, cohort: Cohort) -> Iterator[SimpleNamespace]:
         """Yield the tensors and factors of each BN layer that was called in this round.
 
-        N is the number of values per channel of all clients together. The fields are:
+        N is the number of values per channel in the batches of all clients. The fields are:
 
         - ``server``: The server's BN layer.
-        - ``clients``: The clients' buffers of the layer, and ``shares``, ``[C]``, each client's
-          share of the N values.
+        - ``clients``: The clients' buffers of the layer. The entry ``shares``, ``[C]``, is each
+          client's share of the N values.
         - ``unbias``: The factor N / (N - 1).
         - ``beta``: Weight of this round in the server's moving average.
         - ``weight``: Weight of this round in the statistics that clients send: ``beta`` if
@@ -146,6 +146,7 @@ class FBN(FederatedCallback):
                 raise ConfigurationError(f"FBN: BN layer {name!r} {ONE_VALUE}")
             if total:
                 clients = SimpleNamespace(**buffers, shares=buffers["count"][:, 0] / total)
-                beta = 1 - (1 - (server.momentum or 0)) ** steps  # swap_batch_norm refuses momentum None
+                # the momentum is not None, because swap_batch_norm has checked it
+                beta = 1 - (1 - (server.momentum or 0)) ** steps
                 weight, unbias = beta if self.wire == "run" else 1.0, total / (total - 1)
                 yield SimpleNamespace(server=server, clients=clients, unbias=unbias, beta=beta, weight=weight)

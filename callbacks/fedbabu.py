@@ -11,21 +11,22 @@ from fl_lightning.methods import PersonalEvaluation, fine_tuned
 
 
 class FedBABU(PersonalEvaluation):
-    """FedBABU: training changes only the body; the head keeps its initial value everywhere.
+    """FedBABU: training changes only the body; the head keeps its initial value.
 
-    The server sends the head once to each client. In each evaluation every client fine-tunes a copy
-    of the server's model, body and head, on its training data (Algorithm 1 and section 5). The
-    fine-tuning takes steps of the client optimizer at its initial learning rate
-    (:func:`~fl_lightning.methods.fine_tuning.fine_tuned`).
+    The server sends the head once to each client. In each evaluation, every client fine-tunes a
+    copy of the server's model on its own training data (Algorithm 1 and section 5). Both body and
+    head are fine-tuned. The fine-tuning takes steps of the client optimizer at its initial learning
+    rate (:func:`~fl_lightning.methods.fine_tuning.fine_tuned`).
 
     ``own_accuracy`` is the accuracy of the fine-tuned models, the paper's personalised accuracy.
     ``accuracy`` is the accuracy of the server's model.
 
     Args:
-        fine_tune_epochs: Number of passes over the client's training data. Default: 1. With 0 the
+        fine_tune_epochs: Number of passes over the client's training data. Default: 1. With 0, the
             server's model is evaluated.
         head: The head, see :class:`~fl_lightning.callbacks.fedper.FedPer`.
-        evaluate_clients: Number of clients' models to fine-tune and evaluate. Default: all.
+        evaluate_clients: Number of clients whose models are fine-tuned and evaluated. Default: all
+            clients.
 
     Raises:
         ConfigurationError: ``fine_tune_epochs`` is negative, or another method gives the clients
@@ -52,7 +53,7 @@ class FedBABU(PersonalEvaluation):
         self.fine_tune_epochs, self.head = fine_tune_epochs, [head] if isinstance(head, str) else head
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare the head frozen."""
+        """Declare that the head is frozen."""
         return dict.fromkeys(self.head, "frozen")
 
     def client_model(self, pl_module: FederatedModule, client: int) -> Mapping[str, Tensor]:

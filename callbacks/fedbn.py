@@ -9,13 +9,14 @@ class FedBN(LocalState):
     There is no global model: each client combines the averaged parameters with its own BN state.
     The authors' code differs in two points:
 
-    - It finds BN layers by "bn" in the name. Here the type decides, so ResNet's ``downsample.1`` is
-      found too.
+    - It treats a layer as BN if the name of the layer contains "bn". Here the type of the layer
+      decides. So ResNet's ``downsample.1`` is also treated as BN.
     - It weights every client with 1/n. Set ``weighting: uniform`` for the same weights.
 
-    The paper does not evaluate label skew on the server's test set. A client's model has a low
-    accuracy there, because its BN state fits only the client's classes. For the two accuracies see
-    :class:`~fl_lightning.methods.local_state.LocalState`.
+    The paper does not study label skew, where clients have different classes. With label skew, a
+    client's model has a low accuracy on the server's test set, because its BN state fits only the
+    client's classes. :class:`~fl_lightning.methods.local_state.LocalState` explains the two
+    accuracies of the clients' models.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

@@ -13,7 +13,7 @@ from fl_lightning.batch_norm import require_batch_norm, total_variance
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import client_statistics, set_server_statistics
 
-_EPS = 1e-5  # eps of BN
+_EPS = 1e-5  # default eps of BN
 _TOLERANCE = 1e-7
 _SMALLEST_STEP = 1e-12
 
@@ -25,22 +25,23 @@ class FedDNA(FederatedCallback):
     importance q_i. The importances are at least 0 and sum to 1. The server's mean is
     ``mu = sum q_i mu_i``, and its variance is ``sigma^2 = sum q_i (sigma_i^2 + mu_i^2) - mu^2``.
 
-    The paper learns q with an adversarial variational auto-encoder (VAE). We found no code of it.
-    Here q minimises a divergence between two kinds of Gaussians, summed over all channels: N, with
-    the server's mean and variance, and N_i, with those of client i. So do not expect the paper's
-    numbers.
+    The paper learns q with an adversarial variational auto-encoder (VAE). We found no code of the
+    paper. Here q minimises a divergence between Gaussians, summed over all channels: the Gaussian N
+    has the server's mean and variance, and N_i has the mean and variance of client i. So do not
+    expect the paper's numbers.
 
-    The clients' statistics are moving averages. For the effect of this on the variance see
-    :class:`~fl_lightning.callbacks.moment_matching.MomentMatching`.
+    The clients' statistics are moving averages.
+    :class:`~fl_lightning.callbacks.moment_matching.MomentMatching` explains how this affects the
+    server's variance.
 
     Args:
-        divergence: The minimised sum; p are the aggregation weights. ``"kl"``:
-            ``sum p_i KL(N_i || N)``. Its minimum is q = p, which is moment matching.
-            ``"reverse_kl"``: ``sum p_i KL(N || N_i)``. It gives outlying clients less weight.
-            Mirror descent solves this convex problem.
-        between: Whether sigma^2 includes the variance between clients. If not, sigma^2 is
-            ``sum q_i sigma_i^2``, and ``"kl"`` is FedAvg. The importances are the same in both
-            cases.
+        divergence: The sum that q minimises. p_i are the aggregation weights. ``"kl"``: ``sum p_i
+            KL(N_i || N)``. The minimum is at q = p, so this is moment matching. ``"reverse_kl"``:
+            ``sum p_i KL(N || N_i)``. Outlying clients get less weight. Mirror descent solves this
+            convex problem.
+        between: Whether sigma^2 includes the variance between clients. If False, sigma^2 is ``sum
+            q_i sigma_i^2``, and ``"kl"`` equals FedAvg. The setting does not change the
+            importances.
 
     Raises:
         ConfigurationError: The divergence is unknown, the model has no running statistics, or the
@@ -71,7 +72,7 @@ class FedDNA(FederatedCallback):
         return {"mean": "pooled", "var": "pooled"}
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
-        """Check that the model has running statistics, aggregated by the weighted mean."""
+        """Check that running statistics exist and are aggregated by the weighted mean."""
         require_batch_norm(pl_module.model, "FedDNA")
         require_weighted_mean(
             pl_module, "FedDNA", "sums statistics with importances", ["statistics_aggregator"]
@@ -126,12 +127,13 @@ def reverse_kl_importances(
     N is the server's Gaussian, whose mean mu and variance sigma^2 depend on q. N_i is the Gaussian
     of client i. The divergence is averaged over the channels.
 
-    The objective is convex in q: the term ``sigma^2 + (mu - mu_i)^2`` is linear in q, and
-    ``-log sigma^2`` is convex because sigma^2 is concave. Mirror descent on the simplex starts from
-    q = p. A step is accepted only if it passes a line search, so the objective never rises.
-    Otherwise the step size is halved. The next step starts with twice the size. The descent ends
-    once the duality gap ``q @ g - min g``, with gradient g, is below 1e-7. This gap bounds the
-    possible decrease of the objective.
+    The objective is a convex function of q. Its term ``sigma^2 + (mu - mu_i)^2`` is linear in q.
+    Its term ``-log sigma^2`` is convex, because sigma^2 is concave.
+
+    Mirror descent on the simplex starts from q = p. A line search halves the size of each step
+    until the objective is low enough, so the objective never rises. The next step begins with twice
+    the size. The descent ends once the duality gap ``q @ g - min g`` is below 1e-7. Here g is the
+    gradient. The objective is above its minimum by at most this gap.
 
     Args:
         means: Means of the clients, ``[C, channels]``.
@@ -140,11 +142,12 @@ def reverse_kl_importances(
         iterations: Maximum number of steps.
 
     Returns:
-        q, shape ``[C]``, dtype and device of ``weights``; p if a statistic is not finite.
+        The importances q, shape ``[C]``, with the dtype and device of ``weights``. If a statistic
+        is not finite, q is p.
     """
     mu, var, p = means.double().cpu(), variances.double().cpu() + _EPS, weights.double().cpu()
     squares = var + mu**2
-    # the objective is linear @ q - mean(log sigma^2) / 2, up to a constant
+    # up to a constant, the objective is ``linear @ q - mean(log sigma^2) / 2``
     linear = (squares @ (p @ (1 / var)) - 2 * mu @ (p @ (mu / var))) / (2 * mu.shape[1])
 
     def objective(q: Tensor) -> tuple[Tensor, Tensor]:

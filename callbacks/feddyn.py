@@ -12,9 +12,9 @@ from fl_lightning.round import aggregate
 class FedDyn(FederatedCallback):
     """FedDyn: each client adds ``alpha / 2 |x_i - x|^2 - <g_i, x_i>`` to its loss (Algorithm 1).
 
-    x are the server's parameters and x_i those of client i. g_i estimates the gradient of client i
-    at its own solution. It starts from 0, stays at the client, and changes only in rounds of this
-    client: ``g_i <- g_i - alpha (x_i - x)``.
+    x are the server's parameters, and x_i are the parameters of client i. g_i estimates the
+    gradient of client i's loss at x_i. It starts from 0 and stays at the client. It changes only in
+    rounds in which the client takes part: ``g_i <- g_i - alpha (x_i - x)``.
 
     The server keeps h, the weighted mean of all g_i. After a round it updates
     ``h <- h - alpha |S|/n mean(x_i - x)``. S is the cohort, and n is the number of clients. The
@@ -22,15 +22,15 @@ class FedDyn(FederatedCallback):
     loss excludes the added terms.
 
     Here ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the
-    cohort's share of all clients' weight. With ``weighting: uniform`` both are as in the paper. The
-    server optimizer gets the pseudo-gradient ``x - mean(x_i) + h / alpha``. With ``SGD(lr=1)`` this
-    is the paper's update.
+    cohort's share of the total weight of all clients. With ``weighting: uniform``, ``mean`` and
+    ``|S|/n`` are as in the paper. The server optimizer gets the pseudo-gradient ``x - mean(x_i) + h
+    / alpha``. With the server optimizer ``SGD(lr=1)``, the result is the paper's update.
 
     The method applies to parameters that clients train and the server averages. It does not change
     statistics, frozen parameters or local parameters (FedBN).
 
     Args:
-        alpha: Weight of the regularisation, above 0; 0.001 to 0.1 in the paper.
+        alpha: Weight of the regularisation, above 0. The paper uses 0.001 to 0.1.
 
     Raises:
         ConfigurationError: ``alpha`` is not above 0.
@@ -81,7 +81,7 @@ class FedDyn(FederatedCallback):
         self.memory[SERVER] = server
 
     def state_dict(self) -> dict[str, ClientMemory]:
-        """Return the g_i by client id (``SERVER``: h), a vector ``[columns]`` for each block."""
+        """Return each client's g_i under its id, and h under ``SERVER``: one vector per block."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""FedEx that decides when to freeze: Khodak et al., "Federated Hyperparameter Tuning", arXiv 2106.04502.
+"""FedEx, adapted to choose when BN freezes: Khodak et al., "Federated Hyperparameter Tuning", arXiv 2106.04502.
 
-The paper appeared at NeurIPS 2021. Appendix B.6 of the FixBN paper names FedEx as a way to find T*.
+The paper appeared at NeurIPS 2021. Appendix B.6 of the FixBN paper names FedEx as a way to find T*,
+the last round before BN freezes.
 """
 
 import math
@@ -23,7 +24,7 @@ _BATCH, _FREEZE = 0, 1
 
 
 class ChosenBatchNorm(SwappedBatchNorm):
-    """BN layer that uses the server's statistics for ``frozen`` clients, otherwise the batch."""
+    """BN layer that uses running statistics for ``frozen`` clients, and the batch for others."""
 
     method = "FedExFixBN"
     scratch = ("frozen",)
@@ -33,14 +34,14 @@ class ChosenBatchNorm(SwappedBatchNorm):
         self.register_buffer("frozen", torch.zeros_like(self.running_mean[0], dtype=torch.bool), False)  # type: ignore[index]  # swap_batch_norm has checked it
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return BN of the inputs, for a frozen client as in eval mode."""
+        """Return the normalised inputs. Frozen clients use running statistics, also in training."""
         if not self.training:
             return super().forward(inputs)
         frozen, buffers = self.get_buffer("frozen"), dict(self.named_buffers(recurse=False))
         before = {name: buffers[name].clone() for name in buffers if name not in self.scratch}
         mean, variance = before["running_mean"], before["running_var"]
         shared = F.batch_norm(inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
-        # clone: the backward pass of ``shared`` needs the old buffers unchanged
+        # set clones, because the backward pass of ``shared`` needs the old buffers unchanged
         for name, old in before.items():
             setattr(self, name, old.clone())
         by_batch = super().forward(inputs)
@@ -50,36 +51,40 @@ class ChosenBatchNorm(SwappedBatchNorm):
 
 
 class FedExFixBN(FoundFreezing):
-    """FixBN whose T* is found by FedEx over two configurations of a round (our adaptation).
+    """FixBN with a search for T*: FedEx compares batch statistics and frozen ones (our adaptation).
 
-    FedEx tunes settings that may differ between the clients of a round. T* is one number for the
-    whole run, so the search is over these two configurations of a client:
+    FedEx tunes settings that may differ between the clients of a round. But T*, the last round
+    before BN freezes, is one number for the whole run. So the search compares two configurations of
+    a client:
 
     - Train with batch statistics.
     - Train with the server's running statistics and leave them unchanged (frozen).
 
     Each client samples a configuration from a distribution theta, which the server keeps. After its
-    local steps the client reports the loss of its model on its next batch, in eval mode with its
-    running statistics. This batch replaces FedEx's validation data, but after the first epoch the
-    client has already trained on it. The server then takes an exponentiated gradient step on theta.
+    local steps, each client reports the loss of its model on its next batch. For this loss, the
+    model is in eval mode and uses the client's running statistics. The paper uses validation data
+    in place of the next batch. After the first epoch, the client has already trained on the samples
+    of this batch. From the losses, the server takes an exponentiated gradient step on theta.
 
-    The search ends once the entropy of theta is below ``cutoff``. If frozen statistics are more
-    probable, the statistics freeze for all clients from the next round, and T* is found. If batch
-    statistics are more probable, all clients train with batch statistics to the end.
+    The search ends once the entropy of theta is below ``cutoff``. If frozen statistics are then
+    more probable, T* is the present round, and the statistics of all clients freeze from the next
+    round on. If batch statistics are more probable, all clients train with batch statistics to the
+    end.
 
-    The search is myopic: it compares losses after the local steps of a round, not final
-    accuracies. The baseline of a step is the mean loss of earlier rounds. So the first round takes
-    no step; FedEx itself starts from a baseline of 0.
+    The search is myopic: it compares losses after the local steps of a round, not final accuracies.
+    Each step subtracts a baseline from the losses: the mean loss of earlier rounds. The first round
+    takes no step, because there are no earlier rounds. In the paper, the first round takes a step
+    with the baseline 0.
 
-    Logged after each round of the search: ``fedex/probability_freeze`` and ``fedex/entropy``
-    (nats). If freezing wins, ``fixbn/freeze_round`` is logged from then on.
+    Each round of the search logs ``fedex/probability_freeze`` and ``fedex/entropy`` (nats). If the
+    search ends with frozen statistics, ``fixbn/freeze_round`` is logged from then on.
 
     Args:
         schedule: Schedule of the step sizes, see :func:`step_size`.
-        discount: Discount of older losses in the baseline, in [0, 1]. Each round's loss has
+        discount: Discount of older losses in the baseline, in [0, 1]. The loss of a round has
             ``discount`` times the weight of the next round's loss.
-        cutoff: Entropy of theta, in nats, below which the search ends, in [0, ln 2). With 0 the
-            search never ends.
+        cutoff: Bound for the entropy of theta in nats, in [0, ln 2). The search ends once the
+            entropy is below this bound. With 0, the search never ends.
 
     Raises:
         ConfigurationError: A setting is out of range, or the model has no BN layer with running
@@ -116,7 +121,7 @@ class FedExFixBN(FoundFreezing):
         self.batch_round: int | None = None
 
     def undecided(self) -> Mapping[str, str]:
-        """Declare that running statistics may still freeze, unless batch statistics have won."""
+        """Declare that running statistics may still freeze, unless batch statistics were chosen."""
         return super().undecided() if self.batch_round is None else {}
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
@@ -151,9 +156,9 @@ class FedExFixBN(FoundFreezing):
             self._decide(pl_module, cohort.round)
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return the floats that a client sends (the loss) and receives (the choice): 1 and 1.
+        """Return how many floats a client sends (1: its loss) and receives (1: its configuration).
 
-        After the search both are 0.
+        After the search, both numbers are 0.
         """
         return (1, 1) if self._searches(cohort.round) else (0, 0)
 
@@ -172,9 +177,10 @@ class FedExFixBN(FoundFreezing):
         return decided is None or round_number <= decided
 
     def _choices(self, pl_module: FederatedModule, cohort: Cohort) -> Tensor:
-        """Return each client's configuration, int64 ``[C]``: 0 for batch statistics, 1 for frozen ones.
+        """Return each client's configuration, int64 ``[C]``.
 
-        The draw is a function of theta, seed, round and client.
+        0 means batch statistics, and 1 means frozen statistics. The draw depends only on theta,
+        seed, round and client.
         """
         theta = self.log_theta.exp()
         draws = [
@@ -215,9 +221,10 @@ def gradient_estimate(
 
 
 def discounted_mean(past: Sequence[float], discount: float) -> float:
-    """Return the weighted mean of ``past``, oldest value first.
+    """Return a weighted mean of ``past``, a list that begins with the oldest value.
 
-    The newest value has weight 1. Each earlier value has ``discount`` times the weight of the next.
+    The newest value has weight 1. Every other value has ``discount`` times the weight of the value
+    after it.
     """
     weights = torch.tensor(discount, dtype=torch.float64) ** torch.arange(len(past) - 1, -1, -1)
     return float(weights @ torch.tensor(past, dtype=torch.float64) / weights.sum())
@@ -231,13 +238,14 @@ def step_size(gradient: Tensor, schedule: str, past: float) -> tuple[float, floa
     - ``"constant"``: 1.
     - ``"auto"``: The square root of the number of steps so far.
     - ``"adaptive"``: The square root of the sum of a^2 over all steps so far.
-    - ``"aggressive"``: a of this step.
+    - ``"aggressive"``: The number a of this step.
 
     Args:
         gradient: Gradient estimate of this step, ``[k]`` for k configurations.
         schedule: Name of the schedule.
-        past: Sum over earlier steps: their number (``"auto"``) or their a^2 (``"adaptive"``). Pass
-            0 at the first step, and then the value that the previous step returned.
+        past: Sum over the earlier steps: their number (``"auto"``) or the sum of their a^2
+            (``"adaptive"``). Pass 0 in the first step. In later steps, pass the value that the
+            previous step returned.
     """
     largest = float(gradient.abs().max())
     past += {"auto": 1.0, "adaptive": largest**2}.get(schedule, 0.0)

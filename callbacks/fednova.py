@@ -7,18 +7,18 @@ from fl_lightning import Cohort, ConfigurationError, FederatedCallback, Federate
 
 
 class FedNova(FederatedCallback):
-    """FedNova: clients send normalised updates, so more local steps give a client no more weight.
+    """FedNova: clients send normalised updates, so a client gains no weight from more local steps.
 
-    Client i sends ``d_i = (x - x_i) / a_i``. x are the server's parameters, x_i the client's, and
-    :func:`step_length` computes a_i. The server's update is ``(sum p_i a_i) sum p_i d_i``. p are
-    the aggregation weights. The server optimizer gets this update as its pseudo-gradient. With
-    equal numbers of local steps FedNova equals FedAvg. It does not change the treatment of
-    statistics and local parameters (FedBN).
+    Client i sends ``d_i = (x - x_i) / a_i``. x are the server's parameters, and x_i are the
+    client's parameters. :func:`step_length` computes a_i. The server's update is ``(sum p_i a_i)
+    sum p_i d_i``, with the aggregation weights p_i. The server optimizer gets this update as its
+    pseudo-gradient. If all clients take the same number of local steps, FedNova equals FedAvg.
+    FedNova does not change how statistics and local parameters (FedBN) are treated.
 
-    The formula of a_i holds for SGD, with or without momentum, if momentum starts each round from
-    zeros. All other cases raise an error: other client optimizers, dampening, Nesterov momentum,
-    methods that keep or restart momentum, and methods that correct client drift. With FedProx, for
-    example, a_i would depend on mu.
+    The formula of a_i holds for SGD, with or without momentum, if momentum starts from zeros in
+    each round. All other cases raise an error: other client optimizers, dampening, Nesterov
+    momentum, methods that keep or restart momentum, and methods that correct client drift. With
+    FedProx, for example, a_i would depend on mu.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train
@@ -49,13 +49,13 @@ class FedNova(FederatedCallback):
             cohort.params.blocks[block].copy_(server + updates / lengths.unsqueeze(1))
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Multiply the mean of the normalised updates by the clients' mean a_i."""
+        """Multiply the mean of the normalised updates by the weighted mean of all a_i."""
         for block, lengths in self._lengths(cohort).items():
             cohort.pseudo_gradient.blocks[block] *= cohort.mean(lengths)
 
     @staticmethod
     def _lengths(cohort: Cohort) -> dict[str, torch.Tensor]:
-        """Return each client's a_i, ``[C]``, for every block that the server averages."""
+        """Return the a_i of all clients, ``[C]``, for each block that the server averages."""
         return {
             block: step_length(cohort.local_steps, cohort.optimizer_groups[block]["momentum"]).to(gradient)
             for block, gradient in cohort.pseudo_gradient.blocks.items()
@@ -66,7 +66,7 @@ def step_length(steps: list[int], momentum: float) -> torch.Tensor:
     """Return ``a_i = [tau_i - m (1 - m^tau_i) / (1 - m)] / (1 - m)``, float64 ``[C]``.
 
     The update of client i is a weighted sum of its gradients in tau_i local steps. a_i is the sum
-    of these weights. Without momentum a_i = tau_i.
+    of these weights. Without momentum, a_i is tau_i.
 
     Args:
         steps: Local steps tau_i of each client.

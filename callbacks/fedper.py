@@ -7,14 +7,15 @@ from fl_lightning.methods import LocalState
 class FedPer(LocalState):
     """FedPer: clients keep the head (the personalization layers); the body (base layers) is averaged.
 
-    Clients train body and head together (Algorithm 1). They also keep the buffers of the head. In
-    the paper the head is the classifier and up to three blocks before it, and each client
+    Clients train body and head together (Algorithm 1). Clients also keep the buffers of the head.
+    In the paper the head is the classifier and up to three blocks before it, and each client
     initialises its head at random. Here all heads start from the server's initial head.
 
     Args:
-        head: Name or list of names of the head's modules or parameters, such as ``fc`` (see
-            ``fl_lightning.cohort.parts``). Default: the last layer. An empty list is FedAvg.
-        evaluate_clients: Number of clients' models to evaluate. Default: all.
+        head: Name of a module or parameter, such as ``fc``, or a list of names. Together they form
+            the head (see ``fl_lightning.cohort.parts``). Default: the last layer. With an empty
+            list, the method is FedAvg.
+        evaluate_clients: Number of clients whose models are evaluated. Default: all clients.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

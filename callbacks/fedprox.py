@@ -8,14 +8,15 @@ from fl_lightning import Cohort, ConfigurationError, FederatedCallback, Federate
 class FedProx(FederatedCallback):
     """FedProx: each client adds the proximal term ``mu / 2 |theta_i - theta|^2`` to its loss.
 
-    theta are the server's parameters and theta_i those of client i. Only the gradient of the term,
-    ``mu (theta_i - theta)``, is computed. The logged loss excludes the term.
+    theta are the server's parameters, and theta_i are the parameters of client i. Only the gradient
+    of the term, ``mu (theta_i - theta)``, is computed. The logged loss excludes the term.
 
     The term includes all parameters that the server averages. It excludes local parameters (FedBN)
-    and statistics. The first local step equals FedAvg's, because it starts at theta.
+    and statistics. The first local step is the same as in FedAvg, because theta_i is then equal to
+    theta.
 
     Args:
-        mu: Weight of the proximal term, at least 0; 0 is FedAvg.
+        mu: Weight of the proximal term, at least 0. With 0, the method is FedAvg.
 
     Raises:
         ConfigurationError: ``mu`` is negative.

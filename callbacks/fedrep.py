@@ -15,16 +15,17 @@ class FedRep(FedPer):
     the body (Algorithm 1). The part that is not trained has gradient 0 and learning rate 0, so
     momentum and weight decay do not change it. Each of the two phases starts with a fresh client
     optimizer. A client with at most ``head_steps`` local steps trains only its head. BN normalises
-    with batches in both phases, so running statistics change in both.
+    with the batch in both phases, so running statistics change in both phases.
 
     The authors weight clients by their number of samples. After the last round they tune the heads
-    of all clients. Here a client is evaluated with the head of its last round.
+    of all clients. Here a client is evaluated with the head from the last round in which it took
+    part.
 
     Args:
-        head_steps: Number of local steps that train the head, at least 0. With 0 the heads are
+        head_steps: Number of local steps that train the head, at least 0. With 0, the heads are
             never trained.
         head: The head, see :class:`~fl_lightning.callbacks.fedper.FedPer`.
-        evaluate_clients: Number of clients' models to evaluate. Default: all.
+        evaluate_clients: Number of clients whose models are evaluated. Default: all clients.
 
     Raises:
         ConfigurationError: ``head_steps`` is negative, or no client has a local step for the body.
@@ -55,10 +56,10 @@ class FedRep(FedPer):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
-        """Set gradient and learning rate of the part that this step does not train to 0."""
+        """Stop the training of the head or the body: set its gradient and learning rate to 0."""
         if step == self.head_steps:
             cohort.restart_optimizer()
         for block, layout in cohort.params.layout.items():
-            # the body in head steps, otherwise the head
+            # stop the body while the head trains, and the head while the body trains
             if {*layout.parts, layout.kind}.isdisjoint(self.kinds) == (step < self.head_steps):
                 cohort.rest(block)

@@ -20,7 +20,7 @@ Correction = Literal["union", "official"]
 
 @dataclass(frozen=True)
 class JointStep:
-    """Local step in which BN layers use the statistics of all clients' batches together.
+    """Local step in which BN layers use the statistics of the union of all clients' batches.
 
     Attributes:
         clients: Number of clients in the step.
@@ -33,7 +33,7 @@ class JointStep:
     var_correction: Correction
 
     def mean(self, statistic: Tensor) -> Tensor:
-        """Return the mean over the cohort of a client's statistic.
+        """Return the mean of a statistic over all clients of the cohort.
 
         The setting ``backward`` chooses how a gradient flows through the mean.
         """
@@ -58,10 +58,10 @@ class JointStep:
 
 
 class TANBatchNorm(SwappedBatchNorm):
-    """BN layer that normalises with the union of all clients' batches in a joint step.
+    """BN layer that uses the statistics of all clients' batches in a joint step.
 
     Attributes:
-        joint: The joint step that runs now. With None the layer is an ordinary BN layer.
+        joint: The present joint step. If None, the layer is an ordinary BN layer.
     """
 
     method = "FedTAN"
@@ -69,11 +69,11 @@ class TANBatchNorm(SwappedBatchNorm):
     joint: JointStep | None
 
     def prepare(self) -> None:
-        """Set the layer to ordinary BN."""
+        """Make this layer an ordinary BN layer."""
         self.joint = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return BN of the inputs; in a joint step with the mean and variance of the union."""
+        """Return the normalised inputs. A joint step uses statistics of all clients' batches."""
         if self.joint is None or not self.training:
             output: Tensor = super().forward(inputs)
             return output
@@ -82,7 +82,7 @@ class TANBatchNorm(SwappedBatchNorm):
         each = [0, *range(2, inputs.dim())]
         values = inputs.to(self.running_mean.dtype)
         mean = self.joint.mean(values.mean(each, keepdim=True))
-        # sum(x - mu) = 0 over the union, so no gradient flows from the variance to the mean
+        # over all clients sum(x - mu) = 0, so the gradient of the variance with respect to mu is 0
         variance = self.joint.mean((values - mean.detach()).square().mean(each, keepdim=True))
         self._track(mean.flatten(), self.joint.unbiased(variance.flatten(), inputs))
         output = (values - mean) / (variance + self.eps).sqrt()
@@ -102,37 +102,39 @@ class FedTAN(FederatedCallback):
     """FedTAN: clients exchange BN statistics and their gradients in the first local step.
 
     In the first local step every BN layer uses the mean and variance of the union of all clients'
-    batches. The clients also average the gradients that flow through this mean and variance. This
-    takes three exchanges per layer, and the clients wait for each other. Further local steps use
-    the client's batch statistics and update the client's running statistics, as in FedAvg.
+    batches. The clients also average the gradients that flow through this mean and variance. Each
+    layer needs three exchanges, in which the clients wait for each other. All later local steps are
+    as in FedAvg: they use the client's batch statistics and update the client's running statistics.
 
-    With one local step (E = 1), the mean gradient of a round equals the gradient of centralised
-    training with BN on the union batch, for any model. So the whole run equals centralised
-    training. All clients have equal weight in the first step. So the equality needs clients with
-    equally many samples, or ``weighting: uniform``, which gives the authors' weights 1/n.
+    With one local step per round (E = 1), the run equals centralised training with BN on the union
+    of all batches. This holds for any model, because the gradients are equal in every round. It
+    holds only if all clients have the same aggregation weight, because the first step weights all
+    clients equally. The weights are equal if all clients have the same number of samples. They are
+    also equal with ``weighting: uniform``, which gives the authors' weights 1/n.
 
-    With every executor the first step is one forward pass over all clients. It needs memory for all
-    batches, and the batches must have equal shapes.
+    The first step is one forward pass over all clients, whichever executor is chosen. It needs
+    memory for the batches of all clients, and these batches must have equal shapes.
 
     Args:
-        backward: Gradient through the statistics in the first step. ``"aggregated"``: the clients
-            average it (the method). ``"own"``: it flows only through the client's own statistics,
-            and only the forward pass exchanges. We take this as the paper's baseline "FedAvg +
-            Algorithm 2"; we had neither its text nor its code. ``"none"``: as ``"own"``, but no
-            gradient flows through statistics.
-        var_correction: Factor that makes the running variance unbiased. ``"union"``: N/(N-1) with
-            all N values per channel, as in centralised BN. ``"official"``: b/(b-1) with the b
-            images of a client, as in the authors' code.
+        backward: Gradient that flows through the statistics in the first step. ``"aggregated"``:
+            the clients average this gradient (the method). ``"own"``: the gradient flows only
+            through the client's own statistics, so clients exchange nothing in the backward pass.
+            We assume that the paper's baseline "FedAvg + Algorithm 2" works in this way; we had
+            neither the text nor the code of the paper. ``"none"``: no gradient flows through the
+            statistics.
+        var_correction: Factor that makes the running variance unbiased. ``"union"``: N/(N-1) for N
+            values per channel in the batches of all clients, as in centralised BN. ``"official"``:
+            b/(b-1) for b images in a client's batch, as in the authors' code.
         affine_init: Initial gamma of BN. ``"ones"``: the model's initial values. ``"uniform"``:
             random numbers in [0, 1) from the module's seed, as in the authors' code. A checkpoint
-            replaces both.
+            replaces the initial gamma.
         restart_momentum: Whether clients restart their optimizer after the first step, as in the
             authors' code.
 
     Raises:
         ConfigurationError: A setting is unknown, the model has no BN layer, or the aggregator is
-            not the weighted mean. With ``restart_momentum``, also if another callback keeps the
-            momentum.
+            not the weighted mean. Another reason is that ``restart_momentum`` is set while another
+            callback keeps the momentum.
 
     Example:
         >>> from fl_lightning.testing import blobs, centralised, distance, small_cnn, train
@@ -166,7 +168,7 @@ class FedTAN(FederatedCallback):
             self.claims = ()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare running statistics averaged, so that no other method changes their treatment."""
+        """Declare that running statistics are averaged, so that no other method can change this."""
         return {"mean": "averaged", "var": "averaged"}
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
@@ -194,7 +196,10 @@ class FedTAN(FederatedCallback):
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
-        """Switch to ordinary BN after the first step, and restart the optimizers if set."""
+        """Return to ordinary BN after the first step.
+
+        If ``restart_momentum`` is set, also restart the optimizers.
+        """
         if step == 0:
             cohort.extra["calls"].neg_().add_(_calls(cohort))
             for layer in self.layers:
@@ -203,13 +208,13 @@ class FedTAN(FederatedCallback):
                 cohort.restart_optimizer()
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return the floats that a client sends and receives in the first local step."""
+        """Return how many floats a client sends and receives in the first local step."""
         channels = torch.tensor([layer.num_features for layer in self.layers])
         floats = int(cohort.extra["calls"][0].cpu() @ channels) * (4 if self.backward == "aggregated" else 2)
         return floats, floats
 
     def extra_exchanges(self, cohort: Cohort) -> int:
-        """Return 2 exchanges per call of a BN layer, or 3 if gradients are averaged."""
+        """Return the number of exchanges: 2 per call of a BN layer, 3 if gradients are averaged."""
         return int(cohort.extra["calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
 
 

@@ -18,7 +18,7 @@ class FixBN(Freezing):
     includes them (Table H of the paper).
 
     Args:
-        freeze_round: T*, the last round with batch statistics. With 0 BN is frozen from the start.
+        freeze_round: T*, the last round with batch statistics. With 0, BN is frozen from the start.
         freeze_fraction: T* as a fraction of the planned rounds, in [0, 1]. If neither this setting
             nor ``freeze_round`` is given, the fraction is 0.5.
         freeze: State that is frozen: ``"statistics"`` (the method), ``"affine"`` (gamma and beta)

@@ -9,15 +9,17 @@ from fl_lightning import Cohort, ConfigurationError, FederatedCallback, Federate
 
 
 class ClientGradientClipping(FederatedCallback):
-    """Clipping of each client's gradient norm, over all parameters, to at most ``max_norm``.
+    """Clipping of each client's gradient to a norm of at most ``max_norm``.
 
-    Each client's gradient is clipped as by ``torch.nn.utils.clip_grad_norm_``. The order of the
-    callbacks matters. After FedProx or SCAFFOLD in the list, this callback clips the corrected
-    gradient. Before them, it clips the gradient of the loss.
+    The norm is computed over all parameters of a client, as in ``torch.nn.utils.clip_grad_norm_``.
+
+    The order of the callbacks matters. If this callback comes after FedProx or SCAFFOLD in the
+    list, it clips the corrected gradient. If it comes before them, it clips the gradient of the
+    loss.
 
     Args:
         max_norm: Largest norm, above 0. With infinity no gradient changes.
-        norm: Order p of the norm, above 0. ``.inf`` is the largest absolute entry.
+        norm: Order p of the norm, above 0. With ``.inf``, the norm is the largest absolute entry.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -50,7 +52,7 @@ class ClientGradientClipping(FederatedCallback):
         rows = cohort.index(cohort.active_rows())
         blocks = [block for name, block in cohort.grads.blocks.items() if cohort.is_trained(name)]
         norms = torch.stack([torch.linalg.vector_norm(block[rows], self.norm, dim=1) for block in blocks])
-        # 1e-6 as in clip_grad_norm_
+        # torch's clip_grad_norm_ also adds 1e-6
         scales = self.max_norm / (torch.linalg.vector_norm(norms, self.norm, dim=0) + 1e-6)
         for block in blocks:
             block[rows] *= scales.clamp(max=1.0).to(block.dtype).unsqueeze(1)

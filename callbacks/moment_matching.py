@@ -14,23 +14,24 @@ from fl_lightning.methods import set_server_statistics
 class MomentMatching(FederatedCallback):
     """Moment matching: running statistics are aggregated by the law of total variance.
 
-    The method is from no paper.
+    This method does not come from a paper.
 
     With aggregation weights p, the server's mean is ``mu = sum p_i mu_i``. Its variance is
     ``sigma^2 = sum p_i sigma_i^2 + sum p_i (mu_i - mu)^2``. FedAvg omits the last sum. For example,
-    two clients with means 0 and 10 and variance 1 have a joint variance of 26, but FedAvg gives 1.
-    Parameters train as in FedAvg; only evaluation differs. The module's setting
-    ``statistics_aggregator`` can replace the three sums.
+    two clients have the means 0 and 10, and both have the variance 1. Their joint variance is 26,
+    but FedAvg gives 1. Parameters train as in FedAvg; only evaluation differs. The module's setting
+    ``statistics_aggregator`` can replace the three sums by another rule.
 
-    Caution: the server's variance usually holds too little of the variance between clients. Clients
-    send moving averages, ``mu_i = (1 - b) mu + b (client's mean)``, with b = 1 - (1 - beta)^E for E
-    local steps and PyTorch's momentum beta. The sent means are only b times as far apart as the
-    batch means. So the last sum has the factor b^2, although the moving average would need b. After
-    many rounds the server's variance holds the fraction b of the variance between clients. With
-    beta = 0.1 this is a tenth for E = 1, and nearly all for E = 50. FBN divides by beta for this
-    reason.
+    Caution: the server's variance usually contains only a part of the variance between clients. The
+    reason is that clients send moving averages, ``mu_i = (1 - b) mu + b (client's mean)``. Here b
+    is 1 - (1 - beta)^E, for E local steps and PyTorch's momentum beta. These mu_i are only b times
+    as far apart as the clients' means, so the last sum is only b^2 times the variance between
+    clients. A correct moving average would add b times this variance in each round. So after many
+    rounds, the server's variance contains only the fraction b of the variance between clients. With
+    beta = 0.1, this fraction is a tenth for E = 1, and nearly 1 for E = 50. FBN corrects this: it
+    divides the last sum by b.
 
-    In two cases the server's variance holds all of the variance between clients:
+    In two cases, the server's variance contains all of the variance between clients:
 
     - ``bn_momentum: 1``: Clients send the statistics of their last batch.
     - The first round of layers with ``momentum=None``: Clients send averages over their local

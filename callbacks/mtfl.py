@@ -7,10 +7,11 @@ class MTFL(LocalState):
     """MTFL with private gamma and beta: clients keep gamma and beta of BN; all other state is averaged.
 
     A client's gamma and beta start from the server's initial values. ``own_accuracy`` is the
-    paper's measure: the accuracy of a client's model after the download, on test data with the
-    client's distribution.
+    paper's measure: the accuracy of a client's model on test data with the client's distribution.
+    It is measured after the client has received the averaged state.
 
-    Names of the paper (section 3) and the methods here:
+    The paper (section 3) calls the state that clients keep their private patches. These methods are
+    the variants of the paper:
 
     - Private patches "yb" (gamma and beta): this method.
     - Private patches "us" (running means and variances):

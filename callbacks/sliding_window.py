@@ -13,27 +13,30 @@ from fl_lightning.methods import FoundFreezing
 
 
 class SlidingWindowFixBN(FoundFreezing):
-    """FixBN that finds T* in training, once the clients' BN statistics change at a steady pace.
+    """FixBN that finds T* in training: BN freezes once its statistics change at a steady pace.
 
-    A client's change in a round is the L1 distance between the running statistics that it sends now
-    and the running statistics that it sent last. The change of a round is the weighted mean over
-    the round's clients. The window holds the changes of the last W rounds. Once their variance is
-    below ``threshold``, all clients freeze their statistics from the next round on. The variance
-    has the factor 1/W, as in the paper. A client that takes part for the first time has no change.
-    A round in which no client has a change adds no entry to the window.
+    In each round, every client sends running statistics. The change of a client is the L1 distance
+    between these statistics and the statistics that the client sent in its previous round. The
+    change of a round is the weighted mean of its clients' changes. A window holds the changes of
+    the last W rounds. Once the variance in the window is below ``threshold``, the search ends: T*
+    is the present round, and all clients freeze their statistics from the next round on. The
+    variance has the factor 1/W, as in the paper.
 
-    The paper does not say which norm is meant and how the clients agree. The L1 norm, the weighted
-    mean and one T* for all clients are our choice.
+    A client that takes part for the first time has no change. If no client of a round has a change,
+    the window stays as it is.
 
-    Logged in each round until T* is found: ``fixbn/statistics_change``, the change of the round,
-    and ``fixbn/window_variance``, once the window is full. From then on ``fixbn/freeze_round`` is
+    The paper does not say which norm it uses, or how the clients agree on T*. The L1 norm, the
+    weighted mean and one T* for all clients are our choice.
+
+    Until T* is found, each round logs its change as ``fixbn/statistics_change``. If the window is
+    full, the round also logs ``fixbn/window_variance``. Once T* is found, ``fixbn/freeze_round`` is
     logged.
 
     Args:
         window: Number of rounds W in the window, at least 2. The paper recommends a large number.
         threshold: Threshold tau of the variance, at least 0. Suitable values grow with the square
             of the number of BN channels, because the L1 norm is a sum over channels. The paper
-            recommends a small value. With 0 statistics are never frozen.
+            recommends a small value. With the threshold 0, statistics are never frozen.
 
     Raises:
         ConfigurationError: A setting is out of range, or the model has no BN layer with running
@@ -62,7 +65,7 @@ class SlidingWindowFixBN(FoundFreezing):
         self.statistics = ClientMemory()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Compare the clients' statistics with their last ones; freeze if the pace is steady."""
+        """Add this round's change to the window; freeze if the variance in the window is small."""
         if self.freeze_round is not None:
             return
         names = [name for name, kind in cohort.buffer_kinds.items() if kind in ("mean", "var")]
@@ -84,7 +87,7 @@ class SlidingWindowFixBN(FoundFreezing):
                 self.statistics = ClientMemory()
 
     def state_dict(self) -> dict[str, object]:
-        """Return T*, the window and, until T* is found, the statistics that each client sent last."""
+        """Return T*, the window, and the statistics that each client sent last (none after T*)."""
         return super().state_dict() | {"changes": self.changes, "statistics": self.statistics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -94,9 +97,9 @@ class SlidingWindowFixBN(FoundFreezing):
 
 
 def mean_change(now: Tensor, before: Tensor, weights: Tensor) -> float:
-    """Return the weighted mean over n clients of the L1 distance between two rows.
+    """Return the L1 distance between new and earlier statistics, averaged over n clients.
 
-    The result is computed in float64.
+    The mean is weighted, and is computed in float64.
 
     Args:
         now: New statistics of each client, ``[n, floats]``.

@@ -15,24 +15,25 @@ from fl_lightning.round import resolve_policy
 
 
 class StaticBN(FederatedCallback):
-    """Static BN (sBN): training with batch statistics only; statistics are measured in a pass over the data.
+    """Static BN (sBN): a pass over the training data measures the running statistics.
 
     In training, running statistics are neither tracked nor sent. Instead all clients pass once over
     their training data with the server's new weights, without gradients (see
-    :func:`~fl_lightning.methods.statistics_pass.collect`). Such a pass follows each round that is
-    evaluated, and the last round. If a round is skipped, the pass takes place only if the present
-    weights have not been measured yet. Between two passes the server holds the statistics of the
-    earlier pass, and so does a checkpoint. Parameters train as in FedAvg; only evaluation differs.
+    :func:`~fl_lightning.methods.statistics_pass.collect`). Such a pass takes place after each
+    evaluated round and after the last round. After a skipped round, it takes place only if no
+    earlier pass used the present weights. Between two passes, the server and its checkpoints hold
+    the statistics of the earlier pass. Parameters train as in FedAvg; only evaluation differs.
 
     Args:
         statistics_pass: Data and formula of the statistics.
 
-            - ``"pooled"``: mean over union batches of each batch's mean and variance, as in
-              HeteroFL's code. Union batch k is the union of all clients' k-th batches; HeteroFL
-              shuffles all data instead. A real federation cannot pool data in this way.
+            - ``"pooled"``: mean and variance of each union batch, averaged over the union batches,
+              as in HeteroFL's code. Union batch k is the union of all clients' k-th batches.
+              HeteroFL instead shuffles all data and divides them into batches. A real federation
+              cannot pool data in this way.
             - ``"pooled_total_variance"``: mean and variance of all values in the union batches.
-            - ``"per_client"``: mean over all clients' batches of each batch's mean and variance.
-              This leaves out the variance between clients.
+            - ``"per_client"``: mean and variance of each client's batch, averaged over all batches
+              of all clients. This average leaves out the variance between clients.
             - ``"per_client_total_variance"``: mean and variance of all values in the clients'
               batches, computed from each client's count, mean and variance.
 
@@ -81,7 +82,7 @@ class StaticBN(FederatedCallback):
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Measure the statistics if this round is evaluated and its weights are not measured yet.
+        """Measure the statistics if the round is evaluated and no earlier pass used these weights.
 
         Returns:
             The traffic of the pass by client id, and the number of exchanges.
@@ -90,9 +91,10 @@ class StaticBN(FederatedCallback):
         return self._pass, int(self._is_last and bool(self._pass))
 
     def _measure_if_used(self, trainer: L.Trainer, pl_module: FederatedModule, round_number: int) -> None:
-        """Measure the statistics, and record the traffic, if an evaluation needs new statistics.
+        """Measure the statistics, and record the traffic of the pass, if the statistics are needed.
 
-        This is so if the round is evaluated or is the last round, and its weights are not measured.
+        They are needed if two conditions hold: the round is evaluated or is the last round, and no
+        earlier pass used the present weights.
         """
         self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
         used = self._is_last or _is_evaluated(trainer, round_number)
@@ -124,7 +126,7 @@ class StaticBN(FederatedCallback):
             )
 
     def state_dict(self) -> dict[str, int]:
-        """Return the round of the last statistics pass, and the round of the weights."""
+        """Return the round of the last pass, and the last round that trained the weights."""
         return {"measured_round": self.measured_round, "trained_round": self._trained_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,15 +142,15 @@ class StaticBN(FederatedCallback):
             buffers[f"{layer}.running_var"].copy_(variance)
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
-        """Return each client's traffic in a pass, as floats sent and floats received.
+        """Return how many floats each client sends and receives in a pass.
 
-        Clients send statistics and receive weights. The clients of the next cohort receive no
-        weights here, because the broadcast of the next round counts them.
+        Clients send statistics and receive weights. For the clients of the next cohort, no weights
+        are counted here, because the broadcast of the next round counts them.
         """
         return self._pass
 
     def extra_exchanges(self, cohort: Cohort) -> int:
-        """Return 1 for the last pass, and 0 for earlier passes.
+        """Return the number of exchanges: 1 for the last pass, and 0 for earlier passes.
 
         The server waits only for the last pass. An earlier pass overlaps with the next round.
         """

@@ -31,13 +31,14 @@ LAYOUT = (
 _CLASSES = {
     kind.id: (kind.name, kind.color) for kind in datasets.Cityscapes.classes if not kind.ignore_in_eval
 }
-"""Name and colour of the 19 evaluated classes, by label id."""
+"""Name and colour of each of the 19 evaluated classes. The keys are label ids."""
 
 
 def _labels() -> Tensor:
     """Return a lookup table from label id to class.
 
-    All other ids up to 33, and 255 (-1 stored as a byte), get the label that metrics ignore.
+    All other ids up to 33 get the label that metrics ignore. So does 255, which is the id -1 stored
+    as a byte.
     """
     labels = torch.full((256,), UNKNOWN, dtype=torch.uint8)
     labels[:34] = labels[255] = IGNORED
@@ -49,26 +50,28 @@ class Cityscapes(FederatedDataModule):
     """Street scenes in 19 classes (Cordts et al. 2016); a client is a city or a user of a split file.
 
     Download leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip from Cityscapes' site, which
-    asks for a registration. Unpack both into ``data_dir``. Files are read from disk per batch. The
-    evaluation data are the split ``val``, because the labels of ``test`` are not public. The
-    setting ``evaluation_cities`` replaces ``val``.
+    asks for a registration. Unpack both into ``data_dir``. Images are read from disk one batch at a
+    time. The evaluation data are the split ``val``, because the labels of ``test`` are not public.
+    The setting ``evaluation_cities`` replaces ``val``.
 
     Args:
         data_dir: The folder that holds ``leftImg8bit`` and ``gtFine``.
         split_file: JSON file of the clients, or a folder of such files, in FedDrive's layout:
             ``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``. ``x`` are paths
-            below ``leftImg8bit``, ``y`` paths below ``gtFine``. Default: each city of ``train`` is
-            a client.
+            below ``leftImg8bit``, and ``y`` are paths below ``gtFine``. Default: each city of
+            ``train`` is a client.
         evaluation_cities: Cities of ``train`` that serve as evaluation data instead of ``val``.
             They are not clients.
-        batch_size: Number of images in a client's batch, 8 in the FixBN paper.
+        batch_size: Number of images in a client's batch. The FixBN paper uses 8.
         image_size: Height and width to which images and masks are resized before augmentation.
             None: no resizing.
-        crop_size: Height and width of random crops, (768, 768) in the FixBN paper. None: no crops.
-        scale: Smallest and largest factor by which training images are scaled at random, before
-            the crop.
+        crop_size: Height and width of random crops. The FixBN paper uses (768, 768). None: no
+            crops.
+        scale: Smallest and largest factor of the random scaling of training images. Images are
+            scaled before they are cropped.
         horizontal_flip: Whether each training image is mirrored with probability 1/2.
-        color_jitter: Jitter of brightness, contrast and saturation, 0.4 in FedDrive. 0: no jitter.
+        color_jitter: Strength of the jitter of brightness, contrast and saturation. FedDrive uses
+            0.4. 0: no jitter.
         eval_batch_size: Number of images in a batch of the evaluation.
         threads: Number of threads that read the images of a batch. Results do not depend on this
             number.

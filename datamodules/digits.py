@@ -23,7 +23,7 @@ class Digits(InMemoryDataModule):
 
     def load(self) -> ImageData:
         """Read the images from scikit-learn and split off the test set."""
-        from sklearn.datasets import load_digits  # takes seconds to import
+        from sklearn.datasets import load_digits  # this import takes seconds
 
         digits = load_digits()
         images = torch.from_numpy(digits.images).to(torch.uint8)[:, None]

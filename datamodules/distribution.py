@@ -22,7 +22,7 @@ class Distribution:
     """Indices of the samples of each client and of the server.
 
     Indices are int64 and ascending. The N training samples have indices 0 to N - 1. The M test
-    samples follow.
+    samples have indices N to N + M - 1.
 
     Attributes:
         labels: Class of each sample, shape ``[N + M]``.
@@ -44,7 +44,9 @@ class Distribution:
     groups: list[int]
 
     def as_file(self, dataset: str, origin: dict[str, object]) -> dict[str, object]:
-        """Return the content of a file for :class:`~fl_lightning.datamodules.partitions.FromFile`.
+        """Return the content of a partition file.
+
+        :class:`~fl_lightning.datamodules.partitions.FromFile` reads such a file.
 
         Args:
             dataset: Name of the data set.
@@ -102,11 +104,11 @@ class PartitionedDataModule(FederatedDataModule):
 
     Args:
         num_clients: Number of clients. Ignored with the partitions ``Natural`` and ``FromFile``.
-        batch_size: Number of samples in a client's batch, 20 in the FixBN paper. Every batch is
-            complete: the samples that do not fill a batch at the end of an epoch are dropped.
+        batch_size: Number of samples in a client's batch. The FixBN paper uses 20. Every batch is
+            complete: if the last samples of an epoch do not fill a batch, they are dropped.
         partition: Partition of the training data over the clients. None: ``default_partition()``.
         val_fraction: Share of the training data, in [0, 1), that becomes the server's validation
-            set. The draw is stratified and depends on the seed. With 0 the evaluation inside
+            set. The draw is stratified and depends on the seed. With 0, the evaluation inside
             ``fit`` uses the test data, and its metrics are called ``test/...``.
         eval_batch_size: Number of samples in a batch of the server's evaluation.
         seed: Seed of the subset, the validation set, the partition, the data order and the
@@ -115,7 +117,7 @@ class PartitionedDataModule(FederatedDataModule):
             training data.
 
     Attributes:
-        distribution: Samples of clients and server. Known after ``setup``.
+        distribution: Samples of clients and server. It is known after ``setup``.
         default_partition: Class of the default partition. It is ``Natural`` for data with groups.
 
     Raises:
@@ -156,7 +158,7 @@ class PartitionedDataModule(FederatedDataModule):
 
     @property
     def num_clients(self) -> int:
-        """Return the number of clients. With ``Natural`` it is known only after ``setup``."""
+        """Return the number of clients. With ``Natural``, it is known only after ``setup``."""
         return len(self.clients) or self._num_clients
 
     def samples_per_step(self, client_id: int) -> float:
@@ -191,16 +193,17 @@ class PartitionedDataModule(FederatedDataModule):
         return DataLoader(images, self.eval_batch_size)
 
     def describe_partition(self) -> str:
-        """Return partition and clients in words: ``"Shards(class_fraction=0.2), 5 clients"``."""
+        """Return partition and clients in words, as ``"Shards(class_fraction=0.2), 5 clients"``."""
         return f"{self.partition}, {self.num_clients} clients"
 
     def partition_record(self) -> PartitionRecord:
-        """Return the record of the partition, with these entries and others.
+        """Return the record of the partition, which includes these entries.
 
         - ``class_histogram[i][c]``: Number of samples of class c at client i.
         - ``sha256["clients"][i]``: Digest of client i's sample indices (ascending, int64,
           little-endian).
-        - ``sha256["total"]``: Digest of the clients' digests, joined as hexadecimal digits.
+        - ``sha256["total"]``: Digest of all clients' digests. They are written in hexadecimal
+          digits and joined.
         - ``clients``: Names of the clients, if they have names.
         """
         total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
@@ -242,7 +245,7 @@ class PartitionedDataModule(FederatedDataModule):
         self._check_labels("test_labels", test_labels)
         dealt = self.distribution = self._dealt(train_labels, test_labels, train_groups, test_groups)
         if len(dealt.test) != len(test_labels) or bool((dealt.test < len(train_labels)).any()):
-            # the partition file changed the test data, so these count as drawn, too
+            # the test data are not fixed: the partition file moved samples into or out of them
             self.drawn_splits = ("val", "test")
         self._val_size = len(dealt.val)
         labels = dealt.labels

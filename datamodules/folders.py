@@ -20,9 +20,9 @@ class ClassFolders:
     """A data set in class folders. If there is no ``test/``, ``val/`` is the test set.
 
     Args:
-        data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
-        test_fraction: Share of each class's images, in (0, 1), that becomes the test set. Set it
-            only if ``data_dir`` holds the class folders themselves.
+        data_dir: The folder that holds either ``train`` and ``test``, or the class folders.
+        test_fraction: Share of each class's images, in (0, 1), that becomes the test set. Set this
+            share only if ``data_dir`` directly holds the class folders.
 
     Attributes:
         classes: Names of the class folders in alphabetical order. A label is an index in this list.
@@ -46,8 +46,7 @@ class ClassFolders:
         """Return the training images and the test images, with their labels.
 
         Args:
-            classes: All classes in the order of the labels. This list includes the classes of the
-                folder.
+            classes: All classes in the order of the labels. The folder may lack some of them.
             split: Random number generator that draws the test set if ``test_fraction`` is set.
 
         Raises:
@@ -97,7 +96,7 @@ class ClassFolders:
             raise ConfigurationError(
                 f"data_dir={self.data_dir} holds neither test/ nor val/; expected the layout {LAYOUT}"
             )
-        # ImageNet's test images have no labels, so its test/ has no class folders: take val/
+        # ImageNet's test/ has no class folders, because its images have no labels: take val/
         folder = next((folder for folder in folders if subfolders(folder)), folders[0])
         unknown = sorted(set(subfolders(folder)) - set(self.classes))
         if unknown:
@@ -115,10 +114,11 @@ class ImageFolder(ImageFiles):
     there is no ``test/``, ``val/`` is the test set. The classes are in alphabetical order.
 
     Args:
-        data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
+        data_dir: The folder that holds either ``train`` and ``test``, or the class folders.
         image_size: Height and width of the images in pixels.
-        test_fraction: Share of each class's images, in (0, 1), that becomes the test set. The seed
-            decides the draw. Set it only if ``data_dir`` holds the class folders themselves.
+        test_fraction: Share of each class's images, in (0, 1), that becomes the test set. The draw
+            depends on the seed. Set this share only if ``data_dir`` directly holds the class
+            folders.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
@@ -149,15 +149,15 @@ class ImageDomains(ImageFiles):
     The layout is ``<domain>/train/<class>/*.jpg`` and ``<domain>/test/<class>/*.jpg``, or
     ``<domain>/<class>/*.jpg``. As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), all
     domains have the same classes and differ in style. The client of a domain is evaluated on the
-    domain's test images; the server is evaluated on the test images of all domains. Domains
+    domain's test images. The server is evaluated on the test images of all domains. Domains
     (clients) and classes are in alphabetical order.
 
     Args:
         data_dir: The folder that holds the domains.
         image_size: Height and width of the images in pixels.
         test_fraction: Share of the images of each class and domain, in (0, 1), that becomes the
-            test set. The seed decides the draw. Set it only if the domains hold the class folders
-            themselves.
+            test set. The draw depends on the seed. Set this share only for the layout
+            ``<domain>/<class>/*.jpg``.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:

@@ -15,23 +15,24 @@ from fl_lightning.randomness import generator
 
 
 class Gaussians(FederatedDataModule):
-    """Clients with one Gaussian each, on a circle in the plane (FBN paper, sections 3 and 4).
+    """Clients with one Gaussian each; all centres lie on a circle (FBN paper, sections 3 and 4).
 
-    The paper is Guerraoui et al., arXiv 2405.14670. Component i of n, counted from 1, has its
-    centre at the angle (2 pi i - 1)/n and belongs to client i - 1. The label of a point is the
-    index of its component, from 0. Every local step draws new points, which depend only on (seed,
-    client, step). So an epoch is one batch. The variance of the mixture along each axis is
-    ``std**2 + radius**2 / 2``, by default 51.
+    The paper is Guerraoui et al., arXiv 2405.14670. The mixture consists of n Gaussians in the
+    plane, its components. Component i, for i = 1 to n, has its centre at the angle (2 pi i - 1)/n.
+    It belongs to client i - 1, and its points have the label i - 1. Every local step draws a batch
+    of new points, which depend only on (seed, client, step). An epoch has only this one batch. The
+    variance of the mixture along each axis is ``std**2 + radius**2 / 2``, by default 51.
 
     Args:
         num_clients: Number n of clients, components and classes, at least 2.
         radius: Distance of the centres from the origin.
         std: Standard deviation of each component along each axis.
         samples_per_client: Number of points in a client's batch.
-        gamma: Share of each batch, in [0, 1], that is drawn from the mixture of all components,
-            rounded to whole points. With 0 each client has one class. With 1 the clients are IID.
-        eval_samples_per_class: Number of points of each class in the server's validation data, and
-            in its test data.
+        gamma: Share of each batch, in [0, 1], that is drawn from the mixture of all components. The
+            number of these points is rounded. With 0, each client has one class. With 1, the
+            clients are IID.
+        eval_samples_per_class: Number of points of each class in the server's validation data. The
+            server's test data have the same number.
         seed: Seed of all points.
 
     Attributes:
@@ -65,7 +66,7 @@ class Gaussians(FederatedDataModule):
         how = self.centres, std, samples_per_client, mixed, seed
         super().__init__([GaussianClient(i, *how) for i in range(num_clients)], seed=seed)
         self.num_classes = num_clients
-        self.loaded = "drawn by the seed"  # no digest is needed, because no file can change
+        self.loaded = "drawn by the seed"  # not from a file: needs no digest
         self.std = std
         self.batch_size = samples_per_client
         self.gamma = gamma
@@ -76,11 +77,11 @@ class Gaussians(FederatedDataModule):
         return self._evaluation_loader("gaussian validation")
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """Return the server's test data: other points of the same distribution."""
+        """Return the server's test data: new points from the same distribution."""
         return self._evaluation_loader("gaussian test")
 
     def describe_partition(self) -> str:
-        """Return gamma and the number of clients, as ``"gamma=0.0, 10 clients"``."""
+        """Return gamma and the number of clients, such as ``"gamma=0.0, 10 clients"``."""
         return f"gamma={self.gamma}, {self.num_clients} clients"
 
     def partition_record(self) -> PartitionRecord:
@@ -106,7 +107,8 @@ class GaussianClient(ClientDataModule):
     """A client that draws a new batch at every local step.
 
     Args:
-        client_id: Id of the client, from 0. This is also the index of its component.
+        client_id: Id of the client, from 0. The centre of its own component is
+            ``centres[client_id]``.
         centres: Centre of each component, shape ``[n, 2]``.
         std: Standard deviation of each component along each axis.
         num_examples: Number of points in a batch.
@@ -129,7 +131,7 @@ class GaussianClient(ClientDataModule):
         self.seed = seed
 
     def train_batch(self, step: int) -> Batch:
-        """Return the points ``[b, 2]`` and labels ``[b]`` of a local step, counted from 0."""
+        """Return points ``[b, 2]`` and labels ``[b]`` of local step ``step``, counted from 0."""
         draws = generator(self.seed, "gaussian points", self.client_id, step)
         labels = torch.full((self.num_examples,), self.client_id)
         labels[: self.num_mixed] = torch.randint(len(self.centres), (self.num_mixed,), generator=draws)
@@ -144,7 +146,7 @@ class GaussianClient(ClientDataModule):
 class ClientBatches(Dataset[Batch]):
     """A client's batches, indexed by local step.
 
-    The length of this data set is the number of points in a batch.
+    Caution: ``len`` is the number of points in a batch, not the number of batches.
     """
 
     def __init__(self, client: GaussianClient) -> None:

@@ -31,7 +31,7 @@ class HuggingFaceImages(ImageFiles):
         image_size: Height and width of the images in pixels.
         image_column: Name of the column of images. Default: the only column of type ``Image``.
         label_column: Name of the column of labels. Default: the only column of type ``ClassLabel``.
-            In a column of another type, the classes are the sorted values.
+            In a column of another type, every distinct value is a class. The classes are sorted.
         group_column: Name of the column of groups. None: no groups.
         train_split: Name of the training split.
         test_split: Name of the test split.
@@ -136,15 +136,15 @@ class HuggingFaceImages(ImageFiles):
         return fitting[0]
 
     def _values(self, column: str) -> list[list[Any]]:
-        """Return the values of a column, for the training samples and for the test samples."""
+        """Return the values of a column for all training samples, and for all test samples."""
         return [list(self._open(split, [column])[column]) for split in self._splits.values()]
 
     def _numbered(self, column: str) -> tuple[list[str], list[Tensor]]:
         """Replace the values of a column by numbers.
 
         Returns:
-            The sorted values, and each sample's number, which is the position of its value. The
-            numbers of training and of test samples are separate tensors.
+            The distinct values, sorted, and the number of each sample. This number is the position
+            of the sample's value. Training and test samples have separate tensors of numbers.
         """
         parts = self._values(column)
         for value in (value for part in parts for value in part):

@@ -72,7 +72,7 @@ def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
         values = np.asarray(image).clip(0, 65535) / 257
         image = Image.fromarray(np.rint(values).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow advises RGBA for palettes with transparency
+        image = image.convert("RGBA")  # as Pillow advises for palettes with transparency
     return image.convert(mode)
 
 
@@ -126,7 +126,7 @@ def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int)
 DECODER = 3
 """Version of the cache's format.
 
-Version 1 clipped 16-bit pixels at 255. Version 2 stores file names. Version 3 stores a digest.
+Version 1 clipped 16-bit pixels at 255. Version 2 stored file names. Version 3 stores a digest.
 """
 
 
@@ -135,9 +135,9 @@ def cached_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors that ``read`` creates from files, or load them from a valid cache.
 
-    A cache is valid if two conditions hold: the paths below ``root``, sizes and modification times
-    of the files are unchanged, and the cached tensors have the stored CRC-32 checksum. One process
-    rebuilds an invalid cache. Other processes that need the cache wait.
+    A cache is valid if two conditions hold. No file has changed its path below ``root``, its size
+    or its modification time. The cached tensors have the stored CRC-32 checksum. One process
+    rebuilds an invalid cache, and other processes wait.
 
     Args:
         paths: The files, all below ``root``.
@@ -164,7 +164,7 @@ def cached_tensors(
 
 
 def _digest(paths: Sequence[Path], root: Path) -> str:
-    """Return a digest of the files' paths below the root, sizes and modification times."""
+    """Return a digest of each file's size, modification time and path below the root."""
     digest = sha256()
     start = len(os.fspath(root)) + 1
     for path in map(os.fspath, paths):
@@ -199,9 +199,9 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 
 @contextmanager
 def building(target: Path) -> Iterator[None]:
-    """Lock the folder of a file while the block builds the file.
+    """Lock the folder of a file while the ``with`` block builds the file.
 
-    If the block fails, a folder that was created for it is removed.
+    The folder is created if it is missing. If the block then fails, a created folder is removed.
 
     Raises:
         ConfigurationError: The folder cannot be created.
@@ -229,8 +229,8 @@ class ImageFiles(InMemoryDataModule):
 
     A subclass sets ``num_classes`` and calls :meth:`read` in ``load()``. Images are converted to
     RGB. Their shorter side is resized to ``image_size``, and the centre is cropped. The decoded
-    images are cached on disk; every start checks the cache against the files. Images are normalised
-    by the mean and standard deviation of the training images.
+    images are cached on disk. Every start checks whether the cache still fits the files. Images are
+    normalised by the mean and standard deviation of the training images.
 
     Args:
         data_dir: The folder of the files.
@@ -262,7 +262,7 @@ class ImageFiles(InMemoryDataModule):
         """Return the path of the cache.
 
         Args:
-            kind: Part of the file name that tells caches of different settings apart.
+            kind: Part of the file name. Caches of different settings need different kinds.
         """
         place = hashlib.sha256(str(self.data_dir.resolve()).encode()).hexdigest()[:8]
         return self.cache_dir / f"{self.data_dir.resolve().name}-{kind}-{place}.pt"

@@ -87,7 +87,7 @@ class Normalization:
         return moved
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return normalised images ``[..., C, H, W]`` for pixels ``[..., H, W, C]``, uint8.
+        """Return normalised images ``[..., C, H, W]`` for uint8 pixels ``[..., H, W, C]``.
 
         Colour images have the channels_last memory format, because convolutions on a CPU are then
         faster.
@@ -116,10 +116,10 @@ class TrainSamples(Protocol):
 
 
 class Images(Dataset[Batch]):
-    """Images stored as bytes and normalised on access. The index is a sample or a slice.
+    """Images stored as bytes and normalised on access. The index is an integer or a slice.
 
     Args:
-        images: uint8, shape ``[N, C, H, W]``; copied.
+        images: uint8, shape ``[N, C, H, W]``. They are copied.
         labels: int64, shape ``[N]``.
         normalize: Normalisation of the pixels.
 
@@ -156,10 +156,10 @@ class TrainImages(Images):
     black (0 before normalisation), as is common for CIFAR.
 
     Args:
-        images: uint8, shape ``[N, C, H, W]``; copied.
+        images: uint8, shape ``[N, C, H, W]``. They are copied.
         labels: int64, shape ``[N]``.
         normalize: Normalisation of the augmented pixels.
-        padding: Width of the black border in pixels, 0 for none.
+        padding: Width of the black border in pixels. 0: no border.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization, padding: int) -> None:
@@ -170,10 +170,10 @@ class TrainImages(Images):
         """Return augmented, normalised images, float32 ``[..., C, H, W]``, and labels ``[...]``.
 
         Args:
-            draws: int64, shape ``[..., 4]``. The four numbers are the sample, the vertical offset
-                and the horizontal offset of the crop in the padded image, and 1 for a horizontal
-                flip, otherwise 0. A crop with both offsets equal to ``padding`` is the original
-                image.
+            draws: int64, shape ``[..., 4]``. The four numbers are the index of the sample, the
+                vertical offset of the crop, its horizontal offset, and the flip. Offsets count from
+                the corner of the padded image. If both offsets equal ``padding``, the crop is the
+                original image. The flip is 1 if the image is mirrored, otherwise 0.
         """
         if self.labels.is_cuda:
             draws = draws.pin_memory().to(self.labels.device, non_blocking=True)
@@ -200,8 +200,8 @@ class TrainImages(Images):
 def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[float]]:
     """Return the mean and the standard deviation of each channel of ``images / scale``.
 
-    They are computed from the histogram of the pixel values, so the only error is the last
-    rounding.
+    They are computed from the histogram of the pixel values, so only the final rounding adds an
+    error.
 
     Args:
         images: uint8, shape ``[N, C, H, W]``.
@@ -218,7 +218,7 @@ def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[
 
 
 def balanced_subset(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draw a stratified subset: its class proportions are those of all samples.
+    """Draw a stratified subset, which has the same class proportions as all samples.
 
     The number of samples of a class is rounded up or down.
 

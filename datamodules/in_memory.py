@@ -64,8 +64,8 @@ class InMemoryClient(ClientDataModule):
     def epoch_draws(self, epoch: int) -> Tensor:
         """Return the random numbers of an epoch, int64, ``[steps_per_epoch, batch_size, 4]``.
 
-        The four numbers of a sample are its index, two offsets of the crop, and the flip; see
-        :meth:`~fl_lightning.datamodules.images.TrainImages.batch`. The order of the samples does
+        The four numbers of a sample are its index, two offsets of the crop, and the flip (see
+        :meth:`~fl_lightning.datamodules.images.TrainImages.batch`). The order of the samples does
         not depend on the augmentation.
         """
         if epoch != self._epoch:
@@ -123,8 +123,8 @@ class EpochSampler:
 class ClientImages(Dataset[Batch]):
     """A client's samples.
 
-    An integer index returns a sample without augmentation. A tensor of random numbers, see
-    :meth:`InMemoryClient.step_draws`, returns an augmented batch.
+    An integer as index selects a sample without augmentation. The index may also be a tensor of
+    random numbers from :meth:`InMemoryClient.step_draws`. It selects an augmented batch.
     """
 
     def __init__(self, client: InMemoryClient) -> None:
@@ -157,7 +157,7 @@ class InMemorySamples(PartitionedDataModule):
 
     @property
     def clients(self) -> Sequence[InMemoryClient]:
-        """Return one data module per client, in the order of ids; empty before ``setup``."""
+        """Return one data module per client, in the order of ids. None exist before ``setup``."""
         return self._shares
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
@@ -165,7 +165,7 @@ class InMemorySamples(PartitionedDataModule):
 
         Args:
             client_ids: The clients that take this local step.
-            steps: Local step of each of these clients, counted from 0 over the whole training.
+            steps: Number of the local step of each client, counted from 0 over the whole training.
         """
         pairs = zip(client_ids, steps, strict=True)
         draws = [self._shares[client_id].step_draws(step) for client_id, step in pairs]
@@ -208,7 +208,7 @@ class InMemorySamples(PartitionedDataModule):
         """Create the clients, and the data sets of clients and server.
 
         Args:
-            dealt: Indices of the clients' and the server's samples.
+            dealt: Indices of the samples of each client and of the server.
             trained: Function that returns training data for sample indices.
             evaluated: Function that returns evaluation data for sample indices.
         """
@@ -238,20 +238,20 @@ class InMemoryDataModule(InMemorySamples):
 
     Args:
         num_clients: Number of clients. Ignored if the partition decides this number.
-        batch_size: Number of samples in a client's batch, 20 in the FixBN paper. Every batch is
+        batch_size: Number of samples in a client's batch. The FixBN paper uses 20. Every batch is
             complete.
-        crop_padding: Width in pixels of the black border for random crops, 2 in FixBN and 4 in
-            FedTAN. 0: no crops.
+        crop_padding: Width in pixels of the black border for random crops. The FixBN paper uses 2,
+            and the FedTAN paper 4. 0: no crops.
         horizontal_flip: Whether training images are flipped with probability 1/2.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
 
     Attributes:
         scale: Number by which pixels are divided before normalisation.
-        mean: Mean of each channel after division by ``scale``. Default: that of the training
+        mean: Mean of each channel after division by ``scale``. Default: the mean of the training
             images.
-        std: Standard deviation of each channel after division by ``scale``. Default: that of the
-            training images.
+        std: Standard deviation of each channel after division by ``scale``. Default: the standard
+            deviation of the training images.
 
     Raises:
         ConfigurationError: A setting is out of its range.

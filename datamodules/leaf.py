@@ -22,9 +22,9 @@ class FEMNIST(ImageFiles):
 
     Create the files with LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample``. They have
     about 3,500 writers. This class does not download them. LEAF's files contain the first image of
-    most writers twice. So exact duplicates are dropped within a writer's training images, and
-    within its test images. A white pixel has the value 1 in LEAF. A client is evaluated on its
-    writer's test images; the server is evaluated on the test images of all writers.
+    most writers twice. So this class drops exact duplicates among a writer's training images, and
+    among its test images. A white pixel has the value 1 in LEAF. A client is evaluated on its
+    writer's test images. The server is evaluated on the test images of all writers.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
@@ -88,7 +88,7 @@ class FEMNIST(ImageFiles):
 def _writers(path: Path) -> Iterator[tuple[Any, Any, str]]:
     """Yield each writer's images, labels and name, without duplicate images.
 
-    Images are uint8, ``[n, 784]``. Labels are ``[n]``.
+    Images are uint8, ``[n, 784]``. Labels have the shape ``[n]``.
     """
     try:
         data = json.loads(path.read_text())["user_data"]

@@ -70,9 +70,10 @@ def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
 def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
     """Return the number of samples of each class at each client, ``[n, C]``. Client sizes are equal.
 
-    Each client draws class proportions ``q ~ Dir(alpha * prior)``. Then it draws the class of each
-    of its samples from ``q``, all at once. If no sample of a class is left, the client rejects this
-    class and draws again. This gives the same distribution as ``q`` renormalised without the class.
+    Each client draws class proportions ``q ~ Dir(alpha * prior)``. Then it draws the classes of all
+    its samples from ``q``. If too few samples of a class are left, the client takes these samples
+    and draws the missing samples again without this class. This is the same as if ``q`` were
+    renormalised as soon as the class is used up.
     """
     prior = available / available.sum()
     stock = available.copy()
@@ -92,7 +93,7 @@ def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np
 def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
     """Return the number of samples of each class at each client, ``[n, C]``.
 
-    The clients' shares of a class are drawn from ``Dir(alpha, ..., alpha)``.
+    For each class, the shares of the clients are drawn from ``Dir(alpha, ..., alpha)``.
     """
     proportions = _softmax(_log_dirichlet(np.full((len(available), num_clients), alpha), rng))
     cuts = np.rint(proportions.cumsum(1) * available[:, None]).astype(np.int64)
@@ -103,11 +104,12 @@ def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.
 def assign_classes(num_clients: int, num_classes: int, held: int, generator: Generator) -> Incidence:
     """Return a bool matrix ``[n, C]`` that says which client holds which class.
 
-    Each client holds ``held`` classes. The numbers of clients of two classes differ by at most one.
+    Each client holds ``held`` classes. All classes are held by equally many clients, up to a
+    difference of one.
 
-    Clients take their classes, one client after the other, from a sequence of random permutations
-    of all classes. A permutation may end before a client has all its classes. Then the classes that
-    this client already has move to the end of the next permutation.
+    The clients take their classes one after the other from a random permutation of all classes.
+    Whenever a permutation is used up, a new one begins. If this happens before a client has all its
+    classes, the classes that it already has move to the end of the new permutation.
     """
     slots: list[int] = []
     while len(slots) < num_clients * held:
@@ -123,8 +125,8 @@ def split_among_holders(available: Counts, holds: Incidence) -> Counts:
     """Return the number of samples of each class at each client, ``[n, C]``.
 
     Each class is split equally among the clients that hold it. If the class does not divide evenly,
-    some of its clients get one additional sample: those with the fewest samples so far. Afterwards
-    additional samples are moved from larger to smaller clients, until no move makes the sizes more
+    the clients with the fewest samples so far get one additional sample each. Afterwards,
+    additional samples are moved from larger to smaller clients until no move makes the sizes more
     equal. A move may pass through several clients.
     """
     counts = np.where(holds, available // holds.sum(0), 0)
@@ -141,7 +143,7 @@ def split_among_holders(available: Counts, holds: Incidence) -> Counts:
 
 
 def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[int]:
-    # try the largest source first: a client that is too large for it is too large for all others
+    # largest source first: a client that is too large to take from it may take from no source
     parent: dict[int, int] = {}
     for source in np.argsort(-sizes, kind="stable").tolist():
         queue = [] if source in parent else [source]
@@ -162,7 +164,7 @@ def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[
 def _log_dirichlet(
     concentration: npt.NDArray[np.float64], rng: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    # Gamma(a) = Gamma(a + 1) * U**(1/a); logarithms prevent underflow for a small concentration
+    # a Gamma(a) variable is a Gamma(a + 1) variable times U**(1/a); logarithms prevent underflow
     gamma = np.log(rng.standard_gamma(concentration + 1))
     result: npt.NDArray[np.float64] = gamma - rng.standard_exponential(concentration.shape) / concentration
     return result
@@ -175,7 +177,7 @@ def _softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def iid(labels: Tensor, num_clients: int, generator: Generator) -> list[Tensor]:
-    """Assign random samples to the clients, whose sizes differ by at most one."""
+    """Assign random samples to the clients: to each equally many, up to a difference of one."""
     _check_num_clients(num_clients, len(labels))
     owner = torch.empty(len(labels), dtype=torch.int64)
     owner[torch.randperm(len(labels), generator=generator)] = torch.arange(len(labels)) % num_clients
@@ -193,7 +195,8 @@ def dirichlet(
       Distribution for Federated Visual Classification", section 3. Client m draws class proportions
       ``q_m ~ Dir(alpha * prior)``, with the class frequencies as ``prior``. Then it draws samples
       without replacement, with classes from ``q_m``. Once no sample of a class is left, the class
-      is dropped and ``q_m`` is renormalised. Client sizes differ by at most one, the larger first.
+      is dropped and ``q_m`` is renormalised. The numbers of samples of two clients differ by at
+      most one.
     - ``balance="class"``: The samples of each class are divided among the clients in proportions
       from ``Dir(alpha, ..., alpha)``, as in the FBN paper's experiments (appendix C.2). Client
       sizes are unequal.
@@ -234,22 +237,23 @@ def shards(
 ) -> list[Tensor]:
     """Assign ``ceil(class_fraction * C)`` classes to each client.
 
-    See FixBN, section 4, and Hsieh et al. 2020. ``class_fraction`` is in (0, 1]. The clients that
-    hold a class share its samples equally. The numbers of clients of two classes differ by at most
-    one. For example, with five clients and ``class_fraction=0.2`` each client holds a fifth of the
-    classes, and no two clients share a class.
+    See FixBN, section 4, and Hsieh et al. 2020. ``class_fraction`` is in (0, 1]. All classes are
+    held by equally many clients, up to a difference of one. The clients that hold a class share its
+    samples equally. For example, with five clients and ``class_fraction=0.2``, each client holds a
+    fifth of the classes, and no two clients share a class.
 
     ``assignment`` decides which classes a client holds:
 
     - ``"random"``: A random draw, see :func:`assign_classes`.
     - ``"consecutive"``: Adjacent classes in ascending order of label. Client 0 holds the first
-      classes, client 1 the next classes, and so on. After the last class the order starts again.
+      classes, client 1 the next classes, and so on. After the last class, the order starts again
+      with the first class.
     - ``"modulo"``: Only client c % n holds class c, as in the code of Hsieh et al. The number of
       clients times the number of classes per client must be C.
 
     With a ``tail``, every client also gets ``tail`` random samples of every class that it does not
-    hold. The clients that hold the class keep these samples, so clients overlap. The tail is 10 in
-    the code of FedBE (Chen, Chao, ICLR 2021).
+    hold. The clients that hold the class keep these samples, so a sample may belong to several
+    clients. The code of FedBE (Chen, Chao, ICLR 2021) uses a tail of 10.
 
     Raises:
         ConfigurationError: The clients cannot hold every class, the numbers of clients and classes
@@ -296,7 +300,7 @@ def shards(
 def _with_tail(
     parts: list[Tensor], labels: Tensor, holds: Incidence, tail: int, generator: Generator
 ) -> list[Tensor]:
-    """Add to each client ``tail`` random samples of every class that the client does not hold."""
+    """Give each client ``tail`` random samples of every class that the client does not hold."""
     samples = [(labels == label).nonzero().flatten() for label in torch.unique(labels)]
     rarest = min(samples, key=len)
     if len(rarest) < tail:
@@ -317,10 +321,10 @@ def _with_tail(
 def gamma_similarity(labels: Tensor, num_clients: int, gamma: float, generator: Generator) -> list[Tensor]:
     """Assign a share ``gamma`` of the samples at random, and the rest in chunks sorted by class.
 
-    The FBN paper (section 5) uses this partition; SCAFFOLD calls it "s % similarity". First,
-    ``gamma * N`` random samples are distributed equally over the clients. The other samples are
-    sorted by label and cut into one chunk per client. Client sizes differ by at most one. ``gamma``
-    is in [0, 1]: with 1 the clients are IID, with 0 all samples are sorted by class.
+    The FBN paper (section 5) uses this partition. The SCAFFOLD paper calls it "s % similarity".
+    First, ``gamma * N`` random samples are distributed equally over the clients. The other samples
+    are sorted by label and cut into one chunk per client. Client sizes differ by at most one.
+    ``gamma`` is in [0, 1]. With 1, the clients are IID. With 0, all samples are sorted by class.
     """
     check_gamma(gamma)
     total = len(labels)

@@ -67,7 +67,7 @@ class Dirichlet(Partition):
     See :func:`~fl_lightning.datamodules.partition.dirichlet`.
 
     Args:
-        alpha: Concentration, above 0. With a smaller value the clients differ more.
+        alpha: Concentration, above 0. With a smaller value, the clients differ more.
         balance: ``"client"`` (Hsu et al. 2019, equal client sizes) or ``"class"`` (unequal client
             sizes).
     """
@@ -90,12 +90,14 @@ class Shards(Partition):
     See :func:`~fl_lightning.datamodules.partition.shards`.
 
     Args:
-        class_fraction: Share of the classes that a client holds, in (0, 1]. 0.2 in the FixBN paper.
-        assignment: Rule for the classes of a client: ``"random"``, ``"consecutive"`` (adjacent
-            classes) or ``"modulo"`` (label modulo number of clients, as in the code of Hsieh et
-            al.).
-        tail: Number of additional samples, at least 0, of every class that a client does not hold.
-            These samples also belong to other clients. 10 in the code of FedBE.
+        class_fraction: Share of the classes that a client holds, in (0, 1]. The FixBN paper uses
+            0.2.
+        assignment: Rule that chooses the classes of a client: ``"random"``, ``"consecutive"``
+            (adjacent classes) or ``"modulo"`` (label modulo number of clients, as in the code of
+            Hsieh et al.).
+        tail: Number of samples, at least 0, that a client additionally gets from every class that
+            it does not hold. The clients that hold the class keep these samples, too. The code of
+            FedBE uses 10.
     """
 
     def __init__(self, class_fraction: float, assignment: Assigned = "random", tail: int = 0) -> None:
@@ -119,7 +121,7 @@ class Shards(Partition):
 
 
 class GammaSimilarity(Partition):
-    """Partition of a share of the data at random, and of the rest sorted by class.
+    """Partition that assigns a share of the data at random, and the rest sorted by class.
 
     See :func:`~fl_lightning.datamodules.partition.gamma_similarity`.
 
@@ -156,10 +158,10 @@ class Natural(Partition):
 
 
 class HonestOnly(Partition):
-    """Partition of all data over the honest clients, as in ByzFL.
+    """Partition that divides all data among the honest clients, as in ByzFL.
 
-    The last clients are the attackers, as with ``Byzantine(clients=attackers)``. They get copies of
-    honest clients' data, for attacks that use data.
+    The clients with the highest ids are the attackers, as with ``Byzantine(clients=attackers)``.
+    Attackers get copies of honest clients' data, because some attacks need data.
 
     Args:
         partition: Partition of the data over the honest clients.
@@ -192,16 +194,16 @@ SPLITS = ("train", "val", "test")
 class Assignment:
     """Indices of each client's samples, from a partition file.
 
-    Indices are int64 and ascending. The indices of the data set's test samples follow those of its
-    training samples.
+    Indices are int64 and ascending. The N training samples of the data set have indices 0 to N - 1.
+    Its test samples have indices from N on.
 
     Attributes:
         ids: Names of the clients in the file.
-        train: Indices of each client's training samples, at least one.
+        train: Indices of each client's training samples. Each client has at least one.
         val: Indices of each client's own validation samples.
         test: Indices of each client's own test samples.
         space: ``"train"`` if only training samples of the data set are assigned; ``"train+test"``
-            if its test samples are assigned, too.
+            if test samples are also assigned.
     """
 
     ids: list[str]
@@ -221,13 +223,15 @@ class FromFile(Partition):
 
     - ``train``, ``val`` and ``test`` are indices of a client's training data and of its own
       evaluation data.
-    - ``space`` says which samples have an index: ``train`` or ``train+test``. With ``train+test``
-      the indices of the test samples follow those of the training samples. The server's test data
-      are then the clients' test samples, and all test samples that belong to no client.
+    - ``space`` says which samples have an index: ``train`` or ``train+test``. With ``train+test``,
+      the N training samples have indices 0 to N - 1, and test samples have indices from N on. The
+      server's test data then consist of the clients' test samples and of all test samples that
+      belong to no client.
     - ``labels_sha256`` is the digest of all labels in the order of the samples (int64,
       little-endian).
-    - A client has no sample twice. Two clients may share samples only if the file has
-      ``"overlap": true``. No sample is both training data and evaluation data of clients.
+    - A client has no sample twice. Two clients may share samples only if the file has ``"overlap":
+      true``. No sample may be training data of one client and evaluation data of the same or
+      another client.
     - The data module ignores its setting ``num_clients``. Its setting ``val_fraction`` draws from
       the training samples that belong to no client.
 

@@ -41,7 +41,7 @@ class StreamedSamples(Dataset[Batch], ABC):
 
     @abstractmethod
     def finish(self, sample: Any) -> Batch:
-        """Augment a sample, and return image and label.
+        """Augment a sample, and return its image and its label.
 
         Random numbers come from torch's global generator.
         """
@@ -159,10 +159,11 @@ def augmentation(
 
     Args:
         crop: Height and width of the crop. None: no crop. If the image is smaller than the crop, it
-            is padded with black pixels of the label 255.
+            is padded with black pixels, which have the label 255.
         scale: Smallest and largest factor by which the size changes.
-        flip: Whether each pair is mirrored with probability 1/2.
-        jitter: Jitter of brightness, contrast and saturation (torchvision's ``ColorJitter``).
+        flip: Whether each image and its mask are mirrored with probability 1/2.
+        jitter: Strength of the jitter of brightness, contrast and saturation (torchvision's
+            ``ColorJitter``).
         size: Height and width of the images before augmentation.
     """
     steps: list[Any] = []

@@ -77,13 +77,13 @@ class ImageStream(StreamedSamples):
 class StreamedImages(PartitionedDataModule):
     """Images in ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, read from disk batch by batch.
 
-    Use this class for data larger than memory. For smaller data
+    Use this class for data larger than memory. For smaller data,
     :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster. If ``test/`` has no class
     folders, ``val/`` is the test set.
 
     Training images are augmented by torchvision's ``RandomResizedCrop`` and a random flip, which
-    depend only on (seed, client, step). For evaluation the shorter side is resized to
-    ``image_size * 8 / 7`` (256 for 224), and the centre is cropped.
+    depend only on (seed, client, step). For evaluation, the shorter side is resized to ``image_size
+    * 8 / 7`` (256 for 224), and the centre is cropped.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
@@ -92,8 +92,8 @@ class StreamedImages(PartitionedDataModule):
         horizontal_flip: Whether each training image is mirrored with probability 1/2.
         threads: Number of threads that decode images.
         eval_batch_size: Number of images in a batch of the server's evaluation.
-        mean: Mean of each channel, in [0, 1]. Default: ImageNet's.
-        std: Standard deviation of each channel. Default: ImageNet's.
+        mean: Mean of each channel, in [0, 1]. Default: the mean of ImageNet.
+        std: Standard deviation of each channel. Default: the standard deviation of ImageNet.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
 
@@ -180,8 +180,8 @@ class ImageNet(StreamedImages):
     """ImageNet-1K (Russakovsky et al. 2015), or a subset of its classes.
 
     ImageNet has 1.28 million training and 50,000 test images in 1,000 classes. This class does not
-    download it. The files are ``train/<wnid>/*.JPEG`` and ``val/<wnid>/*.JPEG``, as for
-    torchvision.
+    download it. The files are ``train/<wnid>/*.JPEG`` and ``val/<wnid>/*.JPEG``, as torchvision
+    expects them.
 
     Args:
         data_dir: The folder that holds ``train`` and ``val``.

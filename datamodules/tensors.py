@@ -65,10 +65,11 @@ class Samples(Dataset[Batch]):
 class TensorData(InMemorySamples):
     """Features and targets of any type and shape.
 
-    Partitions need a class for each sample:
+    A partition needs a class for each sample. The class depends on the targets:
 
     - Integer targets ``[N]`` are the classes.
-    - Other targets ``[N]`` are divided into ten quantiles, which count as classes.
+    - Other targets ``[N]`` are divided into ten groups at their quantiles. Each group counts as a
+      class.
     - If targets have more dimensions, all samples are of one class.
 
     Args:
@@ -76,14 +77,16 @@ class TensorData(InMemorySamples):
             holds ``features`` and ``targets``; ``groups``, ``test_features``, ``test_targets`` and
             ``test_groups`` are optional. A ``.csv`` file has a header. Float64 is converted to
             float32.
-        targets: Tensor or array ``[N, ...]``. For a CSV: name or names of its target columns.
-        groups: Group of each sample ``[N]``, as integers or names. For a CSV: name of its column.
-            With groups, the default partition is ``Natural``, which makes each group a client.
+        targets: Tensor or array ``[N, ...]``. For a CSV: the name of the target column, or a list
+            of names.
+        groups: Group of each sample ``[N]``, as integers or names. For a CSV: name of the column of
+            groups. With groups, the default partition is ``Natural``, which makes each group a
+            client.
         columns: Names of the feature columns of a CSV. Default: all columns that are neither
             targets nor groups.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
         test_targets: Test targets.
-        test_groups: Group of each test sample. With it each client has its own test data.
+        test_groups: Group of each test sample. If it is given, each client has its own test data.
         test_fraction: Share of the samples, in (0, 1), that becomes the test data if no test data
             are given. The draw is stratified and the same for every seed.
         standardize: Whether features are scaled to mean 0 and standard deviation 1 over the
@@ -208,7 +211,7 @@ class ScikitLearn(TensorData):
     """
 
     def __init__(self, table: str = "breast_cancer", *, standardize: bool = True, **settings: Any) -> None:
-        from sklearn import datasets  # takes seconds to import
+        from sklearn import datasets  # this import takes seconds
 
         tables = ("breast_cancer", "wine", "iris", "diabetes")
         if table not in tables:
@@ -282,7 +285,7 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
 
 
 def _classes(values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
-    """Return values as integers or floats, or else as positions in the sorted names, and the names."""
+    """Return values as numbers, or as positions in the sorted names together with these names."""
     for kind in (np.int64, np.float64):
         try:
             return np.asarray(values, dtype=kind), None
@@ -322,7 +325,8 @@ def _numbered(*groups: Any) -> tuple[dict[str, Tensor], list[str]]:
     """Replace the groups of training and test samples by numbers.
 
     Returns:
-        The numbers by data set, and the name of each number.
+        The numbers of the training samples (key ``""``) and test samples (key ``"test_"``), and the
+        name of each number.
     """
     known = {split: np.asarray(x) for split, x in zip(("", "test_"), groups, strict=True) if x is not None}
     if not known:
@@ -339,7 +343,7 @@ def _has_classes(targets: Tensor) -> bool:
 
 
 def _strata(targets: Tensor) -> Tensor:
-    """Return the class of each sample, as partitions need it, int64 ``[N]``."""
+    """Return the class of each sample for a partition, int64 ``[N]``."""
     if _has_classes(targets):
         return targets
     if targets.dim() > 1:

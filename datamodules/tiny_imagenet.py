@@ -22,7 +22,7 @@ def fetch_archive(url: str, md5: str, target: Path) -> None:
     Raises:
         ConfigurationError: The download or the check fails.
     """
-    from torchvision.datasets.utils import check_md5, extract_archive  # takes seconds to import
+    from torchvision.datasets.utils import check_md5, extract_archive  # this import takes seconds
 
     try:
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
@@ -49,7 +49,7 @@ class TinyImageNet(ImageFiles):
     There are 100,000 training and 10,000 test images. The files have the layout of
     ``tiny-imagenet-200.zip``. The folder ``val`` is the test set, because the labels of ``test``
     are not public. The classes are the folders of ``train`` in alphabetical order. If the file
-    ``words.txt`` exists, the name of a class is its first word there.
+    ``words.txt`` exists, the name of a class is the first word that the file gives for the class.
 
     Args:
         data_dir: The folder ``tiny-imagenet-200``.

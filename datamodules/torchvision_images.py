@@ -179,9 +179,9 @@ class CIFAR10(ImageFiles):
             folders ``train/<class>`` and ``test/<class>``.
         download: Whether missing files (170 MB) are downloaded into ``data_dir``.
         image_size: Height and width of the images in pixels. Use less than 32 for reduced runs.
-        num_clients: Number of clients, 5 in the FixBN paper.
-        crop_padding: Width in pixels of the black border for random crops, 2 in FixBN and 4 in
-            FedTAN. 0: no crops.
+        num_clients: Number of clients. The FixBN paper uses 5.
+        crop_padding: Width in pixels of the black border for random crops. The FixBN paper uses 2,
+            and the FedTAN paper 4. 0: no crops.
         horizontal_flip: Whether training images are flipped with probability 1/2.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 

@@ -15,22 +15,23 @@ from fl_lightning.round import sent_vectors
 class AggregationDiagnostics(Report, FederatedCallback):
     """Observer of the server's aggregation rules under attack; training is unchanged.
 
-    The observer measures round 1 and every ``every_n_rounds``-th round. A measured round takes the
-    additional time of a second aggregation. Each metric exists for three kinds of state that
-    clients send: updates of parameters, means and variances. Replace ``KIND`` by ``parameters``,
+    The observer measures round 1 and every ``every_n_rounds``-th round. A measured round takes
+    longer, because it aggregates twice. Clients send three kinds of state: updates of parameters,
+    means, and variances. Each metric exists for each kind. ``KIND`` stands for ``parameters``,
     ``means`` or ``variances``:
 
-    - ``byzantine/distance_KIND``: L2 distance of the aggregate from the honest clients' mean,
-      divided by the honest clients' mean distance from that mean. Both means use the clients'
-      weights if the aggregation rule does.
+    - ``byzantine/distance_KIND``: L2 distance between the aggregate and the mean of the honest
+      clients. The unit is the average L2 distance between an honest client and this mean. The mean
+      and the average use the clients' weights if the aggregation rule uses them.
     - ``byzantine/share_KIND``: The attackers' share in the aggregate. If the rule is a mean with
-      equal weights, f attackers of n clients have the share f / n. If the rule trims or filters out
-      all attackers, the share is 0.
+      equal weights, f attackers among n clients have the share f / n. If the rule trims or filters
+      out all attackers, the share is 0.
 
-    Without attackers the distance is 0 if the rule is the mean. It is above 0 for a robust rule,
-    because such a rule is biased. The distance excludes ``statistics_domain`` and the variance
-    between clients, which the server applies after the rule. If a kind has several vectors, such as
-    the means of each layer, the share is their mean, weighted by number of coordinates.
+    Without attackers, the distance of the mean is 0. The distance of a robust rule is above 0,
+    because a robust rule is biased. The distance is measured directly after the rule. Only later,
+    the server adds the variance between clients and applies ``statistics_domain``. Some kinds have
+    several vectors, such as the means of each layer. In this case, the share is averaged over all
+    coordinates of these vectors.
 
     The file ``shares.csv`` has each client's mean share over the measured rounds.
 
@@ -58,7 +59,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
         self._attackers: set[int] = set()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Measure the distance and shares of this round's aggregates."""
+        """Measure the distances and shares of this round's aggregates."""
         if cohort.round != 1 and cohort.round % self.every_n_rounds:
             return
         attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]

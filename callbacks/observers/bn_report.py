@@ -11,7 +11,7 @@ from fl_lightning.methods import Drawing, Report, Rows, Table
 from fl_lightning.pictures import LAYERS, drift_figure, has_drift, layers_figure
 
 MAX_ROUNDS = 100
-"""Maximum number of rounds kept for each quantity, evenly spread over the planned run."""
+"""Maximum number of stored rounds per quantity. They are evenly spread over the run."""
 
 
 class BatchNormReport(Report):
@@ -20,10 +20,11 @@ class BatchNormReport(Report):
     A subclass passes its numbers to :meth:`log_measure` and :meth:`log_floats`.
 
     Attributes:
-        history: Number of each layer, ``history[quantity][round][layer]``.
-        newest: Round and newest metrics of each measure, ``newest[measure] = (round, metrics)``.
-        channels: Number of channels of each BN layer with running statistics, by layer name in the
-            order of the model.
+        history: Measured numbers, ``history[quantity][round][layer]``.
+        newest: Newest metrics of each measure and their round, ``newest[measure] = (round,
+            metrics)``.
+        channels: Number of channels of each BN layer that has running statistics. Keys are the
+            names of the layers, in the order of the model.
     """
 
     def __init__(self) -> None:
@@ -41,9 +42,9 @@ class BatchNormReport(Report):
 
         Args:
             pl_module: The federated module.
-            name: Name of the metric, after ``bn/``.
-            values: One number for each running mean and running variance, ``[2, channels]``, with
-                the channels of all layers.
+            name: Name of the metric without the prefix ``bn/``.
+            values: One number for each running mean (row 0) and each running variance (row 1) of
+                all layers, ``[2, channels]``.
         """
         total = float(values.sum())
         metrics = {f"bn/{name}": total, f"bn/{name}_per_float": total / values.numel()}
@@ -51,13 +52,15 @@ class BatchNormReport(Report):
         self.keep_floats(pl_module, name, values)
 
     def keep_floats(self, pl_module: FederatedModule, name: str, values: Tensor) -> None:
-        """Store each layer's means of ``values`` as quantities ``<name>_mean`` and ``<name>_var``.
+        """Average ``values`` over each layer, and store the averages.
+
+        The averages are the quantities ``<name>_mean`` and ``<name>_var``.
 
         Args:
             pl_module: The federated module.
             name: Name of the measured quantity.
-            values: One number for each running mean and running variance, ``[2, channels]``, with
-                the channels of all layers.
+            values: One number for each running mean (row 0) and each running variance (row 1) of
+                all layers, ``[2, channels]``.
         """
         for kind, row in zip(("mean", "var"), values, strict=True):
             pieces = row.split(list(self.channels.values()))
@@ -65,18 +68,18 @@ class BatchNormReport(Report):
             self.keep(pl_module, f"{name}_{kind}", means)
 
     def keep(self, pl_module: FederatedModule, quantity: str, values: Mapping[str, float]) -> None:
-        """Store each layer's number of this round, unless the history already has a nearby round."""
+        """Store one number per layer. Skip this round if a nearby round is already stored."""
         by_round = self.history.setdefault(quantity, {})
         every = max(pl_module.planned_rounds, MAX_ROUNDS) / MAX_ROUNDS
         if not by_round or (max(by_round) - 1) // every < (pl_module.round - 1) // every:
             by_round[pl_module.round] = dict(values)
 
     def log_measure(self, pl_module: FederatedModule, measure: str, metrics: Mapping[str, float]) -> None:
-        """Log metrics of the whole model, and store them as the newest of their measure."""
+        """Log metrics of the whole model, and store them as the newest metrics of ``measure``."""
         for name, value in metrics.items():
             pl_module.log(name, value)
         if metrics:
-            # in training the current round, otherwise the last finished round or 0
+            # ``now``: in training the current round, otherwise the last finished round (or 0)
             trainer, now = pl_module.trainer, int(pl_module.metrics.get("round", 0))
             if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
                 now = pl_module.round
@@ -87,7 +90,7 @@ class BatchNormReport(Report):
         """Return the figures ``bn_drift`` (the whole model) and ``bn_layers`` (each layer)."""
         figures: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():
-            # an evaluation after the last round is logged later than the round: add it to its row
+            # an evaluation after the last round is not in that round's row yet: add its metrics
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             figures["bn_drift"] = lambda title: drift_figure(rows, title)
@@ -101,7 +104,7 @@ class BatchNormReport(Report):
         return {"bn_layers": Table(("round", "layer", "quantity", "value"), rows)} if rows else {}
 
     def result(self) -> Mapping[str, float]:
-        """Return the newest numbers of each measure, and their round as ``bn_<measure>_round``."""
+        """Return each measure's newest metrics, and their round under ``bn_<measure>_round``."""
         values: dict[str, float] = {}
         for measure, (round_number, metrics) in self.newest.items():
             values |= {name.replace("/", "_"): value for name, value in metrics.items()}

@@ -4,7 +4,7 @@ All functions take some of these arguments, for N samples and C classes:
 
 - ``logits``: Class scores, finite, float64, shape ``[N, C]``.
 - ``labels``: Class of each sample, int64, shape ``[N]``.
-- ``groups``: List of classes of each client.
+- ``groups``: For each client, the list of its classes.
 """
 
 import math
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-9
-"""Convergence tolerance: largest relative deviation of a mean class probability from 1 / C."""
+"""Tolerance: largest relative deviation of a mean class probability from 1 / C."""
 _ITERATIONS = 200
 _OWN = 0.1
 
 
 def predicted_shares(logits: Tensor) -> Tensor:
-    """Return the share of the samples that are predicted as each class, ``[C]``."""
+    """Return, for each class, the share of the samples with this prediction, ``[C]``."""
     return logits.argmax(1).bincount(minlength=logits.shape[1]).double() / len(logits)
 
 
@@ -29,17 +29,17 @@ def uniform_bias(logits: Tensor) -> Tensor | None:
 
     The bias minimises the convex function ``mean_n logsumexp(logits_n + bias) - mean(bias)``. The
     gradient of this function is the mean probability minus 1 / C. For finite logits the minimum
-    exists, and it is unique up to a constant. If the model never predicts a class, the bias raises
-    the logit of that class.
+    exists, and it is unique up to an added constant. If the model never predicts a class, the bias
+    raises the logit of that class.
 
     Each iteration takes a fixed-point step ``bias -= log(C * mean probability)``, as in Sinkhorn's
-    scaling. Then it takes a Newton step if this brings the mean probabilities closer to 1 / C.
+    scaling. Then it takes a Newton step if this step brings the mean probabilities closer to 1 / C.
 
     Returns:
-        The bias with mean 0, float64, shape ``[C]``. None if the iteration has not converged after
-        200 iterations, see :data:`TOLERANCE`.
+        The bias with mean 0, float64, shape ``[C]``. None if 200 iterations were not enough to
+        reach :data:`TOLERANCE`.
     """
-    # large logits need a good start: solve for the same logits scaled down first
+    # large logits need a good starting point: solve first for the same logits times a small factor
     spread = float(logits.std(0, correction=0).max())
     halvings = max(0, math.ceil(math.log2(max(1.0, spread))))
     bias, deviation = logits.new_zeros(logits.shape[1]), math.inf
@@ -61,7 +61,7 @@ def _iterated(logits: Tensor, bias: Tensor) -> tuple[Tensor, float]:
     fixed_point = bias - _log_shares(logits + bias)
     candidates = [fixed_point, fixed_point + _newton_step(logits + fixed_point)]
     deviations = [float(_log_shares(logits + b).expm1().abs().max()) for b in candidates]
-    # a Newton step that is not finite has the deviation NaN, and so counts as not better
+    # a Newton step that is not finite has the deviation NaN, which is never the smaller one
     better = int(deviations[1] < deviations[0])
     return candidates[better] - candidates[better].mean(), deviations[better]
 
@@ -73,7 +73,7 @@ def _log_shares(logits: Tensor) -> Tensor:
 
 
 def _newton_step(logits: Tensor) -> Tensor:
-    """Return the first Newton step of the bias from 0, ``[C]``.
+    """Return the Newton step that starts from a bias of 0, ``[C]``.
 
     The step is not finite if the Hessian is singular.
     """
@@ -81,7 +81,7 @@ def _newton_step(logits: Tensor) -> Tensor:
     probabilities = logits.softmax(1)
     means = probabilities.mean(0)
     hessian = means.diag() - probabilities.T @ probabilities / samples
-    # the Hessian is singular, because a constant bias changes no probability; 1 / C makes it regular
+    # add 1 / C to the Hessian: it is singular, because a constant bias changes no probability
     step: Tensor = torch.linalg.solve_ex(hessian + 1 / classes, 1 / classes - means)[0]
     return step
 
@@ -89,8 +89,9 @@ def _newton_step(logits: Tensor) -> Tensor:
 def client_classes(histograms: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the list of classes that belong to each client.
 
-    A class belongs to a client if the client has at least a tenth as many samples of it as of its
-    most frequent class. So a few samples of other classes do not count.
+    A class belongs to a client if the client has enough samples of the class: at least a tenth of
+    the number of samples in the client's most frequent class. So classes with only a few samples do
+    not belong to the client.
 
     Args:
         histograms: Number of training samples of each class, for each client.
@@ -128,7 +129,7 @@ def accuracy_within(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[in
 def accuracy_between(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[int]]) -> float | None:
     """Return how often the model predicts the right client of a sample.
 
-    No class may belong to two clients. The predicted client is the one whose classes have the
+    No class may belong to two clients. The predicted client is the client whose classes have the
     largest sum of probabilities. If a class belongs to no client, its samples are left out.
 
     Returns:
@@ -147,7 +148,7 @@ def accuracy_between(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[i
 
 
 def shared_class(groups: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
-    """Return two clients and a class that belongs to both, or None if no class has two clients."""
+    """Return two clients and a class that both have. Return None if there is no such class."""
     owner: dict[int, int] = {}
     for client, group in enumerate(groups):
         for label in group:

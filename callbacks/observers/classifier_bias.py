@@ -26,7 +26,7 @@ from fl_lightning.round import ServerEvaluation, Task
 
 
 class ClassifierBias(FederatedCallback):
-    """Observer that shows whether a low accuracy comes from the classifier's bias or the features.
+    """Observer that shows whether the classifier's bias or the features cause a low accuracy.
 
     Each evaluation of the server's model in ``fit`` (also before training), ``validate`` and
     ``test`` logs these metrics under ``val/`` or ``test/``:
@@ -34,31 +34,33 @@ class ClassifierBias(FederatedCallback):
     - ``train_loss``, ``train_accuracy``: Loss and accuracy on a fixed sample of training batches,
       augmented as in training. The batches come from the clients' first epoch and are evenly spaced
       over all clients.
-    - ``predicted_share_<class>``: Share of the samples that are predicted as the class.
-    - ``accuracy_calibrated``: Accuracy after a bias is added to the logits. The bias makes the mean
-      probability of all C classes equal, 1 / C, without the use of labels
+    - ``predicted_share_<class>``: Share of the samples for which the model predicts this class.
+    - ``accuracy_calibrated``: Accuracy after a bias is added to the logits. With this bias, all C
+      classes have the same mean probability, 1 / C. It is found without labels
       (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). The difference from
-      ``accuracy`` is the effect of the classifier's bias. Left out if the search for the bias does
-      not converge.
-    - ``accuracy_within_clients``: Accuracy if each sample's client is known, as the mean over the
-      clients. A client is evaluated on the samples of its classes. The prediction is the class with
-      the highest logit among the client's classes.
-    - ``accuracy_between_clients``: How often the right client is predicted. The predicted client is
-      the one whose classes have the largest sum of probabilities. Left out with a message if two
-      clients share a class.
+      ``accuracy`` is the effect of the classifier's bias. The metric is left out if the search for
+      the bias does not converge.
+    - ``accuracy_within_clients``: Mean accuracy over the clients, if each sample's client is known.
+      A client is evaluated on the samples of its classes. The prediction is the class with the
+      highest logit among the client's classes.
+    - ``accuracy_between_clients``: Share of the samples for which the right client is predicted.
+      The predicted client is the client whose classes have the largest sum of probabilities. If two
+      clients share a class, the metric is left out, and a message says so.
 
-    A class belongs to a client if the client has at least a tenth as many samples of it as of its
-    most frequent class. The last two metrics need a data module with class histograms.
+    A class belongs to a client if the client has enough samples of the class: at least a tenth of
+    the number of samples in the client's most frequent class. The last two metrics need a data
+    module with class histograms.
 
-    The same metrics, with ``accuracy`` and ``loss``, are also logged for the mean of the newest
-    server models, under names that end in ``_mean_model``. The mean has equal weights for
-    parameters, running means and running variances. Its counters are those of the newest model.
+    All these metrics, and also ``accuracy`` and ``loss``, are logged a second time for the mean of
+    the newest server models. Their names then end in ``_mean_model``. The mean gives all models
+    equal weight. It includes parameters, running means and running variances. Counters are taken
+    from the newest model.
 
     Samples with non-finite outputs count only in ``accuracy`` and ``loss``. The setting
     ``trainer.limit_val_batches`` has no effect here: all evaluation data are used.
 
     Args:
-        mean_of: Number of the newest server models in the mean, at least 1. With 1 no mean is
+        mean_of: Number of the newest server models in the mean, at least 1. With 1, no mean is
             computed.
         train_samples: Approximate number of training samples in ``train_loss`` and
             ``train_accuracy``, at least 1.
@@ -70,7 +72,7 @@ class ClassifierBias(FederatedCallback):
             task does not have exactly one label per sample.
 
     Attributes:
-        models: The newest server models, the oldest first.
+        models: The newest server models, in the order of their rounds.
     """
 
     paper = "(an observer: evaluation only)"
@@ -90,7 +92,7 @@ class ClassifierBias(FederatedCallback):
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Store the server's model again; a skipped round has not changed it."""
+        """Store the server's model once more, because a skipped round does not change it."""
         self._keep(pl_module)
         return {}, 0
 
@@ -99,7 +101,7 @@ class ClassifierBias(FederatedCallback):
             model = {name: tensor.clone() for name, tensor in pl_module.model.state_dict().items()}
             self.models = [*self.models, model][-self.mean_of :]
 
-    # data modules may cache tensors that training needs, and training cannot use inference tensors
+    # data modules may cache tensors for training here, and training cannot use inference tensors
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
@@ -142,7 +144,7 @@ class ClassifierBias(FederatedCallback):
             pl_module.log(f"{split}/{name}{suffix}", value)
 
     def _train_batches(self, pl_module: FederatedModule) -> list[tuple[int, int]]:
-        """Return the batches of the training sample, each as (client, local step)."""
+        """Return the client and the local step of each batch in the training sample."""
         data = pl_module.data
         clients = range(data.num_clients)
         batches = [(client, step) for client in clients for step in range(data.steps_per_epoch(client))]
@@ -182,7 +184,7 @@ class ClassifierBias(FederatedCallback):
 
 
 class _Outputs(ServerEvaluation):
-    """Evaluation that also stores outputs and labels of this rank's batches, by batch number."""
+    """Evaluation that also stores the outputs and labels of each batch of this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,8 +210,8 @@ class _Outputs(ServerEvaluation):
         self.outputs[self._batch] = scores[counted].double().cpu(), targets[counted].long().cpu()
 
     def gathered(self, pl_module: FederatedModule) -> tuple[Tensor, Tensor]:
-        """Return logits ``[N, C]`` and labels ``[N]`` of all ranks' batches, in the data's order."""
-        self.finish()  # raises an error on all ranks if one rank failed
+        """Return logits ``[N, C]`` and labels ``[N]`` of all ranks, in the order of the data."""
+        self.finish()  # raises an error on all ranks if one rank has failed
         parts: dict[int, tuple[Tensor, Tensor]] = {}
         for outputs in pl_module.ranks.exchange(lambda: self.outputs):
             parts |= outputs

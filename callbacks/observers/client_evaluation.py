@@ -17,9 +17,9 @@ class ClientEvaluation(Report, FederatedCallback):
 
     - The client has a ``val_dataloader()`` (or ``test_dataloader()``): accuracy and loss are
       measured on these data.
-    - The data module only knows the client's class histogram: the accuracy is estimated on the
-      server's evaluation data, with the class weights of the client's training data. The client has
-      no loss.
+    - The data module knows only the client's class histogram: the accuracy is estimated on the
+      server's evaluation data. Each class has the weight that it has in the client's training data.
+      The client has no loss.
     - Otherwise the client is left out.
 
     Each evaluation logs these metrics under ``val/`` or ``test/``:
@@ -27,17 +27,17 @@ class ClientEvaluation(Report, FederatedCallback):
     - ``client_accuracy``: Unweighted mean over the clients.
     - ``client_accuracy_worst``: Mean over the tenth of the clients with the lowest accuracy, at
       least one client.
-    - ``client_accuracy_variance``: Variance over the clients; accuracies are in [0, 1].
+    - ``client_accuracy_variance``: Variance over the clients, for accuracies in [0, 1].
     - ``client_loss``, ``client_loss_worst``, ``client_loss_variance``: The same for the loss. The
       worst clients have the highest losses.
 
-    These are the measures of q-FFL (Li et al., Fair resource allocation in federated learning, ICLR
-    2020, Table 1). After the run, ``clients.csv`` holds each client's values of the last
-    evaluation, and W&B has their histogram.
+    These are the measures of q-FFL (Li et al., "Fair resource allocation in federated learning",
+    ICLR 2020, Table 1). After the run, ``clients.csv`` holds each client's values of the last
+    evaluation. W&B shows a histogram of these values.
 
     Attributes:
-        values: ``accuracy`` and ``loss`` of each client in the last evaluation, by client id. A
-            value that is not known is missing.
+        values: ``accuracy`` and ``loss`` of each client in the last evaluation, by client id.
+            Unknown values are left out.
     """
 
     paper = "(an observer: measurement only)"

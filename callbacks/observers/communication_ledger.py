@@ -16,17 +16,17 @@ from fl_lightning.round import UpDown, add, total
 class CommunicationLedger(Report, FederatedCallback):
     """Observer of a run's communication, with any method; training is the same bit for bit.
 
-    The ledger counts the bytes of the state that a round sends. It includes the payload that
-    methods add: momentum, control variates, statistics inside a forward pass. It also counts
+    The ledger counts the bytes that clients and server send in each round. They include the payload
+    that methods add: momentum, control variates, statistics inside a forward pass. It also counts
     exchanges, in which the clients wait for the server. A FedTAN round with L BN layers, for
-    example, has 3L + 1 exchanges, which cost time rather than bytes.
+    example, has 3L + 1 exchanges. Exchanges cost mainly time, not bytes.
 
-    The ledger also simulates the time of each round from the client's ``link``. A round takes as
-    long as its slowest client. A centralised run sends no bytes. The ledger ignores:
+    The ledger also computes a simulated time for each round from the setting ``link``. A round
+    takes as long as its slowest client. A centralised run sends no bytes. The ledger ignores:
 
     - Traffic of observers.
     - Models that clients would need for a personal evaluation.
-    - The single transfer of frozen statistics to every client.
+    - Frozen statistics, which every client receives once.
     - Time for computation, unless ``link`` has a time per local step.
 
     Each round logs its simulated time ``comm/simulated_s`` and these totals since the first counted
@@ -37,9 +37,12 @@ class CommunicationLedger(Report, FederatedCallback):
     - ``comm/total_exchanges``.
     - ``comm/total_simulated_s``.
 
-    At the end of the run the ledger writes ``communication.png`` (accuracy against cost),
-    ``communication.csv`` (one row per client; ``seconds`` excludes the time spent waiting for other
-    clients) and ``communication_by_kind.csv``.
+    At the end of the run the ledger writes three files:
+
+    - ``communication.png``: Accuracy against the cost of communication.
+    - ``communication.csv``: One row per client. The column ``seconds`` excludes the time in which
+      the client waits for other clients.
+    - ``communication_by_kind.csv``: One row per kind of state.
 
     Args:
         link: Bandwidth, latency and speed of a client, such as ``{upload_mbps: 100, download_mbps:
@@ -69,13 +72,13 @@ class CommunicationLedger(Report, FederatedCallback):
         self.links: list[tuple[int, str]]
         self._begin()
 
-    # on_round_end would be too early: the on_round_end hook of another method may still follow
+    # on_round_end would be too early, because other callbacks may run their on_round_end later
     def on_train_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: FederatedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the traffic and the simulated time of the round."""
         if pl_module.round == 1:
-            self._begin()  # a second fit counts from 0 again
+            self._begin()  # a second fit starts to count from 0
         if not self.links or self.links[-1][1] != str(self._link):
             self.links.append((pl_module.round, str(self._link)))
         traffic = pl_module.communication
@@ -134,7 +137,7 @@ class CommunicationLedger(Report, FederatedCallback):
         }
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return the numbers of :meth:`result` in words."""
+        """Return the numbers of :meth:`result` as text with units."""
         up, down = self._per_round()
         first = self.links[0][0] if self.links else 1
         since = f" (from round {first} on)" if first > 1 else ""

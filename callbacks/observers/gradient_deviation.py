@@ -18,16 +18,16 @@ from fl_lightning.execution import Executor, SequentialExecutor, VectorizedExecu
 
 @dataclass(frozen=True)
 class FirstStep:
-    """First local step of a round, before any method changes the gradients.
+    """Results of a round's first local step, before any method changes the gradients.
 
     Attributes:
-        mean_gradient: Mean of the clients' gradients, weighted by batch size, by parameter name.
-            It excludes frozen and local parameters.
+        mean_gradient: Mean of the clients' gradients, weighted by batch size. The keys are the
+            names of the parameters, without frozen and local parameters.
         union_gradient: Gradient of one client that has the union of all batches and uses the same
-            method, by parameter name.
-        means: Mean of each BN layer's inputs at each client, ``[C, channels]``, with the layers in
-            the order of the model. If a layer was not called, this is its running mean.
-        variances: Unbiased variance of each BN layer's inputs, shaped as ``means``.
+            method. The keys are as in ``mean_gradient``.
+        means: Mean of each BN layer's inputs at each client, ``[C, channels]``. The layers are in
+            the order of the model. For a layer that was not called, the running mean is stored.
+        variances: Unbiased variance of each BN layer's inputs, with the same shape as ``means``.
     """
 
     mean_gradient: Mapping[str, Tensor]
@@ -39,14 +39,15 @@ class FirstStep:
 def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True) -> FirstStep:
     """Recompute a round's first local step, forward and backward, and leave the run unchanged.
 
-    The step uses the run's precision, the method's BN layers, the clients' batches, and the weights
+    The step is computed for the clients of the round, and then for the union: one client that has
+    the batches of all clients. It uses the run's precision, the method's BN layers, and the weights
     and buffers from which the clients start. If the method computes all clients in one joint
-    forward pass, the step does so too. Dropout is off, because clients and union would draw
-    different masks.
+    forward pass, this step does the same. Dropout is off, because the clients and the union would
+    draw different masks.
 
-    The union is a cohort of one client. If all clients start from the same state, the union starts
-    from this state, which callbacks may have set in ``on_round_start``. Otherwise the union starts
-    from the server's state.
+    Callbacks may have set the state of the clients in ``on_round_start``. If all clients start from
+    the same state, the union starts from this state, too. Otherwise the union starts from the
+    server's state.
 
     Args:
         pl_module: The federated module, inside a round.
@@ -101,8 +102,8 @@ def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
     Args:
         cohort: The round's cohort before its first forward pass.
         copy: The cohort that receives the state.
-        common: Whether ``copy`` has one client, the union. It then receives only state that is
-            equal for all clients and not local.
+        common: Whether ``copy`` has only one client, the union. If so, it receives only state that
+            is equal for all clients and is not local.
     """
     for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
         for block in rows.layout:
@@ -145,7 +146,8 @@ def _join(cohort: Cohort, layers: Sequence[str], buffer: str) -> Tensor:
 def _observed(model: nn.Module) -> Iterator[list[str]]:
     """Let every BN layer store the mean and variance of its inputs in two buffers.
 
-    Executors stack these buffers by client. Yield the names of the BN layers.
+    Executors give each client its own copy of these buffers. The context manager yields the names
+    of the BN layers.
     """
     layers = batch_norm_layers(model) if has_statistics(model) else {}
     handles = [layer.register_forward_hook(_observe) for layer in layers.values()]
@@ -166,5 +168,5 @@ def _observe(layer: nn.Module, args: tuple[Any, ...], _outputs: Any) -> None:
     mean = layer.get_buffer("observed_mean")
     values = args[0].detach().transpose(0, 1).flatten(1).to(mean.dtype)
     mean.copy_(values.mean(1))
-    # frozen BN accepts a single value per channel; its unbiased variance would be NaN, so use 0
+    # frozen BN accepts one value per channel, which has no unbiased variance (NaN): store 0 instead
     layer.get_buffer("observed_var").copy_(values.var(1, correction=min(1, values.shape[1] - 1)))

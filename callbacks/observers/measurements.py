@@ -17,7 +17,7 @@ def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Te
 
 
 def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean over the clients of ``|S_m - S|``, ``[2, channels]``.
+    """Return ``|S_m - S|``, ``[2, channels]``, as a weighted mean over the clients.
 
     The sum over all entries is the quantity of Figure 3a in Zhong et al., arXiv 2303.06530.
 
@@ -30,15 +30,15 @@ def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
 
 
 def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
-    """Return the variance of the statistics over rounds, as a mean over the clients, ``[floats]``.
+    """Return each statistic's variance over the rounds, averaged over the clients, ``[floats]``.
 
-    The variance is unbiased. Figure 3b in Zhong et al., arXiv 2303.06530, shows it.
+    The variance is unbiased. Figure 3b in Zhong et al., arXiv 2303.06530, shows this variance.
 
     Args:
-        windows: Statistics of a client in its newest rounds, ``[rounds, floats]``, per client.
+        windows: For each client, its statistics in its newest rounds, ``[rounds, floats]``.
 
     Returns:
-        The mean over all clients with at least two rounds; None if no client has two rounds.
+        The mean over all clients that have at least two rounds. None if there is no such client.
     """
     variances = [window.double().var(0) for window in windows if len(window) > 1]
     return torch.stack(variances).mean(0) if variances else None
@@ -47,14 +47,14 @@ def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
 def relative_deviation(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], names: Iterable[str], smallest: float = 0.0
 ) -> float:
-    """Return ``||found - wanted|| / ||wanted||``, in L2 norms over all named tensors together.
+    """Return ``||found - wanted|| / ||wanted||``, with L2 norms over all tensors together.
 
     Args:
         found: Measured tensors by name.
         wanted: Reference tensors by name.
         names: Names of the tensors to compare. With an empty list the result is 0.
-        smallest: Lower bound of the denominator. A smaller norm of ``wanted`` is only rounding
-            error.
+        smallest: Lower bound of the denominator. A smaller norm of ``wanted`` would be only a
+            rounding error.
     """
     pairs = [(found[name].double(), wanted[name].double()) for name in names]
     if not pairs:
@@ -79,13 +79,13 @@ def statistics_bias(
     m and v are a layer's running mean and variance. m* and v* are the moments of its inputs.
 
     Args:
-        held: The server's buffers by name, with m and v.
+        held: The server's buffers by name. They include m and v.
         true: The moments m* and v* of the layers' inputs, by buffer name.
         layers: Names of the BN layers.
 
     Returns:
-        ``||m - m*|| / ||sqrt(v*)||`` and ``||v - v*|| / ||v*||`` of each layer. The first is
-        measured in standard deviations, because means may be zero.
+        ``||m - m*|| / ||sqrt(v*)||`` and ``||v - v*|| / ||v*||`` of each layer. The first distance
+        is measured in standard deviations, because means may be zero.
     """
     means, variances = [], []
     for layer in layers:

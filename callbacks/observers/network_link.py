@@ -1,4 +1,4 @@
-"""Simple model of a client's network link, for the duration of a round."""
+"""Simple model of a client's network link, which gives the duration of a round."""
 
 import math
 from dataclasses import dataclass, fields
@@ -22,7 +22,7 @@ class NetworkLink(Recorded):
         download_mbps: Download bandwidth in Mbit/s.
         latency_ms: Round-trip time in milliseconds, as ``ping`` shows it. An exchange without data
             takes this time.
-        seconds_per_local_step: Time of a local step in seconds. With 0 computation takes no time.
+        seconds_per_local_step: Time of a local step in seconds. With 0, computation takes no time.
 
     Raises:
         ConfigurationError: A number is out of range.

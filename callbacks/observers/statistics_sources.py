@@ -44,14 +44,14 @@ class StatisticsSources(VariantEvaluation):
     """Observer that evaluates a FedAvg run with the BN statistics of other methods.
 
     BN in training mode never reads running statistics. So FedAvg, moment matching, FedDNA, sBN and
-    SiloBN have the same parameters in every round, and differ only in evaluation. One run gives the
-    accuracy of all these methods as ``val/accuracy_<source>``. It equals, up to rounding, the
-    accuracy of a separate run of the method with the same seed. ``val/accuracy`` is FedAvg's. The
-    sources are:
+    SiloBN have the same parameters in every round, and differ only in evaluation. One run of FedAvg
+    gives the accuracy of each of these methods as ``val/accuracy_<source>``. This accuracy equals,
+    up to rounding, the accuracy of a separate run of the method with the same seed.
+    ``val/accuracy`` is the accuracy of FedAvg. The sources are:
 
-    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: The server's statistics as if the
-      method had aggregated them in every round. ``moment_matching`` uses the module's
-      ``statistics_aggregator``. The FedDNA sources require the weighted mean.
+    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: The statistics that the server
+      would have if this method had aggregated them in every round. ``moment_matching`` uses the
+      module's ``statistics_aggregator``. The FedDNA sources require the weighted mean.
     - ``static_pooled``, ``static_per_client``, ``static_total_variance``: Statistics from a pass
       over the clients' training data at each evaluation (sBN).
     - ``silobn``: The statistics that each client would keep. The metric is the mean accuracy over
@@ -60,21 +60,22 @@ class StatisticsSources(VariantEvaluation):
     - ``test_set``: Statistics from a pass over the evaluation data, without labels, at each
       evaluation (AdaBN: Li et al., arXiv 1603.04779).
 
-    ``moment_matching``, the FedDNA sources and ``silobn`` are hypothetical: no run uses these
-    statistics in training. FedAvg's run is enough to compute them. After E local steps with
-    momentum beta, a client's running statistics are (1 - beta)^E times the server's statistics,
-    plus a term that does not depend on the server's statistics.
+    ``moment_matching``, the FedDNA sources and ``silobn`` are hypothetical: the run itself does not
+    use these statistics. A run of FedAvg is enough to compute them, because a client's running
+    statistics are the sum of two terms. After E local steps with momentum beta, the first term is
+    (1 - beta)^E times the server's statistics. The second term does not depend on the server's
+    statistics.
 
-    These hypothetical sources work with methods that average statistics. ``batch``, ``test_set``
+    The hypothetical sources work only with methods that average statistics. ``batch``, ``test_set``
     and the static sources work with every method that has BN.
 
     Byzantine clients attack FedAvg's run. It is unknown how they would attack another source.
-    Before the first round all sources except ``batch`` are the initial statistics.
+    Before the first round, all sources except ``batch`` are the initial statistics.
 
     Args:
         sources: List of sources. None selects all.
-        evaluate_clients: Number of clients' models that ``silobn`` evaluates, evenly spaced by id.
-            None selects all.
+        evaluate_clients: Number of clients that ``silobn`` evaluates. Their ids are evenly spaced.
+            None selects all clients.
 
     Raises:
         ConfigurationError: A source is unknown, the model has no running statistics, a BN layer has
@@ -82,10 +83,10 @@ class StatisticsSources(VariantEvaluation):
             than the weighted mean.
 
     Attributes:
-        server: Hypothetical statistics of the server by source, ``[2, channels]``: means and
+        server: Hypothetical statistics of the server for each source, ``[2, channels]``: means and
             variances of all BN layers.
-        clients: Hypothetical statistics of each client, ``{"statistics": [2, channels]}`` by client
-            id.
+        clients: Hypothetical statistics of each client under its id, as ``{"statistics": [2,
+            channels]}``.
     """
 
     paper = "(an observer: evaluation only)"
@@ -146,7 +147,7 @@ class StatisticsSources(VariantEvaluation):
                 self.clients[client] = {"statistics": rows[:, index].clone()}
 
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the statistics of each source, and for ``silobn`` those of each client."""
+        """Return the statistics of each source. ``silobn`` has statistics for each client."""
         variants: dict[str, Mapping[str, Tensor]] = {}
         for source in self._chosen:
             if source == "batch":
@@ -164,7 +165,7 @@ class StatisticsSources(VariantEvaluation):
     def variant_metrics(
         self, pl_module: FederatedModule, split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Return loss and accuracy of each source (for ``silobn`` the means over the clients)."""
+        """Return loss and accuracy of each source. For ``silobn``, average over the clients."""
         values: dict[str, list[float]] = {}
         for name, evaluation in evaluations.items():
             for metric, value in evaluation.metrics.items():
@@ -180,7 +181,7 @@ class StatisticsSources(VariantEvaluation):
         self.server, self.clients = state_dict["server"], ClientMemory(state_dict["clients"])
 
     def _local_statistics(self, client: int) -> Tensor:
-        """Return a client's hypothetical statistics; before its first round the initial ones."""
+        """Return a client's hypothetical statistics (in the beginning the initial statistics)."""
         return (self.clients.get(client) or self.clients[SERVER])["statistics"]
 
 
@@ -195,7 +196,7 @@ def _matched(
 
     Args:
         means: Means of the clients, ``[C, channels]``, with the channels of all layers.
-        variances: Variances of the clients, shaped as ``means``.
+        variances: Variances of the clients, with the same shape as ``means``.
         weights: Aggregation weights of the clients, ``[C]``.
         layers: BN layers by name, in the order of the channels.
         statistics: The run's aggregator of statistics.
@@ -205,21 +206,22 @@ def _matched(
     """
     widths = [layer.num_features for layer in layers.values()]
     pairs = zip(torch.split(means, widths, 1), torch.split(variances, widths, 1), strict=True)
-    # use a copy: the run's own aggregator counts how often it clamps a value
+    # use a copy, because the run's own aggregator counts the values that it clamps
     rule = StatisticsAggregator(statistics.rule, statistics.domain)
     mean, variance = zip(*rule([LayerStatistics(*pair, weights, 1.0) for pair in pairs]), strict=True)
     return torch.cat(mean), torch.cat(variance)
 
 
 def _server_share(layers: Mapping[str, _BatchNorm], cohort: Cohort, before: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight of the server's statistics in each client's statistics, ``[C, channels]``.
+    """Return the weight ``(1 - beta)^steps``, ``[C, channels]``.
 
-    The weight is ``(1 - beta)^steps``.
+    It is the weight that the server's old statistics have in a client's statistics after ``steps``
+    local steps.
 
     Args:
         layers: BN layers by name; beta is a layer's momentum.
         cohort: The cohort after its local steps.
-        before: The server's counters before the local steps, by name.
+        before: The counters of the server's BN layers before the local steps, by buffer name.
     """
     shares = []
     for name, layer in layers.items():
@@ -230,7 +232,7 @@ def _server_share(layers: Mapping[str, _BatchNorm], cohort: Cohort, before: Mapp
 
 
 def _by_name(pl_module: FederatedModule, statistics: Tensor | None) -> dict[str, Tensor]:
-    """Return running means and variances by buffer name, from ``[2, channels]``; empty for None."""
+    """Return the rows of ``statistics`` as buffers by name. For None the result is empty."""
     if statistics is None:
         return {}
     model = pl_module.model
