@@ -56,9 +56,9 @@ class FBN(FederatedCallback):
     With one local step (E = 1), this is Algorithm 2 of the paper. Footnote 4 of the paper hints at
     several local steps. We extend the algorithm to E steps in this way:
 
-    - A client sends the exact mean and variance of all values in its E batches.
-    - The server updates its moving average once per round. The new statistics have the weight 1 -
-      (1 - beta)^E. beta is the BN layer's ``momentum`` in PyTorch's convention.
+    - A client computes the exact mean and variance of all values in its E batches.
+    - The server updates its moving average once per round. The weight of the new statistics is 1 -
+      (1 - beta)^E, where beta is the BN layer's ``momentum`` in PyTorch's convention.
     - If clients take different numbers of local steps, E is the largest of these numbers.
 
     Training equals the training of one client that has the union batch and uses FBN. For this

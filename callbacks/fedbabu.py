@@ -29,8 +29,8 @@ class FedBABU(PersonalEvaluation):
             clients.
 
     Raises:
-        ConfigurationError: ``fine_tune_epochs`` is negative, or another method gives the clients
-            models of their own.
+        ConfigurationError: ``fine_tune_epochs`` is negative, or another method also gives the
+            clients their own models.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

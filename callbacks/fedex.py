@@ -1,4 +1,4 @@
-"""FedEx, adapted to choose when BN freezes: Khodak et al., "Federated Hyperparameter Tuning", arXiv 2106.04502.
+"""FedEx that decides when BN freezes: Khodak et al., "Federated Hyperparameter Tuning", arXiv 2106.04502.
 
 The paper appeared at NeurIPS 2021. Appendix B.6 of the FixBN paper names FedEx as a way to find T*,
 the last round before BN freezes.
@@ -51,7 +51,7 @@ class ChosenBatchNorm(SwappedBatchNorm):
 
 
 class FedExFixBN(FoundFreezing):
-    """FixBN with a search for T*: FedEx compares batch statistics and frozen ones (our adaptation).
+    """FixBN with a search for T*: FedEx compares batch and frozen statistics (our adaptation).
 
     FedEx tunes settings that may differ between the clients of a round. But T*, the last round
     before BN freezes, is one number for the whole run. So the search compares two configurations of
@@ -64,7 +64,7 @@ class FedExFixBN(FoundFreezing):
     local steps, each client reports the loss of its model on its next batch. For this loss, the
     model is in eval mode and uses the client's running statistics. The paper uses validation data
     in place of the next batch. After the first epoch, the client has already trained on the samples
-    of this batch. From the losses, the server takes an exponentiated gradient step on theta.
+    of this batch. The server uses the reported losses for an exponentiated gradient step on theta.
 
     The search ends once the entropy of theta is below ``cutoff``. If frozen statistics are then
     more probable, T* is the present round, and the statistics of all clients freeze from the next
@@ -125,7 +125,7 @@ class FedExFixBN(FoundFreezing):
         return super().undecided() if self.batch_round is None else {}
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
-        """Replace BN layers by layers that apply each client's sampled configuration."""
+        """Replace BN layers by layers that follow each client's sampled configuration."""
         swap_batch_norm(pl_module.model, ChosenBatchNorm)
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:

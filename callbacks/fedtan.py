@@ -24,8 +24,8 @@ class JointStep:
 
     Attributes:
         clients: Number of clients in the step.
-        backward: The setting of :class:`FedTAN`.
-        var_correction: The setting of :class:`FedTAN`.
+        backward: The setting ``backward`` of :class:`FedTAN`.
+        var_correction: The setting ``var_correction`` of :class:`FedTAN`.
     """
 
     clients: int
@@ -35,7 +35,7 @@ class JointStep:
     def mean(self, statistic: Tensor) -> Tensor:
         """Return the mean of a statistic over all clients of the cohort.
 
-        The setting ``backward`` chooses how a gradient flows through the mean.
+        The setting ``backward`` decides how a gradient flows through the mean.
         """
         mean: Tensor = cohort_mean(statistic, self.clients)
         if self.backward == "aggregated":
@@ -82,7 +82,7 @@ class TANBatchNorm(SwappedBatchNorm):
         each = [0, *range(2, inputs.dim())]
         values = inputs.to(self.running_mean.dtype)
         mean = self.joint.mean(values.mean(each, keepdim=True))
-        # over all clients sum(x - mu) = 0, so the gradient of the variance with respect to mu is 0
+        # sum(x - mu) over all clients is 0, so the gradient of the variance with respect to mu is 0
         variance = self.joint.mean((values - mean.detach()).square().mean(each, keepdim=True))
         self._track(mean.flatten(), self.joint.unbiased(variance.flatten(), inputs))
         output = (values - mean) / (variance + self.eps).sqrt()
@@ -119,8 +119,8 @@ class FedTAN(FederatedCallback):
         backward: Gradient that flows through the statistics in the first step. ``"aggregated"``:
             the clients average this gradient (the method). ``"own"``: the gradient flows only
             through the client's own statistics, so clients exchange nothing in the backward pass.
-            We assume that the paper's baseline "FedAvg + Algorithm 2" works in this way; we had
-            neither the text nor the code of the paper. ``"none"``: no gradient flows through the
+            We assume that the paper's baseline "FedAvg + Algorithm 2" works in this way, because we
+            had neither a text nor code of this baseline. ``"none"``: no gradient flows through the
             statistics.
         var_correction: Factor that makes the running variance unbiased. ``"union"``: N/(N-1) for N
             values per channel in the batches of all clients, as in centralised BN. ``"official"``:
@@ -133,8 +133,8 @@ class FedTAN(FederatedCallback):
 
     Raises:
         ConfigurationError: A setting is unknown, the model has no BN layer, or the aggregator is
-            not the weighted mean. Another reason is that ``restart_momentum`` is set while another
-            callback keeps the momentum.
+            not the weighted mean. Also raised if ``restart_momentum`` is set and another callback
+            keeps the momentum.
 
     Example:
         >>> from fl_lightning.testing import blobs, centralised, distance, small_cnn, train

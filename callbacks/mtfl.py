@@ -10,8 +10,8 @@ class MTFL(LocalState):
     paper's measure: the accuracy of a client's model on test data with the client's distribution.
     It is measured after the client has received the averaged state.
 
-    The paper (section 3) calls the state that clients keep their private patches. These methods are
-    the variants of the paper:
+    In the paper (section 3), private patches are the state that clients keep. Its variants are
+    these methods:
 
     - Private patches "yb" (gamma and beta): this method.
     - Private patches "us" (running means and variances):

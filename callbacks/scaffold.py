@@ -11,7 +11,7 @@ from fl_lightning.round import aggregate
 
 
 class SCAFFOLD(FederatedCallback):
-    """SCAFFOLD: clients correct their drift with control variates, ``g - c_i + c``.
+    """SCAFFOLD: clients correct their drift with control variates.
 
     In each local step, client i replaces its gradient g by ``g - c_i + c``. c_i estimates the
     gradient of client i, and c estimates the mean gradient of all clients. c and all c_i start from
@@ -40,10 +40,10 @@ class SCAFFOLD(FederatedCallback):
     the aggregator's setting ``per`` is ``layer``, it filters each layer separately.
 
     The method applies to parameters that clients train and the server averages. It does not apply
-    to statistics, frozen parameters or local parameters (FedBN). It doubles the traffic of the
-    parameters in both directions. The order of the callbacks matters. A callback before SCAFFOLD in
-    the list, such as ClientGradientClipping, changes g. A callback after SCAFFOLD changes the
-    corrected gradient.
+    to statistics, frozen parameters or local parameters (FedBN). The method doubles the traffic of
+    the parameters in both directions. The order of the callbacks matters. A callback before
+    SCAFFOLD in the list, such as ClientGradientClipping, changes g. A callback after SCAFFOLD
+    changes the corrected gradient.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train

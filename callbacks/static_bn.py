@@ -65,7 +65,7 @@ class StaticBN(FederatedCallback):
         return dict.fromkeys(("mean", "var", "counter"), "reset")
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
-        """Check that the model has running statistics, aggregated by the weighted mean."""
+        """Check that running statistics exist and that the aggregator is the weighted mean."""
         require_batch_norm(pl_module.model, "StaticBN")
         require_weighted_mean(
             pl_module,

@@ -170,8 +170,8 @@ class PartitionedDataModule(FederatedDataModule):
 
         Raises:
             ConfigurationError: The data are incomplete, the partition is impossible, or the
-                validation set would be empty. For the stage ``"fit"`` also if a client has fewer
-                samples than a batch.
+                validation set would be empty. In the stage ``"fit"``: a client has fewer samples
+                than a batch.
         """
         if not self.clients:
             self._make_clients()
@@ -193,7 +193,7 @@ class PartitionedDataModule(FederatedDataModule):
         return DataLoader(images, self.eval_batch_size)
 
     def describe_partition(self) -> str:
-        """Return partition and clients in words, as ``"Shards(class_fraction=0.2), 5 clients"``."""
+        """Return the partition in words, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
         return f"{self.partition}, {self.num_clients} clients"
 
     def partition_record(self) -> PartitionRecord:

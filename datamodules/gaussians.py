@@ -18,7 +18,7 @@ class Gaussians(FederatedDataModule):
     """Clients with one Gaussian each; all centres lie on a circle (FBN paper, sections 3 and 4).
 
     The paper is Guerraoui et al., arXiv 2405.14670. The mixture consists of n Gaussians in the
-    plane, its components. Component i, for i = 1 to n, has its centre at the angle (2 pi i - 1)/n.
+    plane (its components). Component i, for i = 1 to n, has its centre at the angle (2 pi i - 1)/n.
     It belongs to client i - 1, and its points have the label i - 1. Every local step draws a batch
     of new points, which depend only on (seed, client, step). An epoch has only this one batch. The
     variance of the mixture along each axis is ``std**2 + radius**2 / 2``, by default 51.
@@ -66,7 +66,7 @@ class Gaussians(FederatedDataModule):
         how = self.centres, std, samples_per_client, mixed, seed
         super().__init__([GaussianClient(i, *how) for i in range(num_clients)], seed=seed)
         self.num_classes = num_clients
-        self.loaded = "drawn by the seed"  # not from a file: needs no digest
+        self.loaded = "drawn by the seed"  # points come from no file, so they need no digest
         self.std = std
         self.batch_size = samples_per_client
         self.gamma = gamma
@@ -146,7 +146,7 @@ class GaussianClient(ClientDataModule):
 class ClientBatches(Dataset[Batch]):
     """A client's batches, indexed by local step.
 
-    Caution: ``len`` is the number of points in a batch, not the number of batches.
+    The length of this data set is the number of points in a batch, not the number of batches.
     """
 
     def __init__(self, client: GaussianClient) -> None:

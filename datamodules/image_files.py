@@ -262,7 +262,7 @@ class ImageFiles(InMemoryDataModule):
         """Return the path of the cache.
 
         Args:
-            kind: Part of the file name. Caches of different settings need different kinds.
+            kind: Part of the file name. It must differ between caches with different settings.
         """
         place = hashlib.sha256(str(self.data_dir.resolve()).encode()).hexdigest()[:8]
         return self.cache_dir / f"{self.data_dir.resolve().name}-{kind}-{place}.pt"

@@ -124,7 +124,7 @@ class ClientImages(Dataset[Batch]):
     """A client's samples.
 
     An integer as index selects a sample without augmentation. The index may also be a tensor of
-    random numbers from :meth:`InMemoryClient.step_draws`. It selects an augmented batch.
+    random numbers from :meth:`InMemoryClient.step_draws`. Such a tensor selects an augmented batch.
     """
 
     def __init__(self, client: InMemoryClient) -> None:

@@ -68,12 +68,12 @@ def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
 
 
 def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Return the number of samples of each class at each client, ``[n, C]``. Client sizes are equal.
+    """Return the number of samples of each class at each client, ``[n, C]``.
 
-    Each client draws class proportions ``q ~ Dir(alpha * prior)``. Then it draws the classes of all
-    its samples from ``q``. If too few samples of a class are left, the client takes these samples
-    and draws the missing samples again without this class. This is the same as if ``q`` were
-    renormalised as soon as the class is used up.
+    Client sizes differ by at most one. Each client draws class proportions ``q ~ Dir(alpha *
+    prior)``. Then it draws the classes of all its samples from ``q``. If too few samples of a class
+    are left, the client takes these samples and draws the missing samples again without this class.
+    This is the same as if ``q`` were renormalised as soon as the class is used up.
     """
     prior = available / available.sum()
     stock = available.copy()
@@ -177,7 +177,7 @@ def _softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def iid(labels: Tensor, num_clients: int, generator: Generator) -> list[Tensor]:
-    """Assign random samples to the clients: to each equally many, up to a difference of one."""
+    """Assign random samples to the clients, equally many to each (up to a difference of one)."""
     _check_num_clients(num_clients, len(labels))
     owner = torch.empty(len(labels), dtype=torch.int64)
     owner[torch.randperm(len(labels), generator=generator)] = torch.arange(len(labels)) % num_clients
@@ -195,8 +195,8 @@ def dirichlet(
       Distribution for Federated Visual Classification", section 3. Client m draws class proportions
       ``q_m ~ Dir(alpha * prior)``, with the class frequencies as ``prior``. Then it draws samples
       without replacement, with classes from ``q_m``. Once no sample of a class is left, the class
-      is dropped and ``q_m`` is renormalised. The numbers of samples of two clients differ by at
-      most one.
+      is dropped and ``q_m`` is renormalised. Client sizes differ by at most one. The larger clients
+      come first.
     - ``balance="class"``: The samples of each class are divided among the clients in proportions
       from ``Dir(alpha, ..., alpha)``, as in the FBN paper's experiments (appendix C.2). Client
       sizes are unequal.

@@ -27,11 +27,11 @@ class AggregationDiagnostics(Report, FederatedCallback):
       equal weights, f attackers among n clients have the share f / n. If the rule trims or filters
       out all attackers, the share is 0.
 
-    Without attackers, the distance of the mean is 0. The distance of a robust rule is above 0,
-    because a robust rule is biased. The distance is measured directly after the rule. Only later,
-    the server adds the variance between clients and applies ``statistics_domain``. Some kinds have
-    several vectors, such as the means of each layer. In this case, the share is averaged over all
-    coordinates of these vectors.
+    Without attackers, the distance is 0 if the rule is the mean. If the rule is robust, the
+    distance is above 0, because robust rules are biased. The distance is measured directly after
+    the rule, before the server adds the variance between clients and applies ``statistics_domain``.
+    Some kinds have several vectors, such as the means of each layer. In this case, the share is
+    averaged over all coordinates of these vectors.
 
     The file ``shares.csv`` has each client's mean share over the measured rounds.
 

@@ -30,15 +30,15 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     """Observer of Batch Normalization in any run, with any method; training is unchanged.
 
     Round 1 and every ``every_n_rounds``-th round are measured. In a measured round, the observer
-    repeats the first local step without dropout. The BN layers normalise as in training. Training
-    stays the same bit for bit if two conditions hold. Models and data draw random numbers only from
-    the global generators of torch, numpy and Python. The results of models and data do not depend
-    on the number of calls.
+    computes the first local step a second time, without dropout. In this step, BN layers normalise
+    as in training. Training stays the same bit for bit if two conditions hold. Models and data draw
+    random numbers only from the global generators of torch, numpy and Python. The results of models
+    and data do not depend on the number of calls.
 
-    Two measures are taken in each measured round. S are the server's running means and variances at
-    the start of the round. S_m are the mean and unbiased variance of each BN layer's inputs at
-    client m, in the first local step of the client. S_m is measured even if the layer normalises
-    with other statistics. p_m is the aggregation weight of client m.
+    Two measures are taken in each measured round. In the formulas, S are the server's running means
+    and variances at the start of the round. S_m are the mean and unbiased variance of each BN
+    layer's inputs at client m, in the first local step of the client. S_m is measured even if the
+    layer normalises with other statistics. p_m is the aggregation weight of client m.
 
     - ``"statistics"``:
 
@@ -60,14 +60,14 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         has gamma and beta.
 
       All gradients are gradients of the loss, before FedProx, SCAFFOLD or clipping change them.
-      They exclude frozen and local parameters. For GN, FBN, FedTAN and frozen FixBN, the deviation
+      Frozen and local parameters are excluded. For GN, FBN, FedTAN and frozen FixBN, the deviation
       is only a rounding error. With mixed precision, this is the rounding error of bfloat16.
 
-    Two measures are taken in every evaluation inside ``fit``. m and v are the server's running mean
-    and variance. m* and v* are the mean and biased variance of each BN layer's inputs. They come
-    from one pass over the training data with the server's weights. In this pass, batch k is the
-    union of all clients' k-th batches, and BN normalises with the batch. For the first BN layer, m*
-    and v* are the mean and variance over all training data.
+    Two measures are taken in every evaluation inside ``fit``. In the formulas, m and v are the
+    server's running mean and variance. m* and v* are the mean and biased variance of each BN
+    layer's inputs. m* and v* are measured in one pass over the training data with the server's
+    weights. In this pass, batch k is the union of all clients' k-th batches, and BN normalises with
+    the batch. For the first BN layer, m* and v* are the mean and variance over all training data.
 
     - ``"gap"``:
 
@@ -156,7 +156,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         self.channels = {name: layer.num_features for name, layer in layers.items()}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Measure the first local step of a due round, which all methods have already prepared."""
+        """Measure the first local step, if this round is due, after all methods prepared the round."""
         if self._is_measured(cohort):
             gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)

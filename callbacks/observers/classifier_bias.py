@@ -36,7 +36,7 @@ class ClassifierBias(FederatedCallback):
       over all clients.
     - ``predicted_share_<class>``: Share of the samples for which the model predicts this class.
     - ``accuracy_calibrated``: Accuracy after a bias is added to the logits. With this bias, all C
-      classes have the same mean probability, 1 / C. It is found without labels
+      classes have the same mean probability, 1 / C. The bias is found without labels
       (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). The difference from
       ``accuracy`` is the effect of the classifier's bias. The metric is left out if the search for
       the bias does not converge.

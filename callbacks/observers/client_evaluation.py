@@ -25,11 +25,11 @@ class ClientEvaluation(Report, FederatedCallback):
     Each evaluation logs these metrics under ``val/`` or ``test/``:
 
     - ``client_accuracy``: Unweighted mean over the clients.
-    - ``client_accuracy_worst``: Mean over the tenth of the clients with the lowest accuracy, at
-      least one client.
+    - ``client_accuracy_worst``: Mean over the clients with the lowest accuracy: a tenth of all
+      clients, at least one client.
     - ``client_accuracy_variance``: Variance over the clients, for accuracies in [0, 1].
-    - ``client_loss``, ``client_loss_worst``, ``client_loss_variance``: The same for the loss. The
-      worst clients have the highest losses.
+    - ``client_loss``, ``client_loss_worst``, ``client_loss_variance``: The same three numbers for
+      the loss. The worst clients are the clients with the highest losses.
 
     These are the measures of q-FFL (Li et al., "Fair resource allocation in federated learning",
     ICLR 2020, Table 1). After the run, ``clients.csv`` holds each client's values of the last

@@ -17,8 +17,8 @@ class CommunicationLedger(Report, FederatedCallback):
     """Observer of a run's communication, with any method; training is the same bit for bit.
 
     The ledger counts the bytes that clients and server send in each round. They include the payload
-    that methods add: momentum, control variates, statistics inside a forward pass. It also counts
-    exchanges, in which the clients wait for the server. A FedTAN round with L BN layers, for
+    that methods add: momentum, control variates, statistics inside a forward pass. The ledger also
+    counts exchanges, in which the clients wait for the server. A FedTAN round with L BN layers, for
     example, has 3L + 1 exchanges. Exchanges cost mainly time, not bytes.
 
     The ledger also computes a simulated time for each round from the setting ``link``. A round
