@@ -37,11 +37,16 @@ def rules() -> str:
     """
     counts = Counter(line for lines in FAILS.values() for line in lines)
     sections = [
-        f"### {name}\n\n{_text(check)}\n\nIf it fails: {REMEDIES[name]}. The tests have {counts[name]} broken "
-        f"method{'s' * (counts[name] > 1)} that fail{'s' * (counts[name] == 1)} this rule."
+        f"### {name}\n\n{_text(check)}\n\n**Remedy:** {_sentence(REMEDIES[name])}\n\n"
+        f"Broken methods in the tests that fail this rule: {counts[name]}."
         for name, check in RULES.items()
     ]
     return "\n\n".join(["## Rules", *sections, "## Claims", _list(CLAIMS)])
+
+
+def _sentence(words: str) -> str:
+    """Return words as a sentence, with a capital and a full stop."""
+    return f"{words[0].upper()}{words[1:].rstrip('.')}."
 
 
 def _text(check: Callable[..., object]) -> str:
