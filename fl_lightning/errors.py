@@ -55,7 +55,8 @@ _EXTRAS = {
 def missing_module(name: str, owner: str = "") -> str:
     """Return a clause such as ``"; pip install numpy"`` for a missing module.
 
-    The clause is empty if the module may be the user's own, as for a dotted name.
+    The clause is empty if the missing module may be a module of the user, for example if its name
+    has a dot.
 
     Args:
         name: The missing module.

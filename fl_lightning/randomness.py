@@ -36,7 +36,7 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
 
 
 def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """Return a CPU generator seeded with :func:`derive_seed` of the same arguments."""
+    """Return a CPU generator; its seed is :func:`derive_seed` of the same arguments."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *coordinates))
 
 

@@ -283,10 +283,12 @@ def _shared(error: Exception) -> Exception:
 
 
 def described(error: Exception) -> tuple[bool, str, list[str], str]:
-    """Describe an exception for another process, which cannot unpickle every exception.
+    """Describe an exception for another process.
+
+    The description replaces the exception itself, as some exceptions cannot be unpickled.
 
     Returns:
-        Whether the exception is a user's mistake, its message, its notes and its traceback.
+        Whether the exception is a user's mistake; its message; its notes; its traceback.
     """
     mistake = isinstance(error, ConfigurationError)
     message = str(error) if mistake else traceback.format_exception_only(error)[0].strip()

@@ -88,7 +88,7 @@ class Declarations:
         return 0, 0
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
-        """Return how many floats single clients send and receive in addition, by client id.
+        """Return the additional floats that single clients send and receive, by client id.
 
         The clients need not be in the cohort.
         """

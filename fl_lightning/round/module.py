@@ -547,8 +547,8 @@ class FederatedModule(Recorded, L.LightningModule):
     def _check_data(self, round_number: int) -> None:
         """Check that the run has the data of the loaded checkpoint.
 
-        Training requires equal data. An evaluation requires equal evaluation data, but only if the
-        evaluation data are drawn from the clients' samples.
+        Training requires equal data. An evaluation requires equal evaluation data only if these are
+        drawn from the clients' samples.
         """
         trainer, known = self.trainer, True
         path, command = str(trainer.ckpt_path), trainer.state.fn

@@ -16,7 +16,7 @@ from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.tasks import Task
 
 _ROUND = ("client/", "clients/", "comm/", "server/", "statistics/", "time/")
-"""Prefixes of metrics that any run may log in a round, beside ``train/loss``."""
+"""Prefixes of metrics that any run may log in a round, in addition to ``train/loss``."""
 
 _COUNTERS = ("epoch", "step")
 """Counters that Lightning's ``ModelCheckpoint`` can monitor."""

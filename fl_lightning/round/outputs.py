@@ -30,7 +30,7 @@ class OutputCheck:
 
     def __init__(self, applies: bool) -> None:
         self.applies = applies
-        self._passed: int | None = None  # number of classes when the check last passed
+        self._passed: int | None = None  # number of classes in the last check that passed
 
     def check(self, run: RunContext, outputs: Any, targets: Any) -> None:
         """Check the number of a model's outputs.
@@ -74,7 +74,7 @@ class OutputCheck:
             return
         labelled: tuple[Any, Any] | None = None
         clients, _ = replace(run.plan, failures=None).trained(1)
-        with isolate_rng(), suppress(Exception):  # round 1 raises the same error, and says where
+        with isolate_rng(), suppress(Exception):  # ignore errors: round 1 raises them again, and says where
             batch = run.data.cohort_batch(clients[:1], [0]).map(run.on_device).batches()[0]
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
                 return

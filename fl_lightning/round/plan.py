@@ -23,7 +23,7 @@ _MOST_IDLE = 10_000  # this number of consecutive skipped rounds is an error
 
 @dataclass
 class RoundPlan:
-    """Participation, local steps and aggregation weights of a run, from its data and settings.
+    """Participation, local steps and aggregation weights in each round of a run.
 
     Args:
         data: The federated data.

@@ -38,7 +38,8 @@ class RunRecord:
         download_bytes: Bytes that clients have received.
         seconds: Time spent in rounds.
         diverged: Whether an aggregated update or an evaluation has been non-finite.
-        diverged_round: First round with ``diverged``; None if unknown or not diverged.
+        diverged_round: First round in which the run diverged; None if it is unknown, or if the run
+            has not diverged.
         not_finite: Number of non-finite updates by client, including updates that were left out.
         clients: Number of rounds, number of local steps, and last mean training loss, by client.
         holders: Clients that have received each frozen block, by the block's name. Checkpoints of

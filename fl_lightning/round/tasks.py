@@ -62,7 +62,7 @@ class Task(Recorded, ABC):
         return outputs[0] if isinstance(outputs, Sequence) else outputs
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return the mask of targets that are not ignored, bool, in the shape of ``targets``."""
+        """Return a bool mask of the targets that are not ignored, in the shape of ``targets``."""
         return targets.long() != self.ignored  # long: uint8 cannot represent -100
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,18 +70,18 @@ class Task(Recorded, ABC):
         return scores, targets
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return counts of a batch, which are summed over batches; by default no counts."""
+        """Return counts of a batch, to be summed over batches; by default, no counts."""
         return {}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return metrics from the summed counts; by default no metrics.
+        """Return metrics from the summed counts; by default, no metrics.
 
         A metric without samples is left out.
         """
         return {}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Return each class's number of samples, and its quality; by default no classes.
+        """Return the number of samples and the quality of each class; by default, no classes.
 
         The quality of a class without samples is None.
         """
@@ -89,7 +89,9 @@ class Task(Recorded, ABC):
 
 
 class Classification(Task):
-    """Classification of samples, or of positions in a sample such as pixels, with accuracy.
+    """Classification of samples, or of positions in a sample, such as pixels.
+
+    The metric is the accuracy.
 
     Args:
         ignored: The label that loss and accuracy ignore. Default: -100, as in torch.
@@ -147,7 +149,7 @@ class Classification(Task):
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
         """Return the numbers of samples, guesses and correct guesses of each class, ``[3, classes]``.
 
-        Non-finite outputs are a guess of no class, although the argmax may equal the label.
+        Non-finite outputs count as a guess of no class, even if their argmax equals the label.
 
         Raises:
             ConfigurationError: The targets are integer labels, but the model has only one output.

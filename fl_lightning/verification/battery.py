@@ -50,7 +50,7 @@ RULES: dict[str, Check] = {
         several_runs.client_numbers,
     )
 }
-"""Rules for all methods, by the name in the certificate."""
+"""Rules for all methods; the keys are the rules' names in the certificate."""
 
 REMEDIES: dict[str, str] = {
     "trains": "limit the size of a step, and keep running variances >= 0",
@@ -77,7 +77,7 @@ REMEDIES: dict[str, str] = {
     "observers": "draw from cohort.generators or the global generator of the hook",
     "client numbers": "identify a client by cohort.client_ids, not by its row",
 }
-"""Change that fixes a method, by the name of the failed rule."""
+"""Remedy for each failed rule: a change that fixes the method."""
 
 NEEDED = ("trains", "runs repeat")
 """Rules whose failure makes all other findings meaningless."""

@@ -100,7 +100,7 @@ def weights_of_fedavg(trials: Trials) -> Gap:
 
 
 def fedavg_on_identical_clients(trials: Trials) -> Gap:
-    """Compare to FedAvg with BN if all clients have the same data, and hence the same weights."""
+    """Compare to FedAvg with BN on clients that have the same data, and hence the same weights."""
     alike = USUAL.but(identities=(1,) * len(CLIENTS), script=EVERYONE)
     return _rounds_apart(trials.run(alike), trials.run(alike, bare=True))
 

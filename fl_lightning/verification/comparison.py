@@ -61,7 +61,7 @@ def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> s
 def distance(
     first: Mapping[str, object], second: Mapping[str, object], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
-    """Return the largest difference between two mappings, and the name of its entry.
+    """Return the largest difference between two mappings, and the name of the differing entry.
 
     ``names`` are the entries to compare. By default, these are all entries.
     """

@@ -101,8 +101,8 @@ class Run(FederatedModule):
         kinds: Kind of state of each persistent tensor of the model.
         forced: ``(round, client, record)`` or None. In this round, the client sends the state in
             the record instead of its trained state.
-        memory_of_server: Round before which the server's part of the method's memory is changed;
-            0 for no change.
+        memory_of_server: Number of a round; before this round, the server's part of the method's
+            memory is changed. 0 for no change.
     """
 
     script: tuple[tuple[int, ...], ...] = ()

@@ -143,7 +143,7 @@ def frozen_state(trials: Trials) -> str:
 
 
 def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
-    """Return the kinds of state that a method freezes, and its T*; None if T* is not known."""
+    """Return the kinds of state that a method freezes, and the method's T* (None if unknown)."""
     if not isinstance(run.method, Freezing):
         return (), None
     milestone = getattr(run.method, "milestone", getattr(run.method, "freeze_round", None))

@@ -100,7 +100,7 @@ def observers(trials: Trials) -> str:
 
 
 def client_numbers(trials: Trials) -> str:
-    """Check that new numbers of the clients change neither the server nor a client's memory.
+    """Check that renumbering clients changes neither the server nor a client's memory.
 
     The rule does not apply to attacks, since attackers are chosen by number.
     """
@@ -286,8 +286,8 @@ def clients_own_state(trials: Trials) -> str:
 def beside_fedavg(trials: Trials) -> str:
     """Compare the method's default run with FedAvg, and return the result as text.
 
-    If the runs differ, the text gives the distance that clients move in round 1, relative to
-    FedAvg.
+    If the runs differ, the text gives the distance that clients move in round 1, divided by the
+    distance in FedAvg.
     """
     run, plain = trials.run(), trials.run(bare=True)
     first, second = ([(x.policy, x.start, x.sent, x.server) for x in one.rounds] for one in (run, plain))

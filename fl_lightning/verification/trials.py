@@ -31,7 +31,7 @@ CLIENTS = tuple(range(len(SIZES)))
 EVERYONE = (CLIENTS,) * 4
 CLIENT_LR = 0.05
 SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
-"""Cohort of each round. Each client is absent at least once; some return in another row."""
+"""Cohort of each round. Each client is absent at least once; some clients return in another row."""
 
 
 class Observer(FederatedCallback):
@@ -109,8 +109,8 @@ class Setup:
         observed: Whether an :class:`Observer` runs before and after the method.
         disturbance: Change of one client's data or state, if any.
         forced: Whether the disturbed client sends the state that it sends in the undisturbed run.
-        memory_of_server: Round before which the server's part of the method's memory is changed;
-            0 for no change.
+        memory_of_server: Number of a round; before this round, the server's part of the method's
+            memory is changed. 0 for no change.
         ranks: Number of ranks.
         resume: Round of the checkpoint from which the run resumes; 0 for a new run. The checkpoint
             is of the federated run of this set-up, which must be in :data:`SAVED`.

@@ -119,7 +119,7 @@ class Prepared:
 
 
 class Training:
-    """The objects of a run and its folder.
+    """The objects of a run, and the run's folder.
 
     Args:
         module: The module.
@@ -133,8 +133,8 @@ class Training:
 
     Attributes:
         directory: All attempts at the run.
-        start: The folder, and the checkpoint to resume from. Before :meth:`prepare`, it has no
-            folder.
+        start: The folder, and the checkpoint to resume from. Before :meth:`prepare`, ``start`` has
+            no folder.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class Training:
     ) -> Iterator[Prepared]:
         """Choose and lock the run's folder, and make the trainer.
 
-        The end of the block also ends the run at W&B. If an error ends the block before a round was
-        trained, a folder that was made for the run is removed.
+        The end of the block also ends the run at W&B. If an error ends the block before the first
+        round is trained, the run's new folder is removed.
 
         Args:
             settings: The user's arguments of the trainer. With ``fast_dev_run``, the run has no

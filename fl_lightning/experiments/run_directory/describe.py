@@ -169,7 +169,8 @@ def describe_computing(module: FederatedModule) -> dict[str, object]:
 def describe_environment() -> dict[str, str | None]:
     """Return versions, platform and git commit.
 
-    The commit ends in ``-dirty`` if files have changed since the commit. It is None without git.
+    The commit ends in ``-dirty`` if files have changed since the commit. Without git, the commit is
+    None.
     """
     return {
         "python": platform.python_version(),

@@ -52,7 +52,7 @@ class Attempt:
     identity = _File("run.json")  # name and tags, and facts that the configuration lacks
     metrics = _File("metrics.jsonl")  # one line per logged round
     result = _File("result.json")  # the result of the finished run
-    partition = _File("partition.json")  # the clients' numbers of samples, by class
+    partition = _File("partition.json")  # each client's number of samples of each class
     policy = _File("policy.json")  # the treatment of each kind of state, by round
     participation = _File("participation.csv")  # samples, rounds and steps of each client
     histograms = _File("histograms.json")  # histograms of the run's reports; the keys are names
