@@ -83,7 +83,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def joint_method(self) -> str | None:
-        """Name of the method that needs a joint forward pass of all clients; None without one."""
+        """Name of the method that needs a joint forward pass of all clients, or None."""
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round, and broadcast the server's state to its clients."""

@@ -84,11 +84,11 @@ class Declarations:
         return ""
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return the floats that each client sends and receives in addition to averaged state."""
+        """Return how many floats each client sends and receives beyond the averaged state."""
         return 0, 0
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
-        """Return the additional floats that single clients send and receive, by client id.
+        """Return how many additional floats single clients send and receive, by client id.
 
         The clients need not be in the cohort.
         """

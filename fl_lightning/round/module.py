@@ -292,7 +292,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def joint_method(self) -> str | None:
-        """Name of the method that needs a joint forward pass of all clients; None without one."""
+        """Name of the method that needs a joint forward pass of all clients, or None."""
         return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
