@@ -154,7 +154,7 @@ def mix_by_position(
 
     Args:
         rows: The clients' rows, ``[n, d]``.
-        weights: Weight of each row, ``[n]``; None for equal weights.
+        weights: Weight of each row, ``[n]``. None: equal weights.
         positions: Function that returns shares ``[c, n]``. Its arguments are the sorted columns
             ``[c, n]``, with NaN last, and the weights of their values.
 

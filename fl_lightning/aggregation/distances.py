@@ -29,8 +29,8 @@ class NNM(PreAggregator):
 
     Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. If rows have equal distance, the row
     with the lower index comes first. A row with a non-finite value counts as the farthest from
-    every row. Such a row becomes NaN, so that the rule drops it. With f = 0, every row becomes the
-    mean of all rows.
+    every row. Such a row becomes NaN, so that the rule after the mixing drops it. With f = 0, every
+    row becomes the mean of all rows.
 
     With weights, let W be the total weight of all clients except the f heaviest. A row becomes the
     weighted mean of the rows closest to it, whose weights must sum to W. To make the sum exact, the

@@ -1,4 +1,4 @@
-"""Robust rules as functions of rows ``[n, d]``. Each rule is defined in the class of the rule.
+"""Robust rules as functions of rows ``[n, d]``. The docstrings of the classes define the rules.
 
 Each function with an argument f raises :class:`~fl_lightning.errors.ConfigurationError` unless f is
 at least 0 and less than n/2. Clients have equal weight, except in functions with an argument
@@ -17,42 +17,42 @@ from fl_lightning.errors import ConfigurationError
 
 
 def trimmed_mean(rows: Tensor, f: int) -> Tensor:
-    """Apply :class:`~fl_lightning.aggregation.coordinates.TrimmedMean` to rows; return ``[d]``."""
+    """Apply :class:`~fl_lightning.aggregation.coordinates.TrimmedMean` to rows ``[n, d]``."""
     check_byzantine("trimmed_mean f", f, len(rows))
     return TrimmedMean(f)(rows)
 
 
 def nearest_neighbor_mixing(rows: Tensor, f: int) -> Tensor:
-    """Mix rows by :class:`~fl_lightning.aggregation.distances.NNM`; return ``[n, d]``."""
+    """Mix rows ``[n, d]`` by :class:`~fl_lightning.aggregation.distances.NNM`."""
     check_byzantine("nearest_neighbor_mixing f", f, len(rows))
     return NNM()([rows], f)[0]
 
 
 def krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """Apply :class:`~fl_lightning.aggregation.distances.Krum` to rows; return ``[d]``."""
+    """Apply :class:`~fl_lightning.aggregation.distances.Krum` to rows ``[n, d]``."""
     check_byzantine("krum f", f, len(rows))
     return Krum(f, score=score)(rows)
 
 
 def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """Apply :class:`~fl_lightning.aggregation.distances.MultiKrum` to rows; return ``[d]``."""
+    """Apply :class:`~fl_lightning.aggregation.distances.MultiKrum` to rows ``[n, d]``."""
     check_byzantine("multi_krum f", f, len(rows))
     return MultiKrum(f, score=score)(rows)
 
 
 def geometric_median(rows: Tensor) -> Tensor:
-    """Apply :class:`~fl_lightning.aggregation.centers.GeometricMedian` to rows; return ``[d]``."""
+    """Apply :class:`~fl_lightning.aggregation.centers.GeometricMedian` to rows ``[n, d]``."""
     return GeometricMedian()(rows)
 
 
 def mean_around_median(rows: Tensor, f: int) -> Tensor:
-    """Apply :class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian` to rows."""
+    """Apply :class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian` to rows ``[n, d]``."""
     check_byzantine("mean_around_median f", f, len(rows))
     return MeanAroundMedian(f)(rows)
 
 
 def centered_clipping(rows: Tensor, tau: float, iterations: int = 1, start: Tensor | None = None) -> Tensor:
-    """Apply :class:`~fl_lightning.aggregation.centers.CenteredClipping` to rows; return ``[d]``.
+    """Apply :class:`~fl_lightning.aggregation.centers.CenteredClipping` to rows ``[n, d]``.
 
     Args:
         rows: The clients' rows, ``[n, d]``.

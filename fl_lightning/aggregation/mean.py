@@ -39,7 +39,7 @@ class Aggregator(Recorded, ABC):
 
     @abstractmethod
     def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Aggregate ``rows [n, d]`` with ``weights [n]``, which sum to 1; return ``[d]``."""
+        """Aggregate ``rows [n, d]`` to ``[d]``, with ``weights [n]`` that sum to 1."""
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         """Aggregate the clients' vectors, each of which spans several blocks.
@@ -75,7 +75,7 @@ class WeightedMean(Aggregator):
     """Weighted mean: the rule of FedAvg, and the default."""
 
     def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Aggregate ``rows [n, d]`` with ``weights [n]``, which sum to 1; return ``[d]``."""
+        """Aggregate ``rows [n, d]`` to ``[d]``, with ``weights [n]`` that sum to 1."""
         return weighted_mean(rows, weights)
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:

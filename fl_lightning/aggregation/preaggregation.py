@@ -19,7 +19,7 @@ class Mixed(NamedTuple):
         blocks: Column blocks of the new rows, each ``[m, d_k]``.
         shares: Share of each client in each new row, float64 ``[m, n]``. The shares in a new row
             sum to 1.
-        weights: Weight of each new row, ``[m]``; None for equal weights.
+        weights: Weight of each new row, ``[m]``. None: equal weights.
     """
 
     blocks: Sequence[Tensor]
@@ -49,7 +49,7 @@ class PreAggregator(Recorded, ABC):
         Args:
             blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
             f: Number of Byzantine clients to withstand.
-            weights: Weight of each client, ``[n]``; None for equal weights.
+            weights: Weight of each client, ``[n]``. None: equal weights.
         """
 
     def rows_left(self, num_clients: int) -> int:

@@ -72,7 +72,7 @@ class RobustAggregator(Aggregator):
         Args:
             blocks: Column blocks of the rows that ``pre`` returns. Without ``pre``, of the clients'
                 rows.
-            weights: Weight of each row, float64 ``[n]``; None for equal weights.
+            weights: Weight of each row, float64 ``[n]``. None: equal weights.
         """
 
     @abstractmethod
@@ -127,9 +127,9 @@ class RobustAggregator(Aggregator):
         """Apply ``pre`` to the rows, and cap the weights.
 
         Returns:
-            Three values: the column blocks of the rows to aggregate, each client's share in these
-            rows, and the weights of these rows. Without ``pre``, the shares are None. If all
-            weights are equal, the weights are None.
+            The column blocks of the rows to aggregate, each client's share in these rows, and the
+            weights of these rows. Without ``pre``, the shares are None. If all weights are equal,
+            the weights are None.
         """
         self.check(len(blocks[0]))
         counted, of_clients = None, None

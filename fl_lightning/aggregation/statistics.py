@@ -72,9 +72,9 @@ class StatisticsAggregator:
     - None and ``"variance"``: (m, v).
     - ``"log_variance"``: (m, ln v). The variance stays positive. A mean of variances becomes their
       geometric mean.
-    - ``"second_moment"``: the vector (m, v + b (m - c)^2), with the median c of the clients' means;
-      b must not be 0. In this domain, medians and trimmed means give valid statistics, and the
-      weighted mean is exact.
+    - ``"second_moment"``: the vector (m, v + b (m - c)^2), with the median c of the clients' means.
+      This domain requires that b is not 0. In this domain, medians and trimmed means give valid
+      statistics, and the weighted mean is exact.
 
     With any domain except None, non-finite statistics or a negative variance make a client's layer
     invalid. An invalid layer is NaN for robust rules, and has weight 0 in a mean.

@@ -10,13 +10,13 @@ from fl_lightning.recorded import Recorded
 
 
 class Message(NamedTuple):
-    """One vector of each client in the cohort, as it is before the attack.
+    """One vector of each client in the cohort, before the attack.
 
     Attributes:
         honest: Vectors of the h honest clients, ``[h, d]``. Vectors of parameters are updates.
         own: Vectors that the f attackers have computed by ordinary local steps, ``[f, d]``.
-        weights: Aggregation weights of the honest clients, followed by those of the attackers.
-            Shape ``[h + f]``, sum 1.
+        weights: Aggregation weights, ``[h + f]``, sum 1. The weights of the honest clients come
+            first.
         rule: The server's aggregation rule for this vector.
     """
 

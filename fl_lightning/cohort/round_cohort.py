@@ -247,7 +247,7 @@ class RoundCohort(Cohort):
         return self._row_state[row]
 
     def take_up(self, row: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors that a forward pass has replaced to a client's row.
+        """Update a client's row with the tensors that a forward pass has replaced.
 
         A forward pass replaces a tensor if it assigns another tensor to the module, or sets
         ``x.data = y``.

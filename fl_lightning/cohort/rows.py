@@ -151,7 +151,10 @@ class Rows(Mapping[str, Tensor]):
             storage[index] = torch.cat(columns, dim=1)
 
     def _order(self, block: str, num_rows: int) -> Tensor:
-        """Return indices that sort a block's columns so that each tensor is contiguous. Cached."""
+        """Return an order of a block's elements in which each tensor is contiguous.
+
+        The result is cached.
+        """
         storage = self.blocks[block]
         if block not in self._orders or len(self._orders[block]) != num_rows * storage.shape[1]:
             places = torch.arange(num_rows * storage.shape[1], device=storage.device).view(num_rows, -1)

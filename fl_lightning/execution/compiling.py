@@ -46,8 +46,8 @@ def decide(
     """Decide whether passes are compiled.
 
     The decision depends only on the settings, the number of local steps, the model and the
-    machine's compiler. It does not depend on timings or on the number of ranks, because these must
-    not change results.
+    machine's compiler. It does not depend on timings or on the number of ranks, because timings and
+    ranks must not change results.
 
     Args:
         setting: The executor's setting ``compile``.

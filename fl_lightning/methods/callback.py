@@ -138,7 +138,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Act in a skipped round, in place of the round's remaining hooks.
 
         Returns:
-            Two values: the number of floats that each client sends and receives (see
-            ``extra_traffic``), and the number of exchanges (see ``extra_exchanges``).
+            First the number of floats that each client sends and receives (see ``extra_traffic``),
+            and second the number of exchanges (see ``extra_exchanges``).
         """
         return {}, 0

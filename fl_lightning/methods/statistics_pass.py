@@ -99,8 +99,8 @@ def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
     """Measure the inputs of BN layers in one pass over the server's evaluation data.
 
     The pass uses no labels. As in :func:`collect`, it uses the server's weights, and BN layers
-    normalise with the batch. As in AdaBN, mean and variance are those of all values (Li et al.,
-    "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779).
+    normalise with the batch. As in AdaBN, mean and variance are computed over all values (Li et
+    al., "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779).
 
     Args:
         pl_module: The federated module, attached to a trainer, with its data set up.
