@@ -37,8 +37,8 @@ _CLASSES = {
 def _labels() -> Tensor:
     """Return a lookup table from label id to class.
 
-    All other ids up to 33 get the label that metrics ignore. So does 255, which is the id -1 stored
-    as a byte.
+    Ids up to 33 that have no class get the label that metrics ignore. So does 255, which is the id
+    -1 stored as a byte.
     """
     labels = torch.full((256,), UNKNOWN, dtype=torch.uint8)
     labels[:34] = labels[255] = IGNORED

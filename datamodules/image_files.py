@@ -52,7 +52,7 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def subfolders(folder: Path) -> list[str]:
-    """Return the sorted names of the visible folders in a folder; [] if the folder is missing."""
+    """Return the sorted names of a folder's visible subfolders; [] if the folder is missing."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 

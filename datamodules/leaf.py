@@ -20,11 +20,11 @@ LAYOUT = 'train/*.json and test/*.json, each {"users": [...], "user_data": {user
 class FEMNIST(ImageFiles):
     """FEMNIST: handwritten digits and letters, greyscale 28x28, 62 classes; a writer is a client.
 
-    Create the files with LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample``. They have
-    about 3,500 writers. This class does not download them. LEAF's files contain the first image of
-    most writers twice. So this class drops exact duplicates among a writer's training images, and
-    among its test images. A white pixel has the value 1 in LEAF. A client is evaluated on its
-    writer's test images. The server is evaluated on the test images of all writers.
+    Create the files with LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample``. The files have
+    about 3,500 writers. This class does not download the files. LEAF's files contain the first
+    image of most writers twice. So this class drops exact duplicates among a writer's training
+    images, and among its test images. A white pixel has the value 1 in LEAF. A client is evaluated
+    on its writer's test images. The server is evaluated on the test images of all writers.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.

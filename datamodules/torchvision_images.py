@@ -1,4 +1,4 @@
-"""Image classification data sets of torchvision; CIFAR-10 also from class folders."""
+"""Image classification data sets of torchvision. CIFAR-10 can also be read from class folders."""
 
 from inspect import signature
 from pathlib import Path
@@ -218,7 +218,7 @@ class CIFAR10(ImageFiles):
             )
 
     def prepare_data(self) -> None:
-        """Download missing files if ``download`` is set; for class folders build the cache."""
+        """Download missing files if ``download`` is set. For class folders, build the cache."""
         if self.clients:
             return
         if self.folders is not None:
