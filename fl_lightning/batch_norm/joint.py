@@ -66,7 +66,7 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
 
 @contextmanager
 def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    """Let :func:`cohort_mean` call ``mean``, with the stacked rows and the cohort's size."""
+    """Let ``cohort_mean`` call ``mean``, with the stacked rows and the cohort's size."""
     token = _mean.set(mean)
     try:
         yield

@@ -123,7 +123,7 @@ class ConciseParser(LightningArgumentParser):
         return list(dict.fromkeys(map(plain_name, names)))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise :class:`Refusal` with the parser's message, shortened to one line."""
+        """Raise ``Refusal`` with the parser's message, shortened to one line."""
         settings = self.settings()
         given = given_settings(self.given)
         place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)

@@ -82,7 +82,7 @@ def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
 
 @paper_style()
 def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
-    """Draw a heat map of each deviation in :data:`LAYERS`.
+    """Draw a heat map of each deviation in ``LAYERS``.
 
     Each row of a heat map is a layer, and each column is a round.
     """

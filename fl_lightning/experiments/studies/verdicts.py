@@ -101,7 +101,7 @@ class Comparison(NamedTuple):
     def kind(self, level: float, tests: int = 1) -> str:
         """Return ``"holds"``, ``"does not hold"`` or ``"undecided"``.
 
-        A single pair of runs gives :data:`AGREES`, :data:`CONTRADICTS` or ``"undecided"``.
+        A single pair of runs gives ``AGREES``, ``CONTRADICTS`` or ``"undecided"``.
 
         Args:
             level: Probability of a wrong verdict.
