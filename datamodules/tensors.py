@@ -285,7 +285,12 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
 
 
 def _classes(values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
-    """Return values as numbers, or as positions in the sorted names together with these names."""
+    """Convert the values of a CSV column to numbers.
+
+    Returns:
+        The numbers and None. If the values are no numbers, each value is a name: the result is the
+        position of each value in the sorted list of names, and this list.
+    """
     for kind in (np.int64, np.float64):
         try:
             return np.asarray(values, dtype=kind), None

@@ -108,7 +108,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 
 def accuracy_within(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[int]]) -> float | None:
-    """Return the mean accuracy over the clients if each sample's client is known.
+    """Return the mean accuracy over the clients of a model that is told each sample's client.
 
     A client is evaluated on all samples of its classes. The prediction is the class with the
     highest logit among the client's classes. Clients without samples are left out.

@@ -38,7 +38,7 @@ def rules() -> str:
     counts = Counter(line for lines in FAILS.values() for line in lines)
     sections = [
         f"### {name}\n\n{_text(check)}\n\n**Remedy:** {_sentence(REMEDIES[name])}\n\n"
-        f"Broken methods in the tests that fail this rule: {counts[name]}."
+        f"In the tests, this rule rejects {counts[name]} broken method{'s' * (counts[name] > 1)}."
         for name, check in RULES.items()
     ]
     return "\n\n".join(["## Rules", *sections, "## Claims", _list(CLAIMS)])

@@ -90,10 +90,10 @@ class _Raising(FederatedCLI):
 
 
 class _Reader(_Raising):
-    """Command line that makes its parser, and ends before it reads any settings."""
+    """Command line that only builds its parser: it raises ``_Made`` before it parses arguments."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
-        """End the command line."""
+        """Raise ``_Made``, because the parser is complete."""
         raise _Made(self)
 
 
@@ -101,7 +101,7 @@ class _Builder(_Raising):
     """Command line that ends once data, model and callbacks are built."""
 
     def instantiate_trainer(self, **kwargs: Any) -> NoReturn:
-        """End the command line."""
+        """Raise ``_Made``, because the parser is complete."""
         raise _Made(self)
 
 

@@ -67,8 +67,8 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     Args:
         pl_module: The federated module, attached to a trainer, with its data set up.
         mode: Batches and formula, see :data:`Mode`. ``pooled`` and ``per_client`` average the
-            unbiased variances of batches, as BN with ``momentum=None`` does. The total variances
-            are biased.
+            unbiased variances of batches, as BN with ``momentum=None`` does. The modes whose
+            names end in ``total_variance`` return biased variances.
 
     Returns:
         Mean and variance of each BN layer's inputs.

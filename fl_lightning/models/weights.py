@@ -208,8 +208,8 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
 def _are_heads(differing: _Shapes) -> bool:
     """Return whether all differing tensors look like classifiers with another number of classes.
 
-    They look like this if their shapes differ only in the first dimension. In this dimension, all
-    tensors must have the same size in the weights, and the same size in the model.
+    The shapes may differ only in the first dimension, the number of classes. All tensors of the
+    file must agree on this number, and so must all tensors of the model.
     """
     shapes = [(old, new) for old, new in differing.values() if old and new]
     alike = {(old[0], new[0]) for old, new in shapes}

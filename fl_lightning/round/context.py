@@ -75,7 +75,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the model that the policies of methods name in any round."""
+        """Names of the parts of the model that a method treats separately in some round."""
 
     @property
     def federated_callbacks(self) -> list[Any]:

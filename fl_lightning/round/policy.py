@@ -141,9 +141,9 @@ def policy_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        Pairs of first round and treatment, such as ``[(1, "averaged"), (51, "frozen")]``. The keys
-        are kinds of state and parts of the model. If a method determines the round during training,
-        the method's class name replaces the round.
+        For each kind of state and each part of the model, a list of pairs. A pair is a treatment and
+        the first round in which it applies: ``[(1, "averaged"), (51, "frozen")]``. If a method finds
+        this round during training, the method's class name replaces the round.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
@@ -175,8 +175,8 @@ def treatment_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        Pairs as in :func:`policy_table`. The keys are the names of trainable parameters and
-        buffers.
+        For the name of each trainable parameter and buffer, its treatments as in
+        :func:`policy_table`.
     """
     callbacks = list(callbacks)
     policy: dict[str, str] = {}

@@ -17,7 +17,8 @@ class Certificate:
         paper: The method's paper.
         rules: Findings on the rules for all methods.
         claims: Findings on the method's claims.
-        equals: Measured difference for each equality that the method does not claim.
+        equals: The equalities that were tested although the method does not claim them, each with the
+            measured difference.
         beside_fedavg: Comparison of the method's default run with FedAvg.
         seconds: Duration of the verification.
     """
