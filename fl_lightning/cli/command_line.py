@@ -42,7 +42,8 @@ def main(
         cli_class: Class of the command line.
 
     Returns:
-        The command line after its command has ended. It has the trainer, the model and the data.
+        The command line object, after its command has ended. It holds the trainer, the model and
+        the data.
     """
     # remove the argument --_wandb..., which the agent of a W&B sweep gives to a restarted run
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
@@ -90,18 +91,18 @@ class _Raising(FederatedCLI):
 
 
 class _Reader(_Raising):
-    """Command line that only builds its parser: it raises ``_Made`` before it parses arguments."""
+    """Command line that only builds its parser. It parses no arguments and runs no command."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
-        """Raise ``_Made``, because the parser is complete."""
+        """Stop the command line by raising ``_Made``, because the parser is complete."""
         raise _Made(self)
 
 
 class _Builder(_Raising):
-    """Command line that ends once data, model and callbacks are built."""
+    """Command line that builds data, model and callbacks, but no trainer."""
 
     def instantiate_trainer(self, **kwargs: Any) -> NoReturn:
-        """Raise ``_Made``, because the parser is complete."""
+        """Stop the command line by raising ``_Made``: data, model and callbacks are built."""
         raise _Made(self)
 
 
@@ -126,7 +127,7 @@ def build(args: Sequence[str]) -> FederatedCLI:
 
 @cache
 def _reader() -> FederatedCLI:
-    """Return a command line. It is made only once, because making its parser is slow."""
+    """Return a command line with a parser. It is cached, because building the parser is slow."""
     try:
         return _started(["fit"], _Reader)
     except _Made as made:

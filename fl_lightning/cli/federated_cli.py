@@ -96,7 +96,7 @@ class FederatedCLI(LightningCLI):
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
-        # in a file for several commands, names begin with the command's name: remove this beginning
+        # a file for several commands has names such as fit.model.lr: remove the command's name
         read = [
             setting._replace(name=setting.name.removeprefix(f"{command}.")) for setting in read_given(args)
         ]
@@ -141,7 +141,7 @@ class FederatedCLI(LightningCLI):
             given = parsed if self._gives(name) else None
             if value is None and name == "in_features":
                 return parsed  # keep the model's value, because image data have no in_features
-            # a default other than None means that the model needs this setting
+            # if the model's default is not None, the model needs a value for this setting
             if value is None and given is None and parsed is not None:
                 raise ConfigurationError(
                     f"{setting}: the data set does not define its {name}; set {setting}, or {name} in the data module"
@@ -160,15 +160,16 @@ class FederatedCLI(LightningCLI):
         if config.threads is not None:
             config.trainer.devices = use_threads(config.threads, config.trainer.devices)
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
-        # also saved, so that a rerun of the saved file has the same name
+        # save the name, too, so that a rerun with the saved file has the same name
         config.name = config.name or stem
-        # save no ckpt_path, because a rerun of the saved file must start a new run
+        # do not save ckpt_path, because a rerun with the saved file must start a new run
         self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
 
     def resolve(self, config: Namespace) -> Config:
-        """Return a configuration as built-in types.
+        """Return a configuration as dicts, lists, strings and numbers.
 
-        A linked setting is kept only if the user gives it.
+        The data can determine settings of the model, such as the number of classes. Such a setting
+        is kept only if the user gives it.
         """
         resolved = self.plain(config)
         # the class of the data may fix a value, such as CIFAR10's ten classes
@@ -180,13 +181,16 @@ class FederatedCLI(LightningCLI):
         return resolved
 
     def plain(self, config: Namespace) -> Config:
-        """Return a parsed configuration as built-in types, without linked settings."""
+        """Return a parsed configuration as dicts, lists, strings and numbers.
+
+        Settings of the model that the data determine are left out.
+        """
         parser = self._parser(self.config.subcommand)
         values: Config = yaml.safe_load(parser.dump(config, "yaml", False, skip_validation=True))
         return values
 
     def _gives(self, name: str) -> bool:
-        """Return whether the user gives this linked setting of the model."""
+        """Return whether the user gives a setting of the model that the data can also determine."""
         return not {f"model.model.{name}", f"model.model.dict_kwargs.{name}"}.isdisjoint(self.given)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -231,6 +235,6 @@ class FederatedCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         outputs = [*map(self.model.task.scores, raw)]
-        # the last batches are missing if trainer.limit_predict_batches left them out
+        # with trainer.limit_predict_batches, the last batches have no predictions
         batches = islice(self.datamodule.predict_dataloader(), len(outputs))
         print(write_predictions(self._predictions, outputs, batches, self.datamodule))

@@ -32,18 +32,18 @@ class Given(NamedTuple):
 
     @property
     def setting(self) -> str:
-        """Plain name of the setting, without a final ``+``. See :func:`plain_name`."""
+        """Name of the setting as given by :func:`plain_name`, without a final ``+``."""
         return plain_name(self.name).removesuffix("+")
 
 
 _SECTION = object()
-"""Value in the entry of a section. Each setting in the section has a separate entry."""
+"""Placeholder for the value of a section. The settings in the section have separate entries."""
 
 
 def read_given(arguments: Sequence[str]) -> list[Given]:
     """Return the settings on the command line, and in all files that the command line names.
 
-    Each section of a file has an entry in addition to its settings.
+    The result has an entry for each section of a file, and an entry for each setting in a section.
 
     Args:
         arguments: Command line without the program's name.
@@ -153,7 +153,7 @@ class _OnceEach(yaml.SafeLoader):
     """
 
     def lined(self, node: yaml.MappingNode) -> Iterator[_Lined]:
-        """Yield a mapping, and fill it afterwards, because it may contain an alias of itself."""
+        """Yield an empty dict, and fill it later, because a mapping in YAML may contain itself."""
         mapping = _Lined()
         yield mapping
         keys: dict[Any, int] = {}

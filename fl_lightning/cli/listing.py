@@ -35,11 +35,11 @@ KINDS = {
     "aggregators": "model.aggregator",
     "attacks": "trainer.callbacks.attack",
 }
-"""Settings that accept names of classes, keyed by the kind of the classes."""
+"""For each kind of class, such as ``attacks``, the setting that accepts the class's name."""
 
 
 FILES = {"configs": "fit --config", "studies": "study"}
-"""Commands that accept shipped files, keyed by the kind of the files."""
+"""For each kind of shipped file, the command that accepts the file."""
 
 
 @command()
@@ -97,7 +97,7 @@ def parameters(cli: FederatedCLI) -> str:
     callbacks = in_order(as_list(cli.config_init.fit.trainer.callbacks))
     module.trainer = L.Trainer(callbacks=[*callbacks], logger=False, enable_checkpointing=False)
     extend_model(module.model, callbacks, module.seed)
-    # omit methods without a policy: they have no entry in the table, and might need data
+    # skip methods without a policy: the table does not need them, and their setup may need data
     configure_batch_norm(module, [cb for cb in callbacks if type(cb).policy is not Declarations.policy])
     treatments = treatment_table(module.model, callbacks, _rounds(cli))
     kinds = {**parameter_kinds(module.model), **buffer_kinds(module.model)}
@@ -146,7 +146,7 @@ def named(kind: str) -> dict[str, str]:
         made = get_type_hints(thing).get("return") if isfunction(thing) else thing
         is_base = thing in base_classes() or isabstract(thing)
         if isinstance(made, type) and issubclass(made, base) and not is_base:
-            # a function needs its dotted path
+            # a configuration must name a function by its dotted path
             name = f"{module.__name__}.{name}" if isfunction(thing) else name
             line = (thing.__doc__ or "").partition("\n")[0]
             lines[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")

@@ -47,7 +47,7 @@ _SHIPPED = ("fl_lightning", "torch", "torchvision", "lightning")
 """Packages with classes that a configuration can name without a dotted path."""
 
 _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
-"""Parts of those error messages of Lightning that report a mistake of the user.
+"""Phrases in Lightning's messages by which a user's mistake is recognised.
 
 The mistakes are a missing metric and duplicate callbacks."""
 
@@ -75,7 +75,7 @@ def explain(
 
     Args:
         message: Message of the parser.
-        settings: Settings of the parser.
+        settings: Names of all settings that the parser knows.
         owner: Class whose settings the parser reads; empty for several classes.
         given: Settings of the user, keyed by plain name.
 
@@ -141,7 +141,7 @@ def explain(
 
 
 def _not_importable(path: str) -> str:
-    """Describe why a class that is in a dict of classes cannot be made.
+    """Describe why an object in a dict cannot be created from its class.
 
     Args:
         path: Dotted path of the class.
@@ -157,11 +157,13 @@ def _not_importable(path: str) -> str:
 
 
 def setting_of(message: str, settings: Sequence[str]) -> str:
-    """Return the name of the setting in a parser's message. It ends at the first unknown part.
+    """Return the name of the setting that a parser's message reports.
+
+    If a part of a dotted name is unknown, all parts after this part are cut off.
 
     Args:
         message: Message of the parser.
-        settings: Settings of the parser.
+        settings: Names of all settings that the parser knows.
     """
     unknown = re.search(SHAPES["unknown setting"], message)
     if not unknown:
@@ -169,7 +171,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
         return key[1] if key else ""
     option = str(unknown[unknown.lastgroup or 0])
     for end in (match.start() for match in re.finditer(r"\.", option)):
-        # the value is a class, and the settings of this class are not in the list
+        # the value of this setting is a class, and settings does not list the class's arguments
         if option[:end] in settings:
             break
         if not any(known.startswith(option[: end + 1]) for known in settings):
@@ -178,7 +180,10 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
 
 
 def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) -> str:
-    """Return a clause with similar settings, including settings of classes that the user names."""
+    """Return a clause that suggests similar names of settings.
+
+    The suggestions include arguments of the classes that the user has configured.
+    """
     kinds, last = kinds_of_settings(), option.rpartition(".")[2]
     known = [*settings, *given]
     for name, value in given.items():
@@ -191,9 +196,10 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) ->
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause that names the classes that have a setting and are of the owner's kind.
+    """Return a clause that names the classes with a setting that the class ``owner`` lacks.
 
-    The clause is empty if no such class exists, or if there are more than four.
+    All these classes are of the same kind as ``owner``, such as aggregators. The clause is empty if
+    no class has the setting, or if more than four classes have it.
     """
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
@@ -203,10 +209,10 @@ def _classes_with(option: str, owner: str) -> str:
 
 
 def kinds_of_settings() -> dict[str, type]:
-    """Return the base classes of settings whose value is a class.
+    """Return the base class of each setting whose value is a class.
 
-    Each key is the last part of a setting's name. All values of this setting are subclasses of the
-    base class.
+    The key is the last part of the setting's name. Every value of the setting must be a subclass of
+    this base class.
     """
     from fl_lightning.datamodules.partitions import Partition  # imported late, because it is rarely needed
 
@@ -285,7 +291,7 @@ def command() -> Iterator[None]:
 
 
 class _Output:
-    """An output stream that discards all output, without an error, after its reader has closed."""
+    """An output stream that does not fail after its reader has closed. It then discards output."""
 
     def __init__(self, stream: TextIO, nowhere: TextIO) -> None:
         self._stream, self._nowhere = stream, nowhere
@@ -301,7 +307,8 @@ class _Output:
         try:
             act(*arguments)
         except OSError:
-            os.dup2(self._nowhere.fileno(), self._stream.fileno())  # this also discards the buffer
+            # this also discards the text in the stream's buffer
+            os.dup2(self._nowhere.fileno(), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -335,7 +342,7 @@ def _end(line: str, status: int) -> NoReturn:
 
 
 def _let_the_first_rank_speak() -> None:
-    """Wait, because rank 0 probably prints the same error. ``torchrun`` then ends this rank."""
+    """Wait until ``torchrun`` ends this rank, because rank 0 probably prints the same error."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_PATIENCE)
 

@@ -9,7 +9,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.columns import COLUMNS, TITLES, split_columns
 
 ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
-"""Class of each engine. A key is a module in ``fl_lightning.experiments.studies.engines``."""
+"""Names of the engines' classes, keyed by module in ``fl_lightning.experiments.studies.engines``.
+"""
 
 _DESCRIPTION = """\
 Run the cells of a study that have no result yet, and print its table. The same command resumes a stopped study. All other
@@ -32,7 +33,7 @@ class Refusal(SystemExit):
 
 
 class CommandParser(ArgumentParser):
-    """Parser of a command's options. Its errors have one line. Options cannot be abbreviated.
+    """Parser of a command's options. Errors are printed in one line. No option can be abbreviated.
 
     Args:
         command: Name of the command.

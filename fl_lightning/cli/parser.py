@@ -105,14 +105,14 @@ class ConciseParser(LightningArgumentParser):
         return self._commands
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Make the configured objects. If this fails, add class and settings to the exception."""
+        """Create the configured objects. An exception also names the class and its settings."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
 
     def _get_parser_instantiators(self) -> dict[tuple[Any, bool], Any]:
-        """Return :func:`_make` for each function that makes a model.
+        """Let jsonargparse call :func:`_make` for each function that returns a model.
 
-        :meth:`instantiate` passes :func:`_make` only for classes.
+        The argument ``instantiators`` in :meth:`instantiate` has this effect only for classes.
         """
         return {(function, False): _make for function in self._functions}
 
@@ -176,7 +176,10 @@ def _refuse_null(class_type: type, settings: Config) -> None:
 
 
 def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
-    """Return the place of a setting, such as `` (mine.yaml, line 7)``; empty for several places."""
+    """Return where the user gives a setting, such as `` (mine.yaml, line 7)``.
+
+    If the user gives the setting in several places, the text is empty.
+    """
     inner = f".{setting}"
     entries = [x for x in given if x.setting == setting or (of_a_class and x.setting.endswith(inner))]
     entries = entries if setting else []
@@ -205,7 +208,7 @@ def new_lists(arguments: Sequence[str]) -> list[str]:
 
 
 def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
-    """Make the option ``freeze_round`` replace ``freeze_fraction`` of a file, and vice versa."""
+    """Let the option ``freeze_round`` override ``freeze_fraction`` in a file, and vice versa."""
     options, result = [argument.partition("=")[0] for argument in arguments], []
     for option, argument in zip(options, arguments, strict=True):
         name, _, unit = option.rpartition("_")

@@ -54,7 +54,7 @@ _resolved = cache(resolve)
 
 @contextmanager
 def _cells_are_kept() -> Iterator[None]:
-    """Extend the message about an interruption: the message then says which results are kept."""
+    """Add to the message of an interrupted study that finished cells and checkpoints are kept."""
     try:
         yield
     except Stopped as stopped:
@@ -102,7 +102,7 @@ def main(args: Sequence[str]) -> None:
         runner = Runner(folder, engine, jobs, accept_stale, show)
 
         def choose() -> list[ChoiceFound]:
-            """Run the trials. While a chosen learning rate is at the grid's edge, add trials."""
+            """Run the trials. Extend a grid of learning rates if its best value is at the edge."""
             while True:
                 runner.run(reads.soon(cells.trial_cells))
                 choices = chosen(cells.study, cells.trials, accept_stale, runner.diverged)
@@ -113,7 +113,7 @@ def main(args: Sequence[str]) -> None:
         choices = choose()
         table = cells.table(choices)
         runner.run([*cells.trial_cells, *reads.soon(table)])
-        # if cells have newer data, trials are rerun, and other labels may be chosen
+        # if the data have changed, the trials are rerun, which may change the chosen labels
         while (again := choose()) != choices:
             choices, table = again, cells.table(again)
             runner.run([*cells.trial_cells, *reads.soon(table)])
@@ -154,7 +154,9 @@ class StudyCells:
             )
 
     def check(self) -> None:
-        """Build data, model and callbacks of some cells, so that each label is used at least once.
+        """Check the settings of some cells by building their data, model and callbacks.
+
+        Each label occurs in at least one of these cells.
 
         Raises:
             ConfigurationError: A setting is invalid. The message lists the first mistake of each

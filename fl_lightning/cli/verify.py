@@ -38,7 +38,7 @@ def main(args: Sequence[str]) -> None:
         raise ConfigurationError(
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"
         )
-    # imported late, so that the parser does not accept the callbacks that the battery defines
+    # imported late: the parser would otherwise also accept callbacks that only the checks use
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
     from fl_lightning.verification.comparison import Finding

@@ -45,10 +45,11 @@ def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dic
 
 
 def metrics_of(attempt: Attempt) -> dict[str, dict[str, str]]:
-    """Return each metric of a run's task with ``label`` and ``best`` (``"max"`` or ``"min"``).
+    """Return the metrics of a run's task, keyed by name.
 
-    The first metric is the task's quality, such as accuracy. A run of an older version lists no
-    metrics in its folder. The metrics of classification are then returned.
+    Each metric is a dict with ``label`` and ``best`` (``"max"`` or ``"min"``). The first metric is
+    the task's quality, such as accuracy. If the run's folder lists no metrics, because an older
+    version wrote it, the metrics of classification are returned.
     """
     metrics: dict[str, dict[str, str]] | None = json.loads(attempt.identity.read_text()).get("metrics")
     return metrics or shown_metrics(Classification())
@@ -124,7 +125,10 @@ def _typed(column: Sequence[str]) -> list[Any]:
 
 
 def summary(attempt: Attempt) -> dict[str, float]:
-    """Return ``diverged`` and the numbers of ``result.json``, such as ``final/test/accuracy``."""
+    """Return the numbers in ``result.json``, and whether the run diverged.
+
+    The keys are ``diverged``, and names such as ``final/test/accuracy``.
+    """
     result = read_result(attempt.result)
     numbers = {
         f"final/{name}": value
@@ -146,6 +150,6 @@ def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
         return
     artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"round": round})
     for path in paths:
-        # W&B makes no copy, but uploads this file itself, now or with wandb sync
+        # W&B does not copy this file. It uploads the file now, or later with wandb sync
         artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)
     run.log_artifact(artifact)

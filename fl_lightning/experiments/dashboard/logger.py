@@ -41,7 +41,7 @@ class RoundWandbLogger(Logger):
         self._run: Any = None
         self._round = 0
         self._defined = {"round"}
-        # value that W&B's summary shows for each metric; default: last value
+        # for each metric: the value that W&B's summary shows (by default the last value)
         self._summaries: dict[str, str] = {}
         self._failed = False
 
@@ -102,7 +102,7 @@ class RoundWandbLogger(Logger):
             self._run.finish(exit_code=int(not finished))
         if self._failed:
             with suppress(Exception):
-                # without this line, W&B would fail again when the process exits
+                # without teardown, W&B would fail again when the process exits
                 sys.modules["wandb"].teardown()
 
     @property

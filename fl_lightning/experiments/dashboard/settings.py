@@ -67,7 +67,7 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
         except Exception as error:  # noqa: BLE001  # an error of W&B must not end training
             wrong = wrong or " ".join(str(error).split()) or type(error).__name__
             with suppress(Exception):
-                # without this line, the run's id would remain in use
+                # without teardown, the run's id would remain in use
                 sys.modules["wandb"].teardown()
         else:
             if wrong:
@@ -109,7 +109,7 @@ def _start(mode: str, init: dict[str, Any]) -> Any:
     settings = wandb.Settings(
         silent=True,
         console="off",
-        disable_git=True,  # not needed, as the configuration has the commit
+        disable_git=True,  # the run's configuration already contains the Git commit
         disable_code=True,
         init_timeout=_INIT_SECONDS,
         finish_timeout=_UPLOAD_SECONDS,

@@ -43,7 +43,10 @@ _FIXED = {
         "skipped rounds": ["clients/skipped"],
     },
 }
-"""Panels for every task: the metrics of each panel, keyed by section and by the panel's title."""
+"""Panels that are shown for every task.
+
+Each section has a dict. Its keys are the titles of panels, and its values are the panels' metrics.
+"""
 
 Metrics = Mapping[str, Mapping[str, str]]
 """Metrics of a task. Each metric has a ``label`` and ``best`` (``"max"`` or ``"min"``).
@@ -52,7 +55,9 @@ The first metric is the task's quality, such as accuracy."""
 
 
 def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
-    """Return the metrics of each line plot, keyed by section and by the plot's title.
+    """Return the line plots of each section.
+
+    Each section has a dict. Its keys are the plots' titles, and its values are the plots' metrics.
 
     Args:
         metrics: The metrics of the task.
@@ -85,9 +90,10 @@ def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
 
 
 def final(metrics: Metrics) -> dict[str, list[str]]:
-    """Return the metrics of each bar chart of the first section, keyed by the chart's title.
+    """Return the bar charts of the first section.
 
-    The metrics are numbers in the summary of a W&B run.
+    The keys are the charts' titles, and the values are the charts' metrics. Each metric is a number
+    in the summary of a W&B run.
     """
     return {
         f"final {metric['label']}": [f"final/{split}/{name}" for split in ("val", "test")]
@@ -117,7 +123,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
         return str(workspace.url)
     except ConfigurationError:
         raise
-    except Exception as error:  # for example an error of the network
+    except Exception as error:  # for example a network error
         wrong = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
             f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes the workspace to a file"
