@@ -1,4 +1,4 @@
-"""The command line. Shipped callbacks, data sets and models need no dotted path."""
+"""The command line. Users can name shipped callbacks, data and models without a dotted path."""
 
 import sys
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def main(
         The command line object, after its command has ended. It holds the trainer, the model and
         the data.
     """
-    # remove the argument --_wandb..., which the agent of a W&B sweep gives to a restarted run
+    # the agent of a W&B sweep adds an argument --_wandb... when it restarts a run: remove it
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
     return _started(given, cli_class, model_class)
 

@@ -42,7 +42,7 @@ class FederatedCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._asked = next(iter(kwargs.get("args") or ()), None)
         try:
-            # at the end of the run, this releases the lock of the run directory
+            # this stack releases the lock of the run directory at the end of the run
             with ExitStack() as self.held:
                 super().__init__(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # users see one line, whatever the error

@@ -132,7 +132,7 @@ class ConciseParser(LightningArgumentParser):
 
 
 def _of_import(message: str) -> Exception | None:
-    """Import the class in a parser's message, and return the error; None if the import works.
+    """Import the class that a parser's message names. Return the error; None if the import works.
 
     jsonargparse does not report this error if the class is in a list.
     """
@@ -165,7 +165,7 @@ def _refuse_null(class_type: type, settings: Config) -> None:
         if known is None or known.default is None:
             continue
         if known.annotation is known.empty:
-            # a setting without a type: jsonargparse would not require it
+            # the setting has no type, and jsonargparse would not require a setting without a type
             if known.default is known.empty:
                 raise ConfigurationError(f"{class_type.__name__}.{name} is missing; give it")
             continue

@@ -244,7 +244,8 @@ class StudyCells:
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
-    # if the first pass finds newer data, the second pass ignores trials on older data
+    # twice: the first time finds which data are the newest, and the second time uses only trials
+    # on these data
     for _ in range(2):
         choices = chosen(cells.study, cells.trials, accept_stale)
         while cells.extend(choices):

@@ -49,7 +49,7 @@ def main(args: Sequence[str]) -> None:
         certificates = []
         for cls, settings in [(method, settings) for method in methods for settings in method.examples]:
             try:
-                # no distances to references, because the summary table has no room for them
+                # the summary table has no room for equalities that the method does not claim
                 certificates.append(certify(partial(cls, **settings), references=False))
             # record the error, and continue with the other methods
             except ConfigurationError as error:

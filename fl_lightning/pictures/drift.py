@@ -82,9 +82,9 @@ def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
 
 @paper_style()
 def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
-    """Draw a heat map of each deviation in ``LAYERS``.
+    """Draw a heat map for each quantity that ``LAYERS`` lists.
 
-    Each row of a heat map is a layer, and each column is a round.
+    In a heat map, each row is a layer, and each column is a round.
     """
     maps = {quantity: _grid(values[quantity]) for quantity in LAYERS if values.get(quantity)}
     heights = [0.55 + 0.17 * max(len(names), 3) for _, names, _ in maps.values()]

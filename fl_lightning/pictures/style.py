@@ -42,7 +42,7 @@ SPLITS = {
     "val": ("validation", (BLUE, "-", "o")),
     "test": ("test", (VERMILLION, "--", "s")),
 }
-"""For each split, the label of its curves, and the colour, line style and marker of its curves."""
+"""Label, colour, line style and marker of the curves for each split, keyed by split."""
 
 
 @cache
@@ -73,7 +73,10 @@ COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
         {86400.0: "days", 3600.0: "h", 60.0: "min", 1.0: "s"},
     ),
 }
-"""Axis label and units of each communication cost, keyed by metric. Units are keyed by size."""
+"""Axis label and units of each communication cost, keyed by metric.
+
+The units are a dict whose keys are the units' sizes, and whose values are their names.
+"""
 
 
 class Panel(NamedTuple):
@@ -154,7 +157,7 @@ _STYLE = {
     "lines.markersize": 4,
     "pdf.fonttype": 42,  # with TrueType, text is selectable
     "svg.fonttype": "none",
-    "svg.hashsalt": "",  # makes element ids reproducible
+    "svg.hashsalt": "",  # makes the ids of SVG elements reproducible
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
 }

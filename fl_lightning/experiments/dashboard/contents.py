@@ -108,7 +108,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[Any]]]:
-    """Return the columns and rows of a CSV file. Numbers are converted. An empty cell is None."""
+    """Return a CSV file's columns and rows. Numbers become int or float, and empty cells None."""
     with path.open(newline="") as file:
         columns, *rows = csv.reader(file)
     cells = [_typed(column) for column in zip(*rows, strict=True)]

@@ -92,9 +92,9 @@ class RoundWandbLogger(Logger):
                 if finished:
                     self._run.summary.update(contents.summary(self.attempt))
                     self._define(tested := contents.tested(self.attempt))
-                # W&B stores files that are not uploaded yet in the run's folder, for wandb sync
+                # files that W&B has not uploaded yet stay in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # W&B writes a step only when the next step begins: the last step is still unwritten
+                # add to the last step, which W&B does not write before the next step begins
                 self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)

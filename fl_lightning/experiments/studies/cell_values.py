@@ -20,7 +20,7 @@ class StudyCell:
         seed: Seed of the run.
         phase: Phase of the run, such as ``"done"``, ``"failed"`` or ``"missing"``.
         values: Values keyed by the metric's name, such as ``test/accuracy``; empty without a
-            result. If ``metric`` is set, the key of its value is the name of the study's first
+            result. If ``metric`` is set, its value is stored under the name of the study's first
             metric.
         metric: Metric that replaces the study's first metric for this cell; None without such a
             metric.

@@ -38,7 +38,7 @@ RUNS = "cells"
 
 The folder has one subfolder for each number of rounds."""
 
-_TAIL = 1 << 16  # number of bytes to read from the end of metrics.jsonl; they include the last row
+_TAIL = 1 << 16  # number of bytes to read from the end of metrics.jsonl: enough for the last row
 
 
 class State(NamedTuple):
@@ -161,11 +161,10 @@ class Cell:
         return newest.checkpoints / "last.ckpt"
 
     def _attempts(self) -> tuple[list[Attempt], str]:
-        """Return the attempts that do not continue another run, and a text about omitted attempts.
+        """Return the cell's attempts, newest first, and a text about omitted attempts.
 
-        The newest attempt comes first. Attempts that continue another run are omitted. The text
-        describes the run that the newest omitted attempt continues. The text is empty if no attempt
-        is omitted.
+        Attempts that continue another run are omitted. The text describes the run that the newest
+        omitted attempt continues. If no attempt is omitted, the text is empty.
         """
         every = self.directory.attempts()
         origins = [other_origin(_origins(attempt), self.config, self.directory.root) for attempt in every]
@@ -194,7 +193,7 @@ class Cell:
         return path
 
     def _other_data(self, result: Result) -> str:
-        """Describe which data have changed since a result was computed; ``""`` without a change."""
+        """Describe which data have changed since a result was computed; ``""`` if none have."""
         digests = result.get("data", {})
         names = [name for name, digest in (self.data or {}).items() if digests.get(name) != digest]
         return f"other data than newer cells: {', '.join(names)}" if names else ""
@@ -208,7 +207,7 @@ class Cell:
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
-    """Return the checkpoints from which an attempt continued. The list is empty during the run."""
+    """Return the checkpoints from which an attempt continued; an empty list while it runs."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"
@@ -217,7 +216,7 @@ def _origins(attempt: Attempt) -> list[Origin]:
 
 
 class _Source(TypedDict):
-    """Provenance of a checkpoint, and the earlier checkpoints from which its run was continued."""
+    """Entries of a checkpoint that say how it was computed, and from which other checkpoints."""
 
     provenance: list[dict[str, str]]
     continued_from: list[Origin]
@@ -243,7 +242,7 @@ def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[C
     A family consists of all cells with equal data settings and equal seed.
 
     Returns:
-        The cells that are not ``done``, given this requirement.
+        The cells that are not ``done``. This includes cells with a result on older data.
     """
     newest: dict[str, tuple[float, dict[str, str]]] = {}
     for family, state in zip((cell.family for cell in cells), states, strict=True):
@@ -264,7 +263,7 @@ def _finished(attempt: Attempt, rounds: int) -> Result | None:
 
 
 def _damaged(attempt: Attempt) -> str:
-    """Return the error that reading an attempt's result causes; empty without an error."""
+    """Return the error message if an attempt's result cannot be read, else ``""``."""
     try:
         if attempt.result.exists():
             read_result(attempt.result)

@@ -77,7 +77,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 def chosen(
     study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
 ) -> list[ChoiceFound]:
-    """Return each choice with its chosen label, whose trial has the best value of the metric.
+    """Return each choice with the chosen label: the label of the trial with the best metric.
 
     The best loss is the smallest loss. The best accuracy is the largest accuracy. Among equal
     values, the first label is chosen. A diverged trial ranks last. No label is chosen while a trial

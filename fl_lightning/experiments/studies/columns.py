@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from fl_lightning.errors import ConfigurationError, nearest
 
 UNITS = {"sent by clients": (1e6, "MB"), "training": (1.0, "s")}
-"""Units of columns in LaTeX tables: the unit's size and name, keyed by column.
+"""Size and name of the units in LaTeX tables, keyed by column.
 
-All cells of a column have the column's unit."""
+The unit is in the column's header and applies to all cells of the column."""
 
 TEXTS = ("learning rate", "seeds", "remarks")
 """Columns whose cells are text."""
@@ -22,7 +22,7 @@ FURTHER = ("published", "ours - published", "learning rate", "seeds", *COSTS, "r
 """Columns to the right of the labels and metrics, in the order of the table."""
 
 SERVER = "server/"
-"""Prefix of the names of metrics that belong to the column ``server's model``.
+"""Prefix of a metric's name. Metrics with this prefix are in the column ``server's model``.
 
 A label can replace the study's first metric with a metric of the clients' models. The column
 ``server's model`` then shows the first metric."""
@@ -44,8 +44,9 @@ def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
     ["clients' models", "clients' models on own data", "server's model"]
 
     Args:
-        metrics: Names of the table's columns, keyed by metric. A further column of the first metric
-            is named only after the evaluated models.
+        metrics: Names of the table's columns, keyed by metric. For the first metric, the name of a
+            further column is just the name of the models, such as ``clients' models``. For another
+            metric, it is, for example, ``loss of clients' models``.
     """
     columns: dict[str, str] = {}
     for number, (metric, words) in enumerate(metrics.items()):

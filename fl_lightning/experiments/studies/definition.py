@@ -71,7 +71,7 @@ def _rule(text: str) -> str:
 
 
 def _without(*names: str) -> Callable[[Config], Config]:
-    """Return a validator that raises an error if a setting has one of these names."""
+    """Return a validator that raises an error if settings include one of the given names."""
 
     def check(settings: Config) -> Config:
         for name in settings:
@@ -97,7 +97,10 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 
 
 class SettingsOfCells(TypedDict, total=False):
-    """Settings of cells, keyed by dotted name, and configuration files to merge into the base."""
+    """Settings of cells, keyed by dotted name.
+
+    The key ``config`` lists further configuration files. Their settings override the base's.
+    """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     config: Files
@@ -255,8 +258,8 @@ class Study:
         definition: Content of the file at this scale.
         scale_name: Name of the scale, such as ``quick``.
         axes: Settings of each label, keyed by axis and then by label.
-        added: Values that were added to grids. The key is the axis and the value. The entry lists
-            the labels of other axes for which the value was added.
+        added: Values that were added to grids of learning rates. Each key is a pair of axis and
+            value. Its entry lists the labels of other axes for which the value was added.
     """
 
     name: str
@@ -273,7 +276,7 @@ class Study:
 
     @property
     def choices(self) -> list[Choice]:
-        """The choices for which the axis has several labels at this scale."""
+        """The study's choices, without those whose axis has only one label at this scale."""
         return [choice for choice in self.definition.choose if len(self.axes[choice.axis]) > 1]
 
     def known_labels(self) -> dict[str, list[str]]:
@@ -313,7 +316,7 @@ class Study:
                 yield combination
 
     def extended(self, axis: str, value: float, by: Labels) -> "Study":
-        """Return the study with a further value on an axis. Only rows with labels ``by`` use it."""
+        """Return the study with one more value on an axis, for rows with the labels ``by`` only."""
         label = f"{value:g}"
         axes = {**self.axes, axis: {**self.axes[axis], label: {axis: value}}}
         added = {**self.added, (axis, label): [*self.added.get((axis, label), ()), by]}
@@ -340,12 +343,12 @@ class Study:
         return f"--config={(shipped(path, self.folder) or self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
-        """Return the metric that one of the labels sets; None if no label sets a metric."""
+        """Return the metric of the first label that has a metric; None if no label has one."""
         metrics = (self.axes[axis][label].get("metric") for axis, label in labels.items())
         return next(filter(None, metrics), None)
 
     def seeds(self, labels: Mapping[str, str]) -> list[int]:
-        """Return the seeds that one of the labels sets; if none does, the seeds of the scale."""
+        """Return the seeds of a combination: the scale's seeds, unless a label has other seeds."""
         seeds = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
         return next(filter(None, seeds), self.scale.seeds)
 
@@ -356,12 +359,12 @@ class Study:
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
-    """Return whether a combination has, on each axis in ``wanted``, one of the wanted labels."""
+    """Return whether a combination has a wanted label on each axis that ``wanted`` contains."""
     return all(labels.get(axis) in [*map(str, listed(choices))] for axis, choices in wanted.items())
 
 
 def rows_of(published: Mapping[str, object]) -> dict[str, object]:
-    """Return, keyed by axis, the labels of the rows to which a published value belongs."""
+    """Return the labels of the rows to which a published value belongs, keyed by axis."""
     return {axis: labels for axis, labels in published.items() if axis not in ("value", "deviation")}
 
 

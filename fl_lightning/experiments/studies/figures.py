@@ -81,10 +81,10 @@ def write_figures(folder: Path, found: Found, titles: bool = False) -> list[Path
 
 
 def pictures(found: Found) -> list[Picture]:
-    """Return the figures for which data exist. They are values against axes, heat maps and curves.
+    """Return the figures for which data exist: values against axes, heat maps and curves.
 
     Args:
-        found: Findings of a study, with paths at which the run directories exist.
+        found: Findings of a study. Their paths must lead to existing run directories.
     """
     metric, axes = next(iter(found["metrics"].values())), varied(found)
     drawable = []
@@ -183,15 +183,15 @@ def curves_figure(
 
 @paper_style()
 def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
-    """Draw the first metric against an axis of the study.
+    """Draw the study's first metric. The horizontal axis shows the labels of an axis of the study.
 
-    If the labels are numbers, lines join the values. Otherwise each label has the same colour and
-    marker as in the figure of learning curves. Published values are hollow markers. The vertical
-    axis need not include 0.
+    If the labels are numbers, lines join the values. If they are words, each label has the same
+    colour and marker as in the figure of learning curves. Hollow markers show published values. The
+    vertical axis does not always include 0.
 
     Args:
         found: Findings of a study.
-        axis: Axis along which the metric is drawn.
+        axis: Name of the study's axis whose labels are drawn horizontally.
         title: Lines of the title.
     """
     grid, labels = Grid(found, title, axis), found["axes"][axis]
@@ -213,8 +213,8 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
                 look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line}
                 bars = np.transpose(ranges)
                 seeds += [len(values) for _, values in done if len(values) > 1]
-                caps = 3 * bool(bars.any())  # draw no caps if no bar has a length
-                name = label if numeric else "_"  # the axis already shows labels that are words
+                caps = 3 * bool(bars.any())  # no caps if all bars have length 0
+                name = label if numeric else "_"  # words label the axis, not the legend
                 axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=name)
             published = [(x, group["published"]) for x, _, group in drawn if group["published"] is not None]
             if published:
@@ -313,9 +313,9 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
 
 
 def _range_in_words(what: str, seeds: Sequence[int]) -> str:
-    """Describe a band or bars, such as ``"band: min to max of 3 seeds"``.
+    """Describe what a band or bars show, such as ``"band: min to max of 3 seeds"``.
 
-    Without seeds, the description is ``""``.
+    If no values of seeds are drawn, the description is ``""``.
     """
     counts = " to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))) if seeds else ""
     return f"{what}: min to max of {counts} seeds" if seeds else ""

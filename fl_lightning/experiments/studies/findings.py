@@ -1,4 +1,7 @@
-"""Findings of a study, which are the content of ``study.json``: values by labels and seed."""
+"""Findings of a study: the values for each combination of labels and for each seed.
+
+The findings are stored in ``study.json``.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +32,7 @@ def findings(
     accept_stale: bool = False,
     diverged: Collection[Path] = (),
 ) -> Found:
-    """Return the plain values from which tables, figures and the report are made.
+    """Return the findings of a study, from which tables, figures and the report are made.
 
     Args:
         study: The study.
@@ -91,7 +94,7 @@ def _group(
 ) -> Group:
     """Return the findings of a combination of labels. A combination has one cell for each seed.
 
-    ``local`` has the names of further metrics of methods whose clients keep state.
+    ``local`` names the additional metrics of methods whose clients keep state between rounds.
     """
     labels, first = cells[0].labels, cells[0].config["model"]
     names, published = [*study.definition.metrics], study.published(labels)
@@ -127,7 +130,7 @@ def _group(
 
 
 def _reads(group: Group) -> list[str | None]:
-    """Return the metric of a combination and the directories of its runs."""
+    """Return a list of the combination's metric and the directories of the combination's runs."""
     return [group["metric"], *(run["directory"] for run in group["runs"])]
 
 

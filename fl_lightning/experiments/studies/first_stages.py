@@ -1,6 +1,7 @@
-"""First stages of runs: runs that differ only in T* are equal until the smallest T*.
+"""First stages of runs, which several runs can share.
 
-T* is the last round in which a method such as FixBN trains with batch statistics.
+T* is the last round in which a method such as FixBN trains with batch statistics. If runs differ
+only in T*, they are equal up to the smallest T*. These rounds are their first stage.
 """
 
 import json
@@ -82,9 +83,10 @@ def _entries(config: Config) -> list[str]:
 
 @cache
 def _same_until(entry: str, rounds: int) -> int | None:
-    """Return the result of ``same_until`` of a method.
+    """Return the T* of a method, which its function ``same_until`` computes.
 
-    ``entry`` is the configuration of a callback. If the callback is not a method, return None.
+    ``entry`` is the configuration of a callback as JSON. If the callback is not a method, return
+    None.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--method", type=FederatedCallback)

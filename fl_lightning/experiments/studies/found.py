@@ -54,8 +54,8 @@ class Group(TypedDict):
         values: For each metric, the value of each seed.
         runs: Findings of the runs.
         same_as: Labels of an earlier combination with the same runs and metric, or None.
-        costs_of: Labels of the combination that has the same runs but no own ``metric``. None if
-            this combination has no own ``metric``.
+        costs_of: Labels of a combination that has the same runs, but uses the study's first metric.
+            None if this combination also uses the study's first metric.
     """
 
     labels: Labels
@@ -73,12 +73,12 @@ ChoiceFound = TypedDict(
     "ChoiceFound",
     {
         "axis": str,
-        "sets": NotRequired[list[str]],  # names of all settings that the labels of the axis set
+        "sets": NotRequired[list[str]],  # names of all settings that the axis's labels set
         "for": Labels,  # labels of the axes ``by``, for which this choice is made
-        "at": NotRequired[Labels],  # labels of other axes during the trials
+        "at": NotRequired[Labels],  # labels that the trials have on the other axes
         "metric": str,
-        "seed": NotRequired[int],  # seed of the trials
-        "chosen": str | None,  # None before all trials are done
+        "seed": NotRequired[int],  # seed with which the trials run
+        "chosen": str | None,  # the chosen label; None until all trials are done
         # value of the metric for each label; None for a trial without a result
         "values": dict[str, float | None],
         "extended": NotRequired[list[str]],  # values that were added at the grid's edge

@@ -1,4 +1,7 @@
-"""Panels of figures. One axis of a study gives the curves; all other axes give the panels."""
+"""Panels of a study's figures.
+
+Each label of one axis is a curve. Each combination of labels of the other axes is a panel.
+"""
 
 from collections.abc import Iterator, Sequence
 from math import isfinite
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PUBLISHED = "published"
-"""Name of published values in the legend."""
+"""Text in a figure's legend for values that a paper has published."""
 
 BAND = 0.18
 """Opacity of a band over seeds."""

@@ -26,13 +26,13 @@ from fl_lightning.experiments.studies.definition import (
 )
 
 _NO_SUCH_KEY = "unexpected_keyword_argument"
-"""Type of pydantic's error for an unknown key."""
+"""Name that pydantic gives to the error about an unknown key."""
 
 _LARGEST = 10**7
 """Largest number of characters of a study's file, counted after YAML aliases are expanded."""
 
 _NO_KEYS = ("[key]", "(values)", "(labels)")
-"""Parts that occur in pydantic's error locations, but are not keys of the file."""
+"""Parts of a location in pydantic's errors that are not keys of the study's file."""
 
 _WORDS = {
     "dataclass_type": "must be a mapping",
@@ -46,7 +46,7 @@ _WORDS = {
     "too_short": "must not be empty",
     "too_long": "must have at most three entries",
 }
-"""Messages, keyed by the type of pydantic's error. Pydantic's own messages use terms of Python."""
+"""Messages that replace pydantic's, which use terms of Python. The keys are types of errors."""
 
 
 def read_study(path: Path, scale: str) -> Study:
@@ -98,7 +98,7 @@ class _Loader(yaml.SafeLoader):
         self.mistakes: list[str] = []
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Read a mapping, and record its duplicate keys, since the dict has each key only once."""
+        """Read a mapping as a dict, and record the keys that the mapping contains twice."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -190,7 +190,7 @@ def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, lis
     axes: dict[str, dict[str, Dotted]] = {}
     for axis in dict.fromkeys([*definition.axes, *scale.axes]):
         every, chosen = definition.axes.get(axis), scale.axes.get(axis)
-        # the scale lists all values
+        # use only the scale's list, which contains all values of the axis
         if every is None or (isinstance(chosen, list) and isinstance(every, list)):
             axes[axis] = labels_of(axis, chosen or [])
             continue

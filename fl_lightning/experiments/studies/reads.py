@@ -19,7 +19,7 @@ from fl_lightning.experiments.studies.found import Labels
 from fl_lightning.round.module import FederatedModule
 
 _SHIPPED = ("fl_lightning.", "lightning.")
-"""Packages with callbacks that log the same metrics during training and at the end."""
+"""Packages whose callbacks log the same metrics during training and at the end of a run."""
 
 _HEAD = 1 << 18
 """Number of bytes to read from the start of a ``metrics.jsonl``; enough for hundreds of rounds."""
@@ -98,7 +98,7 @@ class Reads:
 
 def logged(cell: Cell, state: State) -> set[str]:
     """Return the metrics that a cell's result has or will have. If unknown, the set is empty."""
-    if state.phase not in ("done", "running"):  # a stale run may log other metrics
+    if state.phase not in ("done", "running"):  # in a new run, a stale cell may log other metrics
         return set()
     if state.result is not None:
         return {*metric_values(state.result)}
@@ -113,11 +113,11 @@ def logged(cell: Cell, state: State) -> set[str]:
 
 
 def texts(module: FederatedModule, config: Config) -> set[str]:
-    """Return texts such as ``accuracy``. Every evaluation metric of a cell contains one of them.
+    """Return texts such as ``accuracy``. Each evaluation metric of a cell has one in its name.
 
-    The metrics of variants, clients and personal models have further prefixes and suffixes. The
-    user's own classes may log any metric. In a run with such classes, the only text is therefore
-    the empty text.
+    The names of metrics of variants, clients and personal models also have other prefixes and
+    suffixes. If a run uses the user's own classes, its metrics can have any name. The only text is
+    then the empty text, which every name contains.
     """
     if not _is_shipped(config) or not type(module.task).__module__.startswith(_SHIPPED):
         return {""}

@@ -45,7 +45,8 @@ SCALES = {
     "reduced": "Smaller than the paper, see the settings below; orderings of methods can be compared, numbers cannot.",
     "full": "The paper's setting except for what the title says, or the largest setting of a study of our own.",
 }
-"""Meaning of each scale, keyed by the first part of its name: ``full`` for ``full_lenet``."""
+"""Meaning of each scale, keyed by the first part of its name, such as ``full`` in ``full_lenet``.
+"""
 
 _SETTINGS = {
     "data": "data",
@@ -226,7 +227,7 @@ def _in_words(configs: Sequence[Config]) -> dict[str, str]:
 
 
 def _run(run: RunFound, label: str, home: Path) -> dict[str, object]:
-    """Return the values that the template needs for a run. They are findings, label and links."""
+    """Return what the template needs for a run: the run's findings, its label, and links."""
     place = Path(run["directory"])
     shown = {path.name: _link(path, home) for name in _LINKS if (path := place / name).is_file()}
     identity = place / "wandb_id"
@@ -247,10 +248,10 @@ def _link(path: Path, home: Path) -> str:
 
 
 def _provenance(found: Found) -> Mapping[str, Mapping[str, int]]:
-    """Count the runs for each source hash, for each version, for each executor and so on."""
+    """Count how many runs have each source hash, each package version, each executor and so on."""
     counts: dict[str, Counter[str]] = {}
     for run in (run for group in found["groups"] for run in group["runs"] if "environment" in run):
-        computed = run.get("computed_by", {})  # missing in an older study.json
+        computed = run.get("computed_by", {})  # an older study.json has no such key
         sources = ", ".join(dict.fromkeys(str(entry.get("source")) for entry in run["provenance"]))
         every = {
             **run["environment"],

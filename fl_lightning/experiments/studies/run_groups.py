@@ -21,7 +21,7 @@ from fl_lightning.experiments.studies.found import Found, Group
 from fl_lightning.round.directions import best_is
 
 Runs = dict[int, Attempt]
-"""Attempts with one configuration, keyed by seed."""
+"""Attempts that have the same configuration but different seeds, keyed by seed."""
 
 
 class Key(NamedTuple):
@@ -183,8 +183,8 @@ def _hash_of(attempt: Attempt, config: Config) -> str:
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
     """Group the runs of a configuration. The runs in a group have different seeds.
 
-    If all seeds differ, all runs are one group. Otherwise the runs of each folder are a group. If
-    two runs in one folder have equal seeds, every run is a group of its own.
+    If all runs have different seeds, they form one group. Otherwise the runs in each folder form a
+    group. If two runs in one folder have equal seeds, each run forms a separate group.
     """
     newest: dict[Path, tuple[int, Attempt]] = {}
     for seed, attempt in attempts:

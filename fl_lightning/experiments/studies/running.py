@@ -20,7 +20,7 @@ from fl_lightning.experiments.studies.sharing import share_first_stages
 from fl_lightning.files import write_text
 
 _PAUSE = 0.5  # seconds between two checks of all cells
-# seconds until a shared file system surely shows the files that another machine wrote
+# time in seconds after which another machine's files are visible on a shared file system
 _PATIENCE = 60.0
 
 
@@ -172,7 +172,7 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        # study_cell instead of fit: a killed command that is rerun finds its newest checkpoint
+        # study_cell, unlike fit, resumes from the newest checkpoint if the command is run again
         command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
         branch = cell.branch(self.accept_stale)
         command += [f"--branch={branch.resolve()}"] if branch is not None else []

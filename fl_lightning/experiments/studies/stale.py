@@ -1,4 +1,4 @@
-"""Detection of stale results, which other source code or other package versions have computed."""
+"""Detection of stale results: source code or package versions have changed since the run."""
 
 from collections.abc import Mapping
 

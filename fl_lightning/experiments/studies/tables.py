@@ -188,7 +188,10 @@ def published_in_words(group: Group) -> str:
 
 
 def learning_rate(group: Group, found: Found) -> str:
-    """Return a text with a combination's learning rate, and whether it was given or chosen."""
+    """Return a combination's learning rate as text; ``""`` if it is unknown.
+
+    The text also says whether the learning rate was given, or chosen on validation data.
+    """
     if group["learning_rate"] is None:
         return ""
     rates = ("client_optimizer.lr", "client_optimizer.init_args.lr")
@@ -208,13 +211,13 @@ def choice_in_words(choice: ChoiceFound) -> str:
         f"{label}: {'-' if x is None else f'{x:.3f}' if isfinite(x) else 'diverged'}"
         for label, x in choice["values"].items()
     )
-    seed = f" of seed {choice['seed']}" if "seed" in choice else ""  # missing in an older study.json
+    seed = f" of seed {choice['seed']}" if "seed" in choice else ""  # older files have no seed
     how = f"{choice['metric']}{seed}{_at(choice)}{_kind_of(choice)} ({', '.join(values)})"
     return f"{choice['axis']}{' of ' * bool(combination)}{combination}: {choice['chosen']}, by {how}"
 
 
 def _at(choice: ChoiceFound) -> str:
-    """Return a text with the labels of other axes during the trials; empty without other axes."""
+    """Return a text with the labels that the trials have on other axes; ``""`` if none exist."""
     labels = [f"{axis.rpartition('.')[2]}={label}" for axis, label in choice.get("at", {}).items()]
     others = " and ".join(label.partition("=")[0] for label in labels)
     return f" at {', '.join(labels)}, used at every {others}" if labels else ""
@@ -302,7 +305,10 @@ def _smaller(found: Found) -> str:
 
 
 def seeds_of(found: Found) -> str:
-    """Return the finished seeds of rows, such as ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
+    """Return the finished seeds of a table's rows.
+
+    An example is ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``.
+    """
     runs = [group["runs"] for group in found["groups"]]
     done = [sorted(run["seed"] for run in row if run["phase"] == "done") for row in runs]
     rows = [*filter(None, done)] or [sorted(run["seed"] for run in row) for row in runs]

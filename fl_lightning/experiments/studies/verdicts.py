@@ -158,7 +158,7 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
     tested: dict[int, tuple[float, float]] = {}
     adjusted, level = 0.0, error
     for rank, index in enumerate(order):
-        # the level stays once the procedure has ended
+        # after a p-value above its level, Holm's procedure ends, and the level stays the same
         level = error / (len(values) - rank) if adjusted <= error else level
         adjusted = max(adjusted, min(1.0, (len(values) - rank) * values[index]))
         tested[index] = adjusted, level
@@ -211,7 +211,7 @@ def _shown(p: float) -> str:
 
 
 def _has_labels(claim: Claim, found: Found) -> bool:
-    """Return whether all labels of a claim exist at this scale."""
+    """Return whether the study, at its scale, has all labels that a claim names."""
     named = [*claim.fixed.items(), *(item for side in claim.constraints for item in side.items())]
     return all(label in found["axes"][axis] for axis, label in named)
 

@@ -212,14 +212,14 @@ def _fork() -> int:
 def _show(arguments: Sequence[str]) -> None:
     """Overwrite the arguments of this process, so that ``ps`` shows the module's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    # start and end are 0 if this process lacks permission
+    # addresses where the arguments start and end; without permission to read them, both are 0
     start, end = int(fields[45]), int(fields[46])
     line = "\0".join([sys.executable, "-m", sys.argv[2], *arguments]).encode()[: max(end - start - 1, 0)]
     ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 
 
 def main() -> None:
-    """Serve requests; in a fork, run the module."""
+    """Serve requests. Each request makes a fork, and the fork runs the module."""
     name = sys.argv[2]
     module = importlib.import_module(name)
     getattr(module, "preload", lambda: None)()

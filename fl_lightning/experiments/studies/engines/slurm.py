@@ -39,7 +39,7 @@ class SlurmEngine(Engine):
         ConfigurationError: Slurm is not installed on this machine.
     """
 
-    cores = gpus = _ARRAY  # upper limits only: Slurm decides how many jobs run at a time
+    cores = gpus = _ARRAY  # upper limits: Slurm decides how many jobs run at a time
 
     def __init__(self, cluster: str = "slurm") -> None:
         if cluster == "slurm":
