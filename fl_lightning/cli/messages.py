@@ -76,7 +76,8 @@ def explain(
     Args:
         message: Message of the parser.
         settings: Names of all settings that the parser knows.
-        owner: Class whose settings the parser reads; empty for several classes.
+        owner: Name of the class whose settings the parser reads. The name is empty if the parser
+            reads the settings of several classes.
         given: Settings of the user, keyed by plain name.
 
     Returns:

@@ -30,7 +30,8 @@ class ConciseParser(LightningArgumentParser):
     """A parser whose errors have one line. It does not accept abbreviated names of settings.
 
     Attributes:
-        owner: Class whose settings the parser reads; empty for several classes.
+        owner: Name of the class whose settings the parser reads. The name is empty if the parser
+            reads the settings of several classes.
         given: The user's settings. Error messages take file names, line numbers and similar names
             from these settings.
     """
@@ -88,7 +89,10 @@ class ConciseParser(LightningArgumentParser):
                 action.default = None
 
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
-        """Raise an error if a default is a class with required arguments, as for ShuffleNetV2."""
+        """Raise an error if a setting's default is a class that cannot be made without arguments.
+
+        An example is a setting of ShuffleNetV2.
+        """
         for action in self._actions:
             if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
                 path = action.default["class_path"]

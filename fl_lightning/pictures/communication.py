@@ -69,10 +69,10 @@ def _quality(rows: Rows) -> str | None:
 
 
 def _curve(rows: Rows, cost: str, quality: str, *, log: bool) -> tuple[Series, Series]:
-    """Return the costs and qualities of all evaluated rounds.
+    """Return the cost and the quality of the model after each evaluated round.
 
-    If ``log`` is True, the axis is logarithmic. The initial model is then omitted, since its cost
-    is 0.
+    If ``log`` is True, the cost is drawn on a logarithmic axis. The initial model is then omitted,
+    since its cost is 0.
     """
     pairs = [
         (float(row.get(cost, 0.0)), float(row[quality]))

@@ -81,7 +81,7 @@ def partition_figure(
 
 @paper_style()
 def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
-    """Draw a bar for each client: its number of training samples. The data have no classes."""
+    """Draw a bar with each client's number of training samples, for data without classes."""
     figure = new_figure(2.4, title)
     axes = figure.subplots()
     axes.bar(range(len(sizes)), sizes, 0.8 if len(sizes) <= 100 else 1.0, color=GREY)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Policy = Mapping[str, Sequence[Sequence[Any]]]
-"""Stages of each kind of state. A stage has a first round and a treatment.
+"""The stages of each kind of state. A stage is a pair of its first round and the treatment.
 
-If a method finds the first round during training, the stage has the method's name instead of a
-first round."""
+If a method finds the first round during training, the pair has the method's name in place of this
+round."""
 
 
 @paper_style()

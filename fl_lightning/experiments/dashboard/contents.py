@@ -29,7 +29,8 @@ def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dic
     Args:
         attempt: The run's folder.
         settings: The run's W&B settings.
-        group: The W&B group of all runs that have this configuration and any seed.
+        group: The run's W&B group. All runs with this configuration are in this group, whatever
+            their seed.
     """
     given = os.environ.get
     facts = json.loads(attempt.identity.read_text())

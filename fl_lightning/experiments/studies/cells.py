@@ -27,7 +27,7 @@ Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 - ``done``: The cell has a result.
 - ``stale``: The result was computed with source code, package versions or data that have changed.
 - ``running``: A process trains the cell.
-- ``stopped``: The cell has a checkpoint to resume.
+- ``stopped``: The cell is not running, but can resume from a checkpoint.
 - ``failed``: The newest attempt ended with an error.
 - ``missing``: The cell has no usable attempt.
 
@@ -72,7 +72,7 @@ class Cell:
         parent: Cell that trains the first ``shared_rounds`` rounds for this cell, or None.
         shared_rounds: Number of rounds shared with the parent.
         keep_rounds: Rounds whose checkpoints are kept because other cells continue from them.
-        data: Digests of the data that a result must be computed on; None if unknown.
+        data: Digests of the data on which a result must be computed; None if unknown.
     """
 
     labels: dict[str, str]

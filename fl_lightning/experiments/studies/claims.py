@@ -21,9 +21,9 @@ class Claim(NamedTuple):
     """A parsed claim.
 
     Attributes:
-        sides: Text of each compared side.
-        constraints: Labels of each side, keyed by axis.
-        fixed: Labels after ``at``, keyed by axis.
+        sides: Text of each side. For example, the sides of ``"GN > BN at E=1"`` are GN and BN.
+        constraints: For each side, the labels that it names. They are keyed by axis.
+        fixed: The labels that follow ``at``, keyed by axis.
         margin: Margin of equality; None for an ordering.
     """
 

@@ -107,7 +107,7 @@ class SettingsOfCells(TypedDict, total=False):
 
 
 class SettingsOfLabel(SettingsOfCells, total=False):
-    """Settings of a label. A label may also set a metric and seeds."""
+    """Settings of a label, and optionally a metric and seeds that replace the study's."""
 
     metric: Name
     seeds: Seeds

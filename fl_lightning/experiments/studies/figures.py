@@ -286,7 +286,7 @@ def heat_figure(
 
 
 def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tuple[Series, Series]:
-    """Return the x values ``[points]`` and the metrics ``[seeds, points]`` of a band.
+    """Return the data of a band over seeds: x values ``[points]``, metrics ``[seeds, points]``.
 
     The points are the rounds that all seeds have logged. Unfinished runs are used only if no run is
     finished. If a label sets a metric, such as ``test/accuracy_silobn``, this metric replaces

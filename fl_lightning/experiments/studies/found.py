@@ -51,7 +51,7 @@ class Group(TypedDict):
         published: Published value, or None.
         published_deviation: Published standard deviation over seeds, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
-        values: For each metric, the value of each seed.
+        values: Values of the runs. The keys are the metric and then the seed.
         runs: Findings of the runs.
         same_as: Labels of an earlier combination with the same runs and metric, or None.
         costs_of: Labels of a combination that has the same runs, but uses the study's first metric.
@@ -79,9 +79,9 @@ ChoiceFound = TypedDict(
         "metric": str,
         "seed": NotRequired[int],  # seed with which the trials run
         "chosen": str | None,  # the chosen label; None until all trials are done
-        # value of the metric for each label; None for a trial without a result
+        # the metric in each label's trial; None for a trial without a result
         "values": dict[str, float | None],
-        "extended": NotRequired[list[str]],  # values that were added at the grid's edge
+        "extended": NotRequired[list[str]],  # values by which the grid was extended
     },
 )
 """A choice of a label, made on validation data."""

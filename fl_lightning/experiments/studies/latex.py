@@ -115,7 +115,10 @@ def latex_table(
 
 
 def _head(name: str, side: str) -> str:
-    """Return a column's name in LaTeX. A long name has two lines, which are aligned at ``side``."""
+    """Return a column's name in LaTeX.
+
+    A long name is broken into two lines. ``side`` is the alignment of these lines, such as ``l``.
+    """
     if len(name) <= _LONG or " " not in name:
         return escaped(name)
     half = min((x.start() for x in re.finditer(" ", name)), key=lambda place: abs(2 * place - len(name)))

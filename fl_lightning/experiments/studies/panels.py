@@ -18,7 +18,7 @@ PUBLISHED = "published"
 """Text in a figure's legend for values that a paper has published."""
 
 BAND = 0.18
-"""Opacity of a band over seeds."""
+"""Opacity of a band that shows the range of values over seeds."""
 
 
 class Grid:

@@ -31,7 +31,8 @@ class Key(NamedTuple):
         name: Name of the runs.
         hashed: Hash of the runs' configuration.
         rounds: Planned rounds; None if no file states them.
-        place: Folder of the runs if another folder has equal runs, else empty.
+        place: Folder of the runs. It is empty if no other folder has runs that are equal up to the
+            seed.
     """
 
     name: str

@@ -30,7 +30,7 @@ from fl_lightning.files import csv_text, write_text
 from fl_lightning.round.directions import best_is
 
 Rows = tuple[list[str], list[list[str]]]
-"""Table: the names of its columns, and the cells of each row."""
+"""A table as two lists. The first has the names of columns, and the second has the rows."""
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
@@ -126,9 +126,9 @@ def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), 
 
 
 def named_metrics(found: Found) -> list[str]:
-    """Return the names of the metrics' columns.
+    """Return the names of the columns that show metrics.
 
-    A report rule other than ``last`` is a part of the names.
+    Each name also contains the study's report rule, unless this rule is ``last``.
     """
     rule = found.get("report", LAST)
     return [name + f", {rule_in_words(rule)}" * (rule != LAST) for name in found["metrics"].values()]

@@ -30,7 +30,7 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that the job has in addition to those of the study's process."""
+        """Environment variables that a job has in addition to the environment of the study."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
