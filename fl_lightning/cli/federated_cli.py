@@ -74,7 +74,10 @@ class FederatedCLI(LightningCLI):
         """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the run's name, its checkpoints and the links between data and model."""
+        """Add the settings of a run to the parser, such as ``--name`` and the checkpoints.
+
+        Also link the model's settings to the data, and the seeds to ``seed_everything``.
+        """
         words = "folder of the run in --run_root (default: stem of the YAML)"
         parser.add_argument("--name", type=str | None, default=None, help=words)
         parser.add_argument("--run_root", type=str, default="runs", help="folder of all runs")

@@ -42,9 +42,10 @@ def main(args: Sequence[str]) -> None:
     the same cell, or a scheduler could start it twice.
 
     Args:
-        args: File with the configuration of the cell, and options. ``--branch`` names a parent's
-            checkpoint, for a cell without a checkpoint. ``--data`` gives the required digests of
-            the data as JSON. ``--accept-stale`` accepts stale results.
+        args: File with the configuration of the cell, and options. ``--branch`` names a checkpoint
+            of the parent cell. A cell that has no checkpoint continues from it. ``--data`` gives
+            the required digests of the data as JSON. With ``--accept-stale``, a stale result counts
+            as a result.
     """
     parser = ArgumentParser()
     parser.add_argument("file", type=Path)

@@ -21,7 +21,7 @@ _MAX_BARS = 200  # with more classes than this, bars are thinner and have no lab
 def clients_figure(
     record: "PartitionRecord", class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """Draw the samples of each client and class. Without classes, draw the clients' sizes."""
+    """Draw the number of samples of each client and class; without classes, of each client."""
     if record.get("class_histogram"):
         return partition_figure(record["class_histogram"], class_names, title)
     return client_sizes_figure(record["sizes"], title)
@@ -31,7 +31,9 @@ def clients_figure(
 def partition_figure(
     histogram: Sequence[Sequence[int]], class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """Draw a heat map of samples by client (row) and class (column). Draw clients' sizes as bars.
+    """Draw a heat map of the number of samples, with a row per client and a column per class.
+
+    Bars beside the heat map show each client's total number of samples.
 
     If there are more than 250 clients, they are sorted by their most frequent class and by the
     share of this class. Neighbouring clients are then averaged, which gives 250 rows.

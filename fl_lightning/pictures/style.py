@@ -84,7 +84,7 @@ class Panel(NamedTuple):
 
     Attributes:
         axis: Label of the y-axis.
-        curves: Label of each metric's curve.
+        curves: Labels of the curves, keyed by metric.
         heading: Name of the quantity, with a hint on how to read it.
         zero: Whether a line marks 0.
     """

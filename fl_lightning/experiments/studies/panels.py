@@ -91,7 +91,7 @@ class Grid:
         if bars:
             handles[bars] = Line2D([], [], color=GREY, marker="|", markersize=10, linestyle="none")
         if len(handles) > 1 or bars or PUBLISHED in handles:
-            # the entry of published values is the last entry
+            # move the entry of published values to the end of the legend
             handles = dict(sorted(handles.items(), key=lambda handle: handle[0] == PUBLISHED))
             columns = max(1, min(4, 105 // (max(map(len, handles)) + 8)))
             self._figure.legend(

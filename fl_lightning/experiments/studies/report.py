@@ -81,7 +81,7 @@ def write_report(
         directories: Folders of studies and run directories. Each study has a section of the page;
             all runs share one section.
         output: HTML file. Links to run directories are relative to the file's folder. Default:
-            ``report.html``. For a single study, it is in the study's folder, otherwise in the
+            ``report.html``, which is in the study's folder for a single study, and otherwise in the
             working directory.
         columns: Columns after the labels. If this argument is given, all tables are rewritten.
             Tables of runs are written to the page's folder.

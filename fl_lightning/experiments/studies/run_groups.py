@@ -31,8 +31,8 @@ class Key(NamedTuple):
         name: Name of the runs.
         hashed: Hash of the runs' configuration.
         rounds: Planned rounds; None if no file states them.
-        place: Folder of the runs. It is empty if no other folder has runs that are equal up to the
-            seed.
+        place: Folder of the runs. It is empty if no other group has the same name, hash and number
+            of rounds.
     """
 
     name: str

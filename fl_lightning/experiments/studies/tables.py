@@ -224,7 +224,10 @@ def _at(choice: ChoiceFound) -> str:
 
 
 def _kind_of(choice: ChoiceFound) -> str:
-    """Return a warning if all trials diverged, or if the chosen value is at the grid's edge."""
+    """Return remarks on a choice, such as ``", edge of the grid"``; ``""`` without a remark.
+
+    The other remarks are that all trials diverged, and that the grid was extended.
+    """
     if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
         return ", the first, since all diverged"
     added = choice.get("extended", [])

@@ -49,10 +49,11 @@ class Comparison(NamedTuple):
 
     @classmethod
     def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
-        """Return the comparison, given paired differences. Two equal differences count as one.
+        """Return the comparison of two combinations, given the paired differences of their runs.
 
-        Accuracies are multiples of 1 / (number of test samples). Two differences may therefore be
-        equal by chance. Their standard deviation would be 0, and this would decide any claim.
+        If there are only two differences and they are equal, they count as one. They can be equal
+        by chance, because accuracies are multiples of 1 / (number of test samples). Their standard
+        deviation would be 0, which would decide any claim.
         """
         n = len(differences)
         n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=1e-9) else n
