@@ -22,7 +22,7 @@ class Given(NamedTuple):
         name: Dotted name as the user wrote it.
         value: Value of the setting.
         file: File that gives the setting; empty for the command line.
-        line: Number of the file's line in which the setting's key is.
+        line: Line number of the setting's key in the file.
     """
 
     name: str

@@ -142,7 +142,9 @@ def explain(
 
 
 def _not_importable(path: str) -> str:
-    """Describe why an object in a dict cannot be created from its class.
+    """Return the reason why a class cannot be instantiated.
+
+    The class is named in a setting whose value is a dict of objects.
 
     Args:
         path: Dotted path of the class.
@@ -292,7 +294,7 @@ def command() -> Iterator[None]:
 
 
 class _Output:
-    """An output stream that does not fail after its reader has closed. It then discards output."""
+    """An output stream that does not fail if its reader has closed. It then discards all output."""
 
     def __init__(self, stream: TextIO, nowhere: TextIO) -> None:
         self._stream, self._nowhere = stream, nowhere

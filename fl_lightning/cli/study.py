@@ -244,8 +244,7 @@ class StudyCells:
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
-    # twice: the first time finds which data are the newest, and the second time uses only trials
-    # on these data
+    # the first pass finds the newest data, and the second pass uses only trials on these data
     for _ in range(2):
         choices = chosen(cells.study, cells.trials, accept_stale)
         while cells.extend(choices):

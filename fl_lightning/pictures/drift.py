@@ -38,7 +38,7 @@ _LOOKS = ((BLUE, "-", "."), (VERMILLION, "--", "."), (BLACK, ":", "."))
 _REACH = {
     "bn/gradient_deviation": 1.0,
     "gradient_deviation": 1.0,
-}  # a metric's axis ends at this value or higher, so that rounding errors are close to 0
+}  # a metric's axis always includes this value, so that rounding errors look small
 
 
 def has_drift(rows: Rows) -> bool:

@@ -21,7 +21,7 @@ _MAX_BARS = 200  # with more classes than this, bars are thinner and have no lab
 def clients_figure(
     record: "PartitionRecord", class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """Draw the number of samples of each client and class; without classes, of each client."""
+    """Draw the number of samples of each client, by class if the data have classes."""
     if record.get("class_histogram"):
         return partition_figure(record["class_histogram"], class_names, title)
     return client_sizes_figure(record["sizes"], title)

@@ -109,7 +109,10 @@ def media(attempt: Attempt) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[Any]]]:
-    """Return a CSV file's columns and rows. Numbers become int or float, and empty cells None."""
+    """Return a CSV file's columns and rows.
+
+    Texts of numbers become int or float, and empty cells become None.
+    """
     with path.open(newline="") as file:
         columns, *rows = csv.reader(file)
     cells = [_typed(column) for column in zip(*rows, strict=True)]

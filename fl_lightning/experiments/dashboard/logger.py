@@ -94,7 +94,7 @@ class RoundWandbLogger(Logger):
                     self._define(tested := contents.tested(self.attempt))
                 # files that W&B has not uploaded yet stay in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # add to the last step, which W&B does not write before the next step begins
+                # W&B writes a step when the next step begins: the last step can still be extended
                 self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)

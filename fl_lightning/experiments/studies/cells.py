@@ -216,7 +216,7 @@ def _origins(attempt: Attempt) -> list[Origin]:
 
 
 class _Source(TypedDict):
-    """Entries of a checkpoint that say how it was computed, and from which other checkpoints."""
+    """Provenance of a checkpoint, and a list of the checkpoints from which its run continued."""
 
     provenance: list[dict[str, str]]
     continued_from: list[Origin]

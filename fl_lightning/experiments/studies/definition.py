@@ -343,7 +343,7 @@ class Study:
         return f"--config={(shipped(path, self.folder) or self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
-        """Return the metric of the first label that has a metric; None if no label has one."""
+        """Return the metric of the first label that sets a metric; None if no label sets one."""
         metrics = (self.axes[axis][label].get("metric") for axis, label in labels.items())
         return next(filter(None, metrics), None)
 

@@ -214,7 +214,7 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
                 bars = np.transpose(ranges)
                 seeds += [len(values) for _, values in done if len(values) > 1]
                 caps = 3 * bool(bars.any())  # no caps if all bars have length 0
-                name = label if numeric else "_"  # words label the axis, not the legend
+                name = label if numeric else "_"  # words are on the axis, not in the legend
                 axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=name)
             published = [(x, group["published"]) for x, _, group in drawn if group["published"] is not None]
             if published:

@@ -1,4 +1,4 @@
-"""First stages of runs, which several runs can share.
+"""First stages of runs. Several runs can share a first stage.
 
 T* is the last round in which a method such as FixBN trains with batch statistics. If runs differ
 only in T*, they are equal up to the smallest T*. These rounds are their first stage.

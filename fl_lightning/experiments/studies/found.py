@@ -51,7 +51,7 @@ class Group(TypedDict):
         published: Published value, or None.
         published_deviation: Published standard deviation over seeds, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
-        values: Values of the runs. The keys are the metric and then the seed.
+        values: Values of the runs, keyed by metric and then by seed.
         runs: Findings of the runs.
         same_as: Labels of an earlier combination with the same runs and metric, or None.
         costs_of: Labels of a combination that has the same runs, but uses the study's first metric.

@@ -30,7 +30,7 @@ from fl_lightning.files import csv_text, write_text
 from fl_lightning.round.directions import best_is
 
 Rows = tuple[list[str], list[list[str]]]
-"""A table as two lists. The first has the names of columns, and the second has the rows."""
+"""A table: the list of its columns' names, and the list of its rows."""
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
