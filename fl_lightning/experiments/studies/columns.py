@@ -38,7 +38,7 @@ _MODELS = {"personal": "clients' models", "own": "clients' models on own data"}
 
 
 def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
-    """Return the further columns, keyed by metric, for methods whose clients keep state.
+    """Return the names of further columns for methods whose clients keep state, keyed by metric.
 
     >>> [*local_metrics({"test/accuracy": "accuracy"}).values()]
     ["clients' models", "clients' models on own data", "server's model"]

@@ -1,4 +1,4 @@
-"""Definition of a study at three scales: base, axes, seeds, published values and claims.
+"""Definition of a study: its axes, seeds, published values and claims, at three scales.
 
 These types are the schema of a study's file. pydantic checks the whole file against the schema.
 :mod:`fl_lightning.experiments.studies.reading` rewrites pydantic's error messages.
@@ -154,7 +154,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 @schema(frozen=True, config=_STRICT)
 class Scale:
-    """A size at which a study is run.
+    """A scale of a study, such as ``quick``, with its settings, labels and seeds.
 
     Attributes:
         base: Configuration files of all cells. A later file overrides an earlier file. Paths are
@@ -220,8 +220,8 @@ class Definition:
         without: Omitted combinations. Each entry maps names of axes to a label or a list of labels,
             and omits the combinations that have such labels on all these axes.
         choose: Axes whose label is chosen on validation data.
-        published: Published values of the first metric. Each entry has a ``value``, and labels
-            keyed by axis.
+        published: Published values of the first metric. Each entry has a ``value``, and the labels
+            to which the value belongs, keyed by axis.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
         claims: Claims in the syntax of :mod:`fl_lightning.experiments.studies.claims`.
         report: Rule that says which evaluations give a run's value. The rules are ``last``,
@@ -276,7 +276,7 @@ class Study:
 
     @property
     def choices(self) -> list[Choice]:
-        """The study's choices, without those whose axis has only one label at this scale."""
+        """The study's choices. A choice is left out if its axis has one label at this scale."""
         return [choice for choice in self.definition.choose if len(self.axes[choice.axis]) > 1]
 
     def known_labels(self) -> dict[str, list[str]]:
@@ -295,11 +295,11 @@ class Study:
         return prod(map(len, self.axes.values())) * max(map(len, seeds))
 
     def has(self, *fixed: Mapping[str, object]) -> bool:
-        """Return whether a combination of the study has all ``fixed`` labels."""
+        """Return whether the study has a combination with all labels in ``fixed``."""
         return next(self.combinations(*fixed), None) is not None
 
     def combinations(self, *fixed: Mapping[str, object]) -> Iterator[Labels]:
-        """Yield the combinations that have all ``fixed`` labels.
+        """Yield the combinations that have all labels in ``fixed``.
 
         A combination has one label for each axis.
         """

@@ -54,7 +54,7 @@ def of_seeds(count: int, seeds: int) -> str:
 
 
 def best_groups(found: Found, metric: str) -> list[Group]:
-    """Return the combinations with the best mean in each comparison.
+    """Return the combinations that have the best mean in their comparison.
 
     A comparison consists of the combinations that differ only on the axis of ``panels.compared``.
     Means are compared after rounding to three digits. A combination is excluded if the value of a

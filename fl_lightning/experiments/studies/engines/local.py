@@ -1,4 +1,4 @@
-"""Engine for this machine. Each cell has a process. The cells are distributed over the GPUs."""
+"""Engine that runs cells on this machine. Each cell has a process and may use one of the GPUs."""
 
 import os
 import signal
