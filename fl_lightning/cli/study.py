@@ -102,7 +102,7 @@ def main(args: Sequence[str]) -> None:
         runner = Runner(folder, engine, jobs, accept_stale, show)
 
         def choose() -> list[ChoiceFound]:
-            """Run the trials. Extend a grid of learning rates if its best value is at the edge."""
+            """Run the trials. If a grid of learning rates is extended, run the new trials, too."""
             while True:
                 runner.run(reads.soon(cells.trial_cells))
                 choices = chosen(cells.study, cells.trials, accept_stale, runner.diverged)

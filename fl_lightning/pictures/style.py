@@ -148,7 +148,7 @@ LAYERS = {
 """Quantities that are shown for each layer, with their titles."""
 
 _STYLE = {
-    "agg.path.chunksize": 10_000,  # without this, Agg rejects curves of many thousand points
+    "agg.path.chunksize": 10_000,  # by default, Agg rejects curves of many thousand points
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.titlesize": 9,
@@ -188,10 +188,10 @@ def new_figure(height: float, title: Sequence[str]) -> "Figure":
 
 
 def legend_above(axes: "Axes", heading: str | None = None) -> None:
-    """If a curve has a label, put a legend with a heading above the data."""
+    """Put a legend with a heading above the data. If no curve has a label, do nothing."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
-        # as many columns as fit if all labels were as long as the longest label
+        # as many columns as would fit if every label were as long as the longest label
         columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))
         axes.legend(
             loc="lower left",

@@ -48,7 +48,7 @@ class Group(TypedDict):
     Attributes:
         labels: Label of each axis.
         metric: Metric that a label sets in place of the study's first metric, or None.
-        published: Published value, or None.
+        published: Published value of the first metric, or None.
         published_deviation: Published standard deviation over seeds, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
         values: Values of the runs, keyed by metric and then by seed.
@@ -94,7 +94,7 @@ class Verdict(TypedDict):
         claim: Text of the claim.
         verdict: ``holds``, ``does not hold``, ``undecided``, ``one pair agrees`` or
             ``one pair contradicts``.
-        words: Reason in words.
+        words: Reason for the verdict in words.
         p: Two-sided p-value.
         adjusted: P-value after Holm's correction for all claims of the family.
         family: Number of claims in the family.
@@ -128,8 +128,8 @@ class Found(TypedDict):
         metrics: Names of the table's columns, keyed by metric.
         best: For each metric of the runs' tasks: ``"max"`` if large values are good, else
             ``"min"``.
-        groups: Combinations with their runs.
-        choices: Choices on validation data.
+        groups: Combinations of labels with their runs.
+        choices: Labels that were chosen on validation data, with their trials.
         known: All labels of each axis, including labels that only other scales have.
         claims: Verdicts on the claims.
         report: Rule that says which evaluations give a run's value. In an old file without this
