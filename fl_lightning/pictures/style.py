@@ -188,7 +188,7 @@ def new_figure(height: float, title: Sequence[str]) -> "Figure":
 
 
 def legend_above(axes: "Axes", heading: str | None = None) -> None:
-    """Put a legend with a heading above the data. If no curve has a label, do nothing."""
+    """Put a legend with a heading above the data, if at least one curve has a label."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
         # as many columns as would fit if every label were as long as the longest label
