@@ -8,17 +8,10 @@ import lightning as L
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning import (
-    Cohort,
-    ConfigurationError,
-    FederatedCallback,
-    FederatedModule,
-    SwappedBatchNorm,
-    swap_batch_norm,
-)
+from fl_lightning import Cohort, FederatedCallback, FederatedModule, SwappedBatchNorm, swap_batch_norm
 from fl_lightning.aggregation import LayerStatistics
 from fl_lightning.batch_norm import ONE_VALUE, batch_norm_layers, merge_, moments
-from fl_lightning.errors import check_choice
+from fl_lightning.errors import ConfigurationError, check_choice
 
 
 class SharedBatchNorm(SwappedBatchNorm):

@@ -38,8 +38,7 @@ class FedNova(FederatedCallback):
         for group in cohort.optimizer.param_groups:
             if kind is not torch.optim.SGD or group["dampening"] or group["nesterov"]:
                 raise ConfigurationError(
-                    f"FedNova: client_optimizer {kind.__name__} must be SGD without dampening and nesterov; for "
-                    "others the length of the steps is not known"
+                    f"FedNova: client_optimizer {kind.__name__} must be SGD without dampening and nesterov; the length of other steps is unknown"
                 )
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:

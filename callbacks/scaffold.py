@@ -97,7 +97,8 @@ class SCAFFOLD(FederatedCallback):
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return how many floats a client sends (the change of c_i) and receives (c)."""
-        floats = sum(own.shape[1] for own in self._own.values())
+        blocks = cohort.params.blocks.items()
+        floats = sum(block.shape[1] for name, block in blocks if cohort.treatment(name) == "averaged")
         return floats, floats
 
     def state_dict(self) -> dict[str, ClientMemory]:
