@@ -9,7 +9,10 @@ from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Step length at which the iteration ends, as a fraction of the median distance to the rows."""
+"""Length of a step at which Weiszfeld's iteration ends.
+
+The unit is the median distance between the current point and the rows.
+"""
 
 _SMOOTHING = 1e-10
 _ITERATIONS = 10_000
@@ -30,8 +33,8 @@ class GeometricMedian(MixingRule):
     """
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """Return the share of each row in the geometric median of the rows."""
-        # compute on the CPU: a GPU would launch thousands of kernels for only n numbers
+        """Return the share of each row in the geometric median, a weighted mean of the rows."""
+        # compute on the CPU, because a GPU would launch thousands of kernels for only n numbers
         finite = ~distances.rejected.cpu()
         shares = torch.full((len(finite),), 1 / len(finite), dtype=torch.float64)
         if finite.any():
@@ -45,13 +48,13 @@ class GeometricMedian(MixingRule):
 
 
 def _median_rows(gram: Tensor, squared: Tensor, weights: Tensor) -> Tensor | None:
-    """Return the shares ``[n]`` if the geometric median is one of the rows, otherwise None.
+    """Return the rows' shares ``[n]`` if the geometric median equals a row, otherwise None.
 
     This case is separate, because Weiszfeld's iteration would converge slowly. A row is a geometric
-    median under a condition on the unit vectors from this row to the other rows. Their weighted sum
-    must not be longer than the total weight of all rows that equal this row. If an even number of
-    rows lies on a line, two points can meet the condition. The result then lies between the two
-    points.
+    median under a condition on the unit vectors from this row to the other rows. The weighted sum
+    of these vectors must not be longer than the total weight of all rows that equal this row. If an
+    even number of rows lies on a line, two points can meet the condition. The result then lies
+    between the two points.
     """
     inverse = torch.where(squared > 0, squared.rsqrt(), 0) * weights
     units = inverse - inverse.sum(1).diag()
@@ -81,14 +84,15 @@ class CenteredClipping(MixingRule):
 
     Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", arXiv
     2012.10333. The paper starts from the result of the previous round. This rule keeps no state: it
-    **starts from the coordinate-wise median**. A translation of all rows therefore translates the
-    result. Rows with a non-finite value are left out. All clients have equal weight.
+    **starts from the coordinate-wise median**. If the same vector is added to all rows, it is
+    therefore added to the result. Rows with a non-finite value are left out. All clients have equal
+    weight.
 
     Args:
         tau: Largest L2 norm of a client's deviation, > 0. Larger deviations are clipped.
         iterations: Number of iterations, >= 1. Each iteration starts from the result of the
             previous one.
-        f: Number of Byzantine clients. Only ``pre`` uses it.
+        f: Number of Byzantine clients. Only ``pre`` uses this number.
         pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
 
@@ -112,7 +116,7 @@ class CenteredClipping(MixingRule):
         self.tau, self.iterations = tau, iterations
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """Return the share of each row in the result. The start point has the remaining share.
+        """Return the share of each row in the result, ``[n]``. The rest is the start point's share.
 
         After one iteration, the share of a row is its clipping factor divided by n.
         """

@@ -1,10 +1,10 @@
 """Coordinate-wise rules, such as median and trimmed mean (Yin et al. 2018, arXiv 1803.01498).
 
 Each column is sorted completely. On a CPU, numpy sorts the columns. For 100 rows and with AVX-512,
-numpy's sort is 14 times as fast as torch's. Two alternatives take at least twice as long as numpy's
-sort: a partial selection by numpy or torch, and a sorting network over the rows. For 10 rows, the
-network would take half as long as numpy's sort. It would save 7 ms for 270,000 columns. Columns are
-processed in chunks to limit memory.
+numpy's sort is 14 times as fast as torch's. Two alternatives were measured: a partial selection by
+numpy or torch, and a sorting network over the rows. For 100 rows, both take at least twice as long
+as numpy's sort. For 10 rows, the network would take half as long as numpy's sort, and save 7 ms for
+270,000 columns. Columns are processed in chunks to limit memory.
 """
 
 from abc import abstractmethod
@@ -19,13 +19,19 @@ from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.aggregation.robust import RobustAggregator, Weighting
 
 CHUNK_ELEMENTS = {"cpu": 2**18}
-"""Number of elements in a chunk, by device type. On a CPU, a chunk fits the cache of a core."""
+"""Number of values that are sorted at once, by device type.
+
+On a CPU, this number of values fits the cache of a core.
+"""
 
 _LARGE_CHUNK = 2**24  # other devices: larger chunks need fewer kernel launches
 
 
 class CoordinateRule(RobustAggregator):
-    """Rule that averages each column, and gives each value a share that depends on its rank."""
+    """Base class of rules that average each column with shares.
+
+    A value's share depends on its rank in the column.
+    """
 
     @abstractmethod
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
@@ -42,7 +48,7 @@ class CoordinateRule(RobustAggregator):
         return [mix_by_position(block, weights, self.positions) for block in blocks]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the share of each row, averaged over all columns."""
+        """Return the share of each row in the result, averaged over all columns, ``[n]``."""
         total = blocks[0].new_zeros(len(blocks[0]), dtype=torch.float64)
         for block in blocks:
             for columns in chunks(block):
@@ -64,11 +70,11 @@ class Median(CoordinateRule):
     """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Return the median of each column."""
+        """Return the median of each column, ``[d]``."""
         return [median(block) for block in blocks] if weights is None else super().aggregate(blocks, weights)
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return the share 1 for the middle value, or 1/2 for each of two middle values."""
+        """Return the share 1 for a column's middle value, or 1/2 for each of two middle values."""
         return around_half(weights)
 
 
@@ -102,14 +108,15 @@ class TrimmedMean(CoordinateRule):
             n, result = len(block), block.new_empty(block.shape[1])
             for columns in chunks(block):
                 ascending = _sorted(block[:, columns])
-                # averaging deviations from the middle value keeps the mean of equal values exact
+                # average deviations from the middle value, so that the mean of equal values is
+                # exact
                 middle = ascending[:, n // 2, None]
                 result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
             results.append(result)
         return results
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return the shares of the values. They are proportional to the weights that remain."""
+        """Return the values' shares. A share is proportional to the weight that trimming leaves."""
         trimmed = byzantine_mass(weights[0], self.f, "TrimmedMean.f")
         return within(weights, trimmed, 1 - trimmed)
 
@@ -139,7 +146,7 @@ class MeanAroundMedian(CoordinateRule):
         n = ascending.shape[1]
         count = n - self.f
         middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
-        # move up while the value above the window is closer to the median than its lowest
+        # move the window up while the next value is closer to the median than the lowest value
         first = (ascending[:, count:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
         place = torch.arange(n, device=ascending.device)
         return ((place >= first) & (place < first + count)).to(ascending.dtype).div_(count)
@@ -169,7 +176,7 @@ def mix_by_position(
         else:
             ascending, order = rows[:, columns].t().sort(dim=1)
             shares = positions(ascending, weights[order]).to(rows.dtype)
-        # averaging deviations from one value keeps the mean of equal values exact
+        # average deviations from one value, so that the mean of equal values is exact
         base = ascending.gather(1, shares.argmax(1, keepdim=True))
         deviation = (ascending - base).masked_fill_(shares == 0, 0)
         result[columns] = deviation.mul_(shares).sum(1).add_(base[:, 0])
@@ -192,8 +199,8 @@ def median(rows: Tensor) -> Tensor:
 def chunks(rows: Tensor) -> Iterator[slice]:
     """Yield consecutive slices of the columns of ``rows [n, d]``.
 
-    A few copies of the rows' values in a slice take about 10 MB on a CPU, and half a GB on other
-    devices.
+    Rules make a few copies of the values in a slice. The copies take about 10 MB in total on a CPU,
+    and half a GB on other devices.
     """
     n, d = rows.shape
     width = max(CHUNK_ELEMENTS.get(rows.device.type, _LARGE_CHUNK) // max(n, 1), 1)
@@ -211,5 +218,5 @@ def _sorted(rows: Tensor) -> Tensor:
 
 
 def _alike(columns: Tensor) -> Tensor:
-    """Return equal weights ``[1, n]`` for columns ``[c, n]``."""
+    """Return equal weights ``[1, n]`` for sorted columns ``[c, n]``."""
     return columns.new_ones(1, columns.shape[1], dtype=torch.float64)

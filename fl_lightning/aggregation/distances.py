@@ -27,8 +27,8 @@ _FEW = 16
 class NNM(PreAggregator):
     """Nearest-neighbour mixing: a row becomes the mean of its n - f closest rows, including itself.
 
-    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. If rows have equal distance, the row
-    with the lower index comes first. A row with a non-finite value counts as the farthest from
+    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. If two rows are equally far away, the
+    row with the lower index comes first. A row with a non-finite value counts as the farthest from
     every row. Such a row becomes NaN, so that the rule after the mixing drops it. With f = 0, every
     row becomes the mean of all rows.
 
@@ -38,7 +38,7 @@ class NNM(PreAggregator):
     """
 
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """Mix each client with its n - f nearest clients. A distance spans all blocks."""
+        """Mix each client with its n - f nearest clients. Distances include all blocks."""
         distances = measure(blocks)
         closest = distances.squared.argsort(dim=1, stable=True)
         if weights is None:
@@ -99,7 +99,7 @@ class Krum(RobustAggregator):
         return [block.index_select(0, winner)[0] for block in blocks]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the share 1 for the client with the lowest score, and 0 for all others."""
+        """Return the clients' shares: 1 for the client with the lowest score, 0 for all others."""
         return _equal_shares(self.ranking(squared_distances(blocks))[None, :1], len(blocks[0]))[0]
 
     def ranking(self, squared: Tensor) -> Tensor:
@@ -128,29 +128,32 @@ class MultiKrum(Krum):
         return [rows[0] for rows in mix(blocks, shares, centres, rejected)]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the share 1 / (n - f) for each chosen client, and 0 for all others."""
+        """Return the clients' shares: 1 / (n - f) for each chosen client, 0 for all others."""
         ranking = self.ranking(squared_distances(blocks))
         return _equal_shares(ranking[None, : len(ranking) - self.f], len(ranking))[0]
 
 
 class MixingRule(RobustAggregator):
-    """Rule that mixes the clients' rows. Their shares depend on the inner products of the rows."""
+    """Base class of rules that mix the clients' rows.
+
+    The share of a row depends on the inner products of the rows.
+    """
 
     @abstractmethod
     def mixing(self, distances: "Distances", weights: Tensor | None) -> Tensor:
-        """Return the share of each row, ``[n]``. The centre has the remaining share.
+        """Return the share of each row in the mixed row, ``[n]``. The rest is the centre's share.
 
         A rejected row has the share 0.
         """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Mix the rows with the shares of :meth:`mixing`."""
+        """Mix the rows with the shares that :meth:`mixing` returns."""
         distances = measure(blocks)
         shares = self.mixing(distances, weights)[None]
         return [rows[0] for rows in mix(blocks, shares, distances.centres, distances.rejected)]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the shares of :meth:`mixing`."""
+        """Return the shares that :meth:`mixing` returns for these rows."""
         return self.mixing(measure(blocks), weights)
 
 
@@ -184,7 +187,7 @@ def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Di
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
         centres: For each block, the point ``[d_k]`` from which deviations are measured. Default:
-            the median.
+            the coordinate-wise median.
     """
     n = len(blocks[0])
     gram = torch.zeros(n, n, dtype=torch.float64, device=blocks[0].device)
@@ -204,8 +207,8 @@ def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Di
 def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
     """Return the squared Euclidean distances between the clients' vectors, float64 ``[n, n]``.
 
-    If there are few rows, they are subtracted in pairs. Differences avoid cancellation without a
-    centre. If there are more rows, :func:`measure` computes the distances.
+    If there are few rows, they are subtracted in pairs. This avoids cancellation without a centre.
+    If there are many rows, :func:`measure` computes the distances.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
@@ -250,7 +253,8 @@ def mix(
         result = block.new_empty(len(shares), block.shape[1])
         for columns in chunks(block):
             deviation = (block[:, columns] - centre[columns]).masked_fill_(unused, 0)
-            # clamp to the rows' minimum, so that rounding cannot make a mean of variances negative
+            # clamp to the smallest value of the rows: rounding must not make a mean of variances
+            # negative
             mixed = torch.maximum(weights @ deviation, deviation.amin(0)).add_(centre[columns])
             result[:, columns] = mixed.masked_fill_(spoilt, torch.nan)
         results.append(result)
@@ -258,7 +262,10 @@ def mix(
 
 
 def _equal_shares(chosen: Tensor, num_clients: int) -> Tensor:
-    """Return shares ``[m, num_clients]``. The k clients in a row of ``chosen`` get 1/k each."""
+    """Return shares ``[m, num_clients]``.
+
+    Each row of ``chosen`` lists k clients, which get the share 1/k each. All others get 0.
+    """
     m, k = chosen.shape
     shares = torch.zeros(m, num_clients, dtype=torch.float64, device=chosen.device)
     return shares.scatter_(1, chosen, 1 / k)

@@ -85,9 +85,9 @@ def weighted_median(rows: Tensor, weights: Tensor) -> Tensor:
 def weighted_trimmed_mean(rows: Tensor, weights: Tensor, t: float) -> Tensor:
     """Return the weighted trimmed mean of each column, ``[d]``.
 
-    In each column, the smallest and the largest values are dropped. The weight that is dropped at
-    each end is the share ``t`` of the total weight. The last value to be dropped may keep a part of
-    its weight.
+    In each column, the smallest and the largest values are dropped. At each end, values with the
+    share ``t`` of the total weight are dropped. The last value to be dropped may keep a part of its
+    weight.
 
     Args:
         rows: The clients' rows, ``[n, d]``. NaN counts as the largest value.

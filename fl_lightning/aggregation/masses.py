@@ -6,9 +6,7 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Largest difference between two cumulative weights that count as equal.
-
-It allows for rounding errors.
+"""Tolerance for rounding errors: cumulative weights that differ by less count as equal.
 """
 
 
@@ -19,7 +17,7 @@ def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: 
         setting: Name of the setting, such as ``"TrimmedMean.f"``.
         f: Number of Byzantine clients to withstand.
         num_clients: Number of clients in a round. None if it is not known yet.
-        whom: Noun that the message puts after ``num_clients``.
+        whom: Noun that follows ``num_clients`` in the error message.
 
     Raises:
         ConfigurationError: ``f`` is out of range.
@@ -35,7 +33,7 @@ def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: 
 
 
 def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
-    """Return the sum of the f largest weights as a share of the total weight.
+    """Return the sum of the f largest weights, divided by the total weight.
 
     Args:
         weights: Weights ``[n]``, >= 0.
@@ -43,7 +41,7 @@ def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
         setting: Name of the setting that gives f, for the message.
 
     Raises:
-        ConfigurationError: The share is 1/2 or more.
+        ConfigurationError: The result would be 1/2 or more.
     """
     heaviest = weights.topk(f)
     mass = float(heaviest.values.sum() / weights.sum())

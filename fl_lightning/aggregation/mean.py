@@ -31,7 +31,7 @@ class Aggregator(Recorded, ABC):
 
     Attributes:
         per: Layers in a client's vector: ``"layer"`` for one layer, ``"model"`` for all layers.
-            None, the default: a vector of parameters has all layers, and a vector of running
+            With None (default), a vector of parameters has all layers, and a vector of running
             statistics has one layer.
     """
 
@@ -63,7 +63,7 @@ class Aggregator(Recorded, ABC):
             f"{type(self).__name__} does not implement shares(blocks, weights), each client's share in the result"
         )
 
-    def check(self, num_clients: int) -> None:  # not abstract: many rules need no check
+    def check(self, num_clients: int) -> None:  # not abstract, because many rules need no check
         """Check that a round with ``num_clients`` clients has enough clients for the rule.
 
         Raises:
@@ -79,11 +79,11 @@ class WeightedMean(Aggregator):
         return weighted_mean(rows, weights)
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate each block separately, because the mean of a column needs no other column."""
+        """Aggregate each block separately. The mean of a column depends only on this column."""
         return [self(block, weights) for block in blocks]
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the weights as float64. If they are None, return equal weights."""
+        """Return the weights as float64. If ``weights`` is None, return equal weights."""
         n = len(blocks[0])
         weights = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
         return weights.to(blocks[0].device, torch.float64)

@@ -31,7 +31,8 @@ class PreAggregator(Recorded, ABC):
     """Step that mixes the clients' rows before a robust rule aggregates them.
 
     Args:
-        f: Number of Byzantine clients to withstand in a round. Default: the f of the rule.
+        f: Number of Byzantine clients to withstand in a round. Default: the f of the rule that
+            follows.
 
     Raises:
         ConfigurationError: f is negative.
@@ -58,11 +59,11 @@ class PreAggregator(Recorded, ABC):
 
     @property
     def rows_are(self) -> str:
-        """Noun that messages use for the new rows."""
+        """Noun for the new rows in error messages."""
         return "clients"
 
     def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
-        """Mix the rows of clients with equal weight. Map blocks ``[n, d_k]`` to new blocks."""
+        """Return the new rows as blocks ``[m, d_k]``. All clients have equal weight."""
         return list(self.mix(blocks, f).blocks)
 
 
@@ -79,7 +80,8 @@ class Bucketing(PreAggregator):
 
     Args:
         size: Number of clients in a bucket, >= 1. The last bucket may have fewer clients.
-        f: Number of Byzantine clients to withstand in a round. Default: the f of the rule.
+        f: Number of Byzantine clients to withstand in a round. Default: the f of the rule that
+            follows.
 
     Raises:
         ConfigurationError: ``size`` or f is out of range.
@@ -92,17 +94,17 @@ class Bucketing(PreAggregator):
         self.size = size
 
     def rows_left(self, num_clients: int) -> int:
-        """Return the number of buckets."""
+        """Return the number of buckets for ``num_clients`` clients."""
         return -(-num_clients // self.size)
 
     @property
     def rows_are(self) -> str:
-        """Noun that messages use for the new rows, such as ``"buckets of 2"``."""
+        """Noun for the new rows in error messages, such as ``"buckets of 2"``."""
         return f"buckets of {self.size}"
 
     @torch.no_grad()
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """Return the means of the buckets."""
+        """Return the mean of each bucket, with the buckets' shares and weights."""
         n, device = len(blocks[0]), blocks[0].device
         buckets = [bucket.to(device) for bucket in torch.split(torch.randperm(n), self.size)]
         parts = torch.ones(n, dtype=torch.float64, device=device) if weights is None else weights
@@ -114,7 +116,7 @@ class Bucketing(PreAggregator):
             means.append(block.new_empty(len(buckets), block.shape[1]))
             for mean, share, bucket in zip(means[-1], shares, buckets, strict=True):
                 rows = block[bucket]
-                # averaging deviations from one row keeps the mean of equal rows exact
+                # average deviations from one row, so that the mean of equal rows is exact
                 torch.add(rows[0], share[bucket].to(rows.dtype) @ (rows - rows[0]), out=mean)
         return Mixed(
             means, shares, None if weights is None else torch.stack([weights[b].sum() for b in buckets])

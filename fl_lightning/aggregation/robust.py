@@ -35,7 +35,7 @@ class RobustAggregator(Aggregator):
         max_weight: Largest weight of a client, as a multiple of the clients' mean weight, >= 1.
 
     Raises:
-        ConfigurationError: A setting is out of range. Or ``pre`` is set, but both ``pre.f`` and
+        ConfigurationError: A setting is out of range. Or ``pre`` is set, and both ``pre.f`` and
             ``f`` are None.
     """
 
@@ -67,11 +67,11 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Aggregate column blocks ``[n, d_k]`` to ``[d_k]``. A client's vector spans all blocks.
+        """Aggregate blocks ``[n, d_k]`` to blocks ``[d_k]``. A client's vector spans all blocks.
 
         Args:
-            blocks: Column blocks of the rows that ``pre`` returns. Without ``pre``, of the clients'
-                rows.
+            blocks: Column blocks of the rows that ``pre`` returns. Without ``pre``, the column
+                blocks of the clients' rows.
             weights: Weight of each row, float64 ``[n]``. None: equal weights.
         """
 
@@ -88,7 +88,7 @@ class RobustAggregator(Aggregator):
         """Aggregate the clients' vectors, each of which spans several blocks ``[n, d_k]``."""
         if not blocks:
             return []
-        if len(blocks[0]) == 1:  # a centralised run has no attackers
+        if len(blocks[0]) == 1:  # a centralised run has no attackers: there is nothing to withstand
             return [block[0].clone() for block in blocks]
         rows, _, counted = self._prepare(blocks, weights)
         return self.aggregate(rows, counted)
@@ -97,8 +97,8 @@ class RobustAggregator(Aggregator):
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
         """Return each client's share in the aggregate, averaged over coordinates, float64 ``[n]``.
 
-        The shares sum to 1. They sum to less if the rule clips, because its start point has the
-        remaining share. If ``pre`` is random, each call draws new random numbers.
+        The shares sum to 1. For a rule that clips, they sum to less than 1: the rest is the share
+        of the rule's start point. If ``pre`` is random, each call draws new random numbers.
         """
         if len(blocks[0]) == 1:
             return blocks[0].new_ones(1, dtype=torch.float64)

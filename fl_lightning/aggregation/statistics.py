@@ -1,4 +1,4 @@
-"""Aggregation of the clients' running statistics, so that variances stay >= 0."""
+"""Aggregation of the clients' running statistics. Aggregated variances are never negative."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -100,7 +100,7 @@ class StatisticsAggregator:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the rule averages the statistics themselves, without a transformation."""
+        """Whether the rule is a weighted mean of the untransformed statistics."""
         return isinstance(self.rule, WeightedMean) and self.domain is None
 
     def __call__(self, layers: Sequence[LayerStatistics]) -> list[tuple[Tensor, Tensor]]:
@@ -117,7 +117,7 @@ class StatisticsAggregator:
         return list(zip(torch.split(mean, widths), torch.split(variance, widths), strict=True))
 
     def counts(self) -> dict[str, float]:
-        """Return ``invalid`` and ``clamped`` as metrics, and reset both to 0."""
+        """Return the counts ``invalid`` and ``clamped`` as metrics, and set both counts to 0."""
         metrics = {"statistics/invalid": float(self.invalid), "statistics/clamped": float(self.clamped)}
         self.invalid = self.clamped = 0
         return metrics
@@ -128,7 +128,7 @@ class StatisticsAggregator:
         if self.domain is not None:
             invalid = ~(means.isfinite() & variances.isfinite() & (variances >= 0)).all(1, keepdim=True)
             self.invalid += int(invalid.sum())
-            blank = torch.nan if self.is_robust else 0  # 0 for a mean: NaN times 0 would be NaN
+            blank = torch.nan if self.is_robust else 0  # 0 for a mean, because NaN times 0 is NaN
             means, variances = means.masked_fill(invalid, blank), variances.masked_fill(invalid, blank)
             if not self.is_robust:
                 weights = weights * ~invalid[:, 0]
@@ -140,7 +140,7 @@ class StatisticsAggregator:
                     "model.statistics_domain: second_moment needs a method that adds the variance between clients, such as FBN; use "
                     "variance or log_variance"
                 )
-            centre = means.nanmedian(0).values  # deviations from a centre avoid cancellation
+            centre = means.nanmedian(0).values  # a centre avoids cancellation
             mean, second = self.rule.blocks([means, variances + between * (means - centre) ** 2], weights)
             variance = second - between * (mean - centre) ** 2
         else:
@@ -159,7 +159,7 @@ class StatisticsAggregator:
 
 
 class Aggregates(Protocol):
-    """Module with aggregators, such as :class:`~fl_lightning.round.module.FederatedModule`."""
+    """Module that has aggregators, such as :class:`~fl_lightning.round.module.FederatedModule`."""
 
     aggregator: Aggregator
     statistics: StatisticsAggregator
@@ -175,9 +175,9 @@ def require_weighted_mean(
 
     Args:
         module: The federated module.
-        method: Name of the method, for the message.
-        doing: Verb phrase for the message: what the method does with all clients.
-        settings: The settings that the method bypasses.
+        method: Name of the method, for the error message.
+        doing: Verb phrase for the error message. It says what the method does with all clients.
+        settings: Names of the aggregators' settings that the method bypasses.
 
     Raises:
         ConfigurationError: One of the settings is not ``WeightedMean``.

@@ -34,9 +34,9 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     Entries are kept in RAM on every rank and saved in checkpoints. If the memory exceeds
     :data:`LIMIT` bytes, each client's entry is stored in a file instead. The files are in the
     folder ``memory`` of the trainer's ``default_root_dir``. All ranks must be able to read this
-    folder. At the end of a round, only the files of changed entries are written. One rank writes
-    each file. A checkpoint contains hard links to the files. Entries with negative ids belong to
-    the server and stay in RAM.
+    folder. At the end of a round, only the files of changed entries are written. Each file is
+    written by a single rank. A checkpoint contains hard links to the files. Entries with negative
+    ids belong to the server and stay in RAM.
 
     Args:
         state: State from a checkpoint, or a mapping from client ids to entries. Default: empty.
@@ -106,11 +106,11 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         return len({**self._entries, **self._sums})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ClientMemory":
-        """Return a copy with all entries in RAM."""
+        """Return a copy of this memory that keeps all entries in RAM."""
         return ClientMemory(deepcopy(contents(self), memo))
 
     def open(self, folder: Path, ranks: Ranks) -> None:
-        """Set the folder for the files. All ranks must call this method before training.
+        """Set the folder for the memory's files. All ranks must call this method before training.
 
         Args:
             folder: The memory's folder. It is created if needed.
@@ -132,7 +132,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             if self._live is None or self._bytes <= LIMIT:
                 return
             self._folder, self._changed = self._live, set(self._entries)
-        self._ranks.exchange(lambda: None)  # barrier: other ranks may still read the old files
+        self._ranks.exchange(lambda: None)  # a barrier, because other ranks may still read the old files
         for client in self._written - self._changed:
             del self._entries[client]
         self._written = {client for client in self._changed if client >= 0}
@@ -151,7 +151,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             round_number: The round of the checkpoint.
         """
         self.flush()
-        if self._folder is None or self._live is None:  # the memory has no files
+        if self._folder is None or self._live is None:  # all entries are in RAM
             return {client: dict(entry) for client, entry in self.items()}
         for client in self._unsynced:
             with self._file(client).open("rb") as file:
@@ -172,13 +172,13 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     def labelled(self, label: str, round_number: int) -> Iterator[None]:
         """Set a label for the checkpoint that is saved within the ``with`` block.
 
-        The end of the block removes the files of earlier checkpoints that have this label.
+        When the block ends, the files of earlier checkpoints with the same label are removed.
 
         Args:
             label: Name of the checkpoint, such as ``"last"``.
             round_number: The round of the checkpoint.
         """
-        self._label = label  # an attribute: Lightning's hooks cannot pass arguments to ``saved``
+        self._label = label  # Lightning's hooks cannot pass it to ``saved``
         try:
             yield
         finally:
@@ -251,7 +251,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
 
 def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
-    """Return the memories of callbacks as a dict. Its keys are valid names of folders."""
+    """Return the callbacks' memories as a dict. Each key can serve as the name of a folder."""
     named: dict[str, ClientMemory] = {}
     for callback in callbacks:
         for name, value in vars(callback).items():
@@ -262,12 +262,12 @@ def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
 
 
 def contents(tree: Any) -> Any:
-    """Copy nested values. In the copy, each memory is replaced by a dict of its entries."""
+    """Copy nested dicts and lists. The copy has a dict of entries in place of each memory."""
     return _each(tree, lambda memory: {client: dict(entry) for client, entry in memory.items()})
 
 
 def saved(tree: Any, round_number: int) -> Any:
-    """Copy nested values. In the copy, each memory is replaced by its state for a checkpoint."""
+    """Copy nested dicts and lists. The copy has a state for checkpoints in place of each memory."""
     return _each(tree, lambda memory: memory.saved(round_number))
 
 

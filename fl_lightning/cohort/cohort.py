@@ -16,7 +16,10 @@ from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
 
 SERVER = -1
-"""Client id under which a memory stores the server's state or the clients' initial state."""
+"""Key of the server's entry in a memory, whose other keys are client ids.
+
+The entry holds the server's state, or the initial state of all clients.
+"""
 
 
 class Cohort:
@@ -36,7 +39,7 @@ class Cohort:
         model: The server's model.
         num_clients: Number of clients C.
         parameter_groups: Settings of the client optimizer for each parameter group.
-        copies: Number of processes on this machine that each hold all rows.
+        copies: Number of processes on this machine. Each process holds all rows.
         parts: Parts of the model that a policy treats separately (see
             ``fl_lightning.cohort.parts``).
 
@@ -45,8 +48,9 @@ class Cohort:
 
     Attributes:
         client_ids: The clients, in increasing order.
-        rows: Indices of this cohort's rows in the round's entire cohort. The cohort is only a part
-            of the entire cohort in the local steps of a rank, and after clients have been left out.
+        rows: Indices of this cohort's rows in the round's entire cohort. In the local steps of a
+            rank, and after clients have been left out, the cohort is only a part of the entire
+            cohort.
         extra: Dict of tensors ``[C, ...]`` that methods need in local steps. It is empty at the
             start of a round, and methods fill it in ``on_round_start``. Before
             ``on_before_aggregate``, the rows of all ranks are gathered.
@@ -62,9 +66,9 @@ class Cohort:
         server_parameters: The server model's parameters by name. The server's step changes them.
         server_buffers: The server model's buffers by name. A method may write pooled statistics to
             them.
-        pseudo_gradient: Gradients for the server optimizer, ``[1, *shape]`` by name, one for each
-            averaged parameter. They are set before ``on_after_aggregate``. This hook may change
-            them in place.
+        pseudo_gradient: Gradient of each averaged parameter for the server optimizer,
+            ``[1, *shape]`` by name. The gradients are set before ``on_after_aggregate``, and this
+            hook may change them in place.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind of state and each part of the model (see
@@ -119,17 +123,17 @@ class Cohort:
         return [*self.params.layout, *self.buffers.layout]
 
     def treatment(self, block: str) -> str:
-        """Return the round's treatment of a block of parameters or buffers.
+        """Return how this round treats a block, such as ``"averaged"`` or ``"frozen"``.
 
         Args:
-            block: Name of the block.
+            block: Name of a block of parameters or buffers.
         """
         layout = {**self.params.layout, **self.buffers.layout}[block]
         return treatment(self.policy, layout.kind, layout.parts)
 
     @property
     def treatments(self) -> dict[str, str]:
-        """The round's treatment of each parameter and buffer by name."""
+        """Treatment of each parameter and buffer in this round, such as ``"frozen"``, by name."""
         layouts = {**self.params.layout, **self.buffers.layout}.items()
         return {name: self.treatment(block) for block, layout in layouts for name in layout.shapes}
 
@@ -167,7 +171,7 @@ class Cohort:
         return [row for row, steps in enumerate(self.local_steps) if self.step < steps]
 
     def index(self, rows: list[int]) -> slice | Tensor:
-        """Return an index that selects ascending rows: a slice if possible, otherwise a tensor.
+        """Return an index for rows in ascending order: a slice if possible, otherwise a tensor.
 
         The method does not wait for the GPU.
         """
@@ -191,7 +195,9 @@ class Cohort:
         return self._optimizer.torch
 
     def optimizer_state(self, key: str) -> Rows:
-        """Return tensors of the client optimizer's state, ``[C, *shape]`` by parameter name.
+        """Return one state of the client optimizer, such as the momentum, for each parameter.
+
+        The result maps parameter names to tensors ``[C, *shape]``.
 
         The tensors are writable views. They are zero at the start of each round.
 
@@ -211,19 +217,22 @@ class Cohort:
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 
     def _everyones(self, key: str) -> dict[str, Tensor]:
-        """Return tensors of the client optimizer's state with the rows of all clients, by block."""
+        """Return one state of the client optimizer by block, with the rows of all clients.
+
+        All clients are the clients of the entire cohort, not only of this part.
+        """
         return self._optimizer.states()[key]
 
     @property
     def optimizer_state_keys(self) -> list[str]:
-        """The keys that :meth:`optimizer_state` accepts."""
+        """Names of the client optimizer's states, which :meth:`optimizer_state` accepts."""
         return list(self._optimizer.states())
 
     @property
     def optimizer_steps(self) -> dict[str, Tensor]:
         """Number of optimizer steps of each client, int64 ``[C]`` by block.
 
-        It can be set only at the start of a round.
+        The property can be set only at the start of a round.
         """
         taken, before = torch.tensor(self.local_steps), self._optimizer.initial_steps
         return {n: before[n][self.rows] + taken if n in before else taken for n in self.params.blocks}
@@ -236,15 +245,15 @@ class Cohort:
     def optimizer_groups(self) -> dict[str, dict[str, Any]]:
         """Settings of the client optimizer, such as ``"lr"``, with the trained blocks as keys.
 
-        Hooks may change them.
+        Hooks may change the settings.
         """
         trained = [block for block in self.params.blocks if self.is_trained(block)]
         return dict(zip(trained, self.optimizer.param_groups, strict=True))
 
     def rest(self, block: str) -> None:
-        """Set a block's gradient and learning rate to 0.
+        """Set a block's gradient and its learning rate to 0.
 
-        The rate stays 0 until :meth:`restart_optimizer` is called.
+        The learning rate stays 0 until :meth:`restart_optimizer` is called.
         """
         if self.is_trained(block):
             self.grads.blocks[block].zero_()
@@ -284,7 +293,8 @@ class Cohort:
     def load_vectors(self, memory: MutableMapping[int, Any]) -> dict[str, Tensor]:
         """Load the vectors that :meth:`store_vectors` has stored for the averaged blocks.
 
-        Return a dict from block names to ``[C, columns]``. A client without an entry has zeros.
+        The result maps block names to tensors ``[C, columns]``. The row of a client without an
+        entry is zero.
 
         Args:
             memory: The callback's memory, as :meth:`store_vectors` fills it.
@@ -298,7 +308,7 @@ class Cohort:
         return vectors
 
     def store_vectors(self, memory: MutableMapping[int, Any], vectors: Mapping[str, Tensor]) -> None:
-        """Store a vector for each client and block.
+        """Store one vector for each client and block. :meth:`load_vectors` returns the vectors.
 
         Args:
             memory: The callback's memory, which its ``state_dict()`` must include.

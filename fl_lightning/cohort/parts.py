@@ -9,13 +9,16 @@ from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError, nearest
 
 LAST_LAYER = "last layer"
-"""Name of a part: the last module in ``named_modules`` that itself has trainable parameters."""
+"""Name of the part that holds the last layer.
+
+The last layer is the last module in ``named_modules`` that itself has trainable parameters.
+"""
 
 
 def match_parts(
     model: nn.Module, parts: Iterable[str], owner: str = "policy()"
 ) -> dict[str, tuple[str, ...]]:
-    """Return for each tensor of a model the parts that contain it, the most specific part first.
+    """Return the parts that contain each tensor of a model. The most specific part comes first.
 
     A part is the qualified name of a module, parameter or buffer, or :data:`LAST_LAYER`. A module
     contains the tensors of its submodules. The segment ``*`` matches any single segment, as in
@@ -25,10 +28,9 @@ def match_parts(
     Args:
         model: The model.
         parts: The parts.
-        owner: Declaration or setting that names the parts. Error messages quote it.
+        owner: Declaration or setting that names the parts, for error messages.
 
-    Returns:
-        The parts by tensor name. The dict lacks tensors that are in no part.
+    Returns:  The parts by tensor name. Tensors that are in no part are not in the dict.
 
     Raises:
         ConfigurationError: A part is empty, or two parts are equally specific for a tensor.

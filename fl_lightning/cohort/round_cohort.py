@@ -18,7 +18,7 @@ from fl_lightning.ranks import Ranks
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's storage, and the tensor's offset in the storage."""
+    """Return where a tensor lies in memory: the address of its storage, and its offset there."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
@@ -27,7 +27,7 @@ class RowState(NamedTuple):
 
     Attributes:
         tensors: Parameters (autograd leaves) and buffers by name.
-        places: By name, a pair of a view of the client's row and the view's location in memory.
+        places: Pairs of a view of the client's row and the view's location in memory, by name.
         trained: The trained parameters.
         gradients: Views to which the gradients of ``trained`` are written.
     """
@@ -149,7 +149,7 @@ class RoundCohort(Cohort):
         return rates
 
     def part(self, rows: slice | None = None) -> Self:
-        """Return a cohort for local steps that has only some rows, as views of this cohort's rows.
+        """Return a cohort for local steps. Its rows are views of some of this cohort's rows.
 
         Args:
             rows: The rows. Default: the rows that this rank computes.
@@ -167,7 +167,7 @@ class RoundCohort(Cohort):
         """Finish the local steps: gather the rows of all ranks, and average the losses.
 
         Args:
-            part: Cohort of the clients that this rank has computed.
+            part: The part of this cohort whose local steps this rank has computed.
             samples: Number of training samples that each client of the entire cohort has processed.
             weigh_samples: Whether to make the aggregation weights proportional to ``samples``.
         """
@@ -182,7 +182,7 @@ class RoundCohort(Cohort):
         return (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def subset(self, rows: list[int], weights: Tensor | None) -> Self:
-        """Return a cohort without the clients that are left out after the local steps.
+        """Return a cohort that has only some rows, because clients are left out after local steps.
 
         Args:
             rows: The remaining rows, in ascending order.
@@ -232,11 +232,11 @@ class RoundCohort(Cohort):
         return self.active_rows()
 
     def row_state(self, row: int) -> RowState:
-        """Return the state of one client for a forward and backward pass. The result is cached."""
+        """Return one client's state for a forward and backward pass. The result is cached."""
         if row not in self._row_state:
             params, buffers, gradients = self.params.row(row), self.buffers.row(row), self.grads.row(row)
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-            # detach: the views of the row stay valid if a forward pass sets ``x.data = y``
+            # detach, so that the views of the row stay valid if a forward pass sets ``x.data = y``
             detached = {name: value.detach() for name, value in buffers.items()}
             self._row_state[row] = RowState(
                 tensors={**leaves, **detached},
@@ -261,7 +261,7 @@ class RoundCohort(Cohort):
         """
         state = self.row_state(row)
         replaced = {
-            name: value.detach().clone()  # clone: its memory may be shared with another tensor
+            name: value.detach().clone()  # clone, because another tensor may share the memory
             for name, value in tensors.items()
             if value is not state.tensors[name]
             or _memory(value) != state.places[name][1]
@@ -297,33 +297,36 @@ class RoundCohort(Cohort):
             )
 
     def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
-        """Skip parameters of some rows in this local step, unless a method sets their gradient."""
+        """Mark parameters that some rows skip in this local step, and set their gradients to 0.
+
+        A parameter is not skipped if a method sets its gradient afterwards.
+        """
         for row in rows:
             self._unused[row] = [*names]
             for name in names:
                 self.grads.row(row)[name].zero_()
 
     def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
-        """Add a local step's losses and numbers of samples to the sums of some rows.
+        """Add the losses and batch sizes of a local step to the sums of the rows in ``indices``.
 
         Args:
             indices: The rows.
-            losses: Loss of each row, shape ``[len(indices)]``.
-            sizes: Number of samples in the batch of each row.
+            losses: Loss of each of these rows, shape ``[len(indices)]``.
+            sizes: Number of samples in the batch of each of these rows.
         """
         self.losses[self.index(indices)] += losses.to(self.losses.dtype)
         for row, size in zip(indices, sizes, strict=True):
             self.samples[row] += size
 
     def take_step(self) -> None:
-        """Take a step of the client optimizer for all rows. Skipped parameters do not change."""
+        """Take one step of the client optimizer for all rows. Skipped parameters do not change."""
         before = [(view, view.clone()) for view in self._skipped()]
         self._optimizer.step()
         for view, value in before:
             view.copy_(value)
 
     def _skipped(self) -> Iterator[Tensor]:
-        """Yield each parameter that a row skips in this local step, with its optimizer state.
+        """Yield the parameters that rows skip in this local step, and their optimizer states.
 
         Raises:
             ConfigurationError: A parameter gets a gradient after a skipped step, and the optimizer
@@ -346,14 +349,20 @@ class RoundCohort(Cohort):
                 yield from (views[name] for name in names if name in views)
 
     def finish_step(self, step: int, last: int) -> None:
-        """Save the state of the clients whose last step is ``step``, if other clients continue."""
+        """Save the state of clients whose last local step is ``step``.
+
+        Nothing is saved if ``step`` equals ``last``, the last local step of all clients.
+        """
         if step < last:
             for row, steps in enumerate(self.local_steps):
                 if step + 1 == steps:
                     self._finished[row] = [block[row].clone() for block in self._storage()]
 
     def put_back(self) -> None:
-        """Restore the saved state of the clients that finished before the others."""
+        """Restore the clients' states that :meth:`finish_step` has saved.
+
+        These clients finished their local steps earlier than other clients.
+        """
         for row, values in self._finished.items():
             for block, value in zip(self._storage(), values, strict=True):
                 block[row].copy_(value)

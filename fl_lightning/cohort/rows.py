@@ -20,8 +20,8 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 class Block:
     """Description of a block ``[C, columns]`` of concatenated tensors.
 
-    All tensors of a block have the same kind of state and the same dtype. They lie in the same
-    parts.
+    All tensors of a block have the same kind of state and the same dtype. All tensors lie in the
+    same parts of the model.
 
     Attributes:
         kind: The kind of state (see ``fl_lightning.batch_norm.kinds``).
@@ -67,7 +67,7 @@ class Rows(Mapping[str, Tensor]):
 
     @classmethod
     def empty(cls, layout: Layout, like: Mapping[str, Tensor], num_rows: int) -> "Rows":
-        """Return rows without initial values, on the device of the tensors in ``like``."""
+        """Return rows with uninitialised values, on the device of the tensors in ``like``."""
         blocks = {}
         for name, block in layout.items():
             columns = sum(shape.numel() for shape in block.shapes.values())
@@ -76,11 +76,11 @@ class Rows(Mapping[str, Tensor]):
         return cls(layout, blocks)
 
     def zeros_like(self) -> "Rows":
-        """Return rows of zeros with the layout of these rows."""
+        """Return rows with the same layout, filled with zeros."""
         return Rows(self.layout, {name: torch.zeros_like(block) for name, block in self.blocks.items()})
 
     def part(self, rows: slice) -> "Rows":
-        """Return consecutive rows as views. The last result is cached."""
+        """Return a range of rows as views. The result of the last call is cached."""
         if rows == slice(0, len(next(iter(self.blocks.values()), ()))):
             return self
         if self._part is None or self._part[0] != rows:
@@ -89,7 +89,7 @@ class Rows(Mapping[str, Tensor]):
         return self._part[1]
 
     def columns_by_layer(self, blocks: Iterable[str]) -> dict[str, list[tuple[str, slice]]]:
-        """Return the columns of each layer's tensors, as pairs (block, columns) by layer."""
+        """Return where each layer's tensors lie: pairs (block, slice of columns) by layer."""
         places: dict[str, list[tuple[str, slice]]] = {}
         for block in blocks:
             stop = 0
@@ -99,7 +99,7 @@ class Rows(Mapping[str, Tensor]):
         return places
 
     def chosen(self, rows: list[int]) -> "Rows":
-        """Return copies of some rows."""
+        """Return copies of the rows with the indices ``rows``."""
         return Rows(self.layout, {name: block[rows] for name, block in self.blocks.items()})
 
     def row(self, index: int) -> dict[str, Tensor]:
@@ -111,8 +111,8 @@ class Rows(Mapping[str, Tensor]):
     def copies(self, index: slice | Tensor) -> dict[str, Tensor]:
         """Return copies ``[n, *shape]`` of some rows by name.
 
-        Each block is copied by one operation. Vectors, such as gamma and beta of BN, are copied to
-        contiguous tensors, because otherwise BN would copy them again.
+        Each block is copied by one operation. Vectors, such as gamma and beta of BN, become
+        contiguous tensors. Otherwise BN would copy the vectors again.
 
         Args:
             index: The rows.
@@ -128,7 +128,7 @@ class Rows(Mapping[str, Tensor]):
             pieces = torch.split(rows.flatten()[order], sizes)
             for (tensor, shape), piece in zip(shapes.items(), pieces, strict=True):
                 copies[tensor] = piece.view(len(rows), *shape)
-        # .data: gives each tensor its own version counter in autograd
+        # autograd has a separate version counter for ``.data``
         return {name: value.data for name, value in copies.items()}
 
     def write(self, index: slice | Tensor, block: str, tensors: Mapping[str, Tensor]) -> None:
@@ -151,7 +151,7 @@ class Rows(Mapping[str, Tensor]):
             storage[index] = torch.cat(columns, dim=1)
 
     def _order(self, block: str, num_rows: int) -> Tensor:
-        """Return an order of a block's elements in which each tensor is contiguous.
+        """Return an order of a block's elements that makes the values of each tensor contiguous.
 
         The result is cached.
         """
@@ -195,7 +195,9 @@ def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, st
 
 
 def parameter_layout(model: nn.Module, overrides: GroupSettings, parts: Sequence[str] = ()) -> Layout:
-    """Return the blocks of a model's trainable parameters, one per parameter group, part and dtype.
+    """Return the blocks of a model's trainable parameters by name.
+
+    Parameters are in the same block if they have the same parameter group, parts and dtype.
 
     Args:
         model: The model.
@@ -208,7 +210,10 @@ def parameter_layout(model: nn.Module, overrides: GroupSettings, parts: Sequence
 
 
 def buffer_layout(model: nn.Module, parts: Sequence[str] = ()) -> Layout:
-    """Return the blocks of a model's buffers, one per kind, part and dtype."""
+    """Return the blocks of a model's buffers by name.
+
+    Buffers are in the same block if they have the same kind of state, parts and dtype.
+    """
     kinds = buffer_kinds(model)
     return _layout(dict(model.named_buffers()), kinds, kinds, match_parts(model, parts))
 
@@ -243,8 +248,8 @@ def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> No
     Args:
         tensors: The tensors of which each client has a copy, all on one device.
         clients: Number of clients.
-        copies: Number of processes on this machine that each hold all rows. If they use GPUs, each
-            process has its own GPU.
+        copies: Number of processes on this machine. Each process holds all rows. If the processes
+            use GPUs, each has a separate GPU.
 
     Raises:
         ConfigurationError: The rows need more memory than the device or machine has.
@@ -271,7 +276,7 @@ def _memory() -> int:
 
 
 def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Broadcast values ``[n, ...]`` to ``[n, *shape]``."""
+    """Broadcast a tensor ``[n, ...]`` to ``[n, *shape]``. Missing dimensions have size 1."""
     if tensor.shape[1:] == shape:
         return tensor
     missing = len(shape) - (tensor.ndim - 1)
@@ -279,7 +284,7 @@ def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Split a block ``[C, columns]`` or a vector ``[columns]`` into views by name."""
+    """Split a block ``[C, columns]`` or a vector ``[columns]`` into views, one per name."""
     pieces = torch.split(block, [shape.numel() for shape in shapes.values()], dim=-1)
     lead = block.shape[:-1]
     return {

@@ -43,6 +43,9 @@ class StateSlots:
                 store[attribute] = server
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors that are now in the slots. A forward pass may have replaced some."""
+        """Return the tensors that the slots contain now.
+
+        A forward pass may have replaced some tensors.
+        """
         places = ((name, *self._place_of[name]) for name in names)
         return {name: store[attribute] for name, store, attribute in places}

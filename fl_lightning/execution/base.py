@@ -20,11 +20,11 @@ from fl_lightning.recorded import Recorded
 
 
 class Compilation(NamedTuple):
-    """Decision whether the clients' forward and backward passes are compiled.
+    """Decision on compilation of the clients' forward and backward passes.
 
     Attributes:
         compiled: Whether the passes are compiled.
-        reason: Reason for the decision, in a few words. Empty if the user's setting decides.
+        reason: Reason for the decision, in a few words. It is empty if the user's setting decides.
     """
 
     compiled: bool
@@ -52,7 +52,7 @@ class ClientTask(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device of the model and the cohort."""
+        """Device on which the model and the cohort are."""
 
     def client_loss(self, batch: Any) -> Tensor:
         """Return a client's loss on its batch, a scalar."""
@@ -72,7 +72,7 @@ class Executor(Recorded, ABC):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Compute a local step for some clients: write gradients and new buffers to the cohort.
+        """Compute a local step for some clients, and write gradients and new buffers to the cohort.
 
         Args:
             module: The federated module.
@@ -87,7 +87,7 @@ class Executor(Recorded, ABC):
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """Decide whether a run's passes are compiled. Default: not compiled.
+        """Decide whether a run compiles its passes. The base class decides not to compile.
 
         Args:
             module: The federated module.
@@ -98,22 +98,25 @@ class Executor(Recorded, ABC):
         return Compilation(False)
 
     def clients_together(self, clients: int) -> int | None:
-        """Return how many clients one pass computes, or None if each client has its own pass.
+        """Return how many clients one pass computes, or None if each client has a separate pass.
 
         Args:
             clients: Number of clients in the step.
         """
         return None
 
-    def close(self) -> None:  # not abstract: most executors hold no resources
-        """Release resources held between local steps. The executor can be used again later."""
+    def close(self) -> None:  # not abstract, because most executors hold no resources
+        """Release the resources that the executor holds between local steps.
+
+        The executor can be used again afterwards.
+        """
 
 
 @contextmanager
 def computing(module: ClientTask, batch: Any) -> Iterator[None]:
-    """Add a description of model, loss and batch to exceptions of the ``with`` block.
+    """Describe the model, the loss and the batch in exceptions from the ``with`` block.
 
-    If the inputs do not fit the model, raise an error that says so.
+    If the inputs do not fit the model, the exception becomes an error that says so.
     """
     try:
         with doing(lambda: _computation(module, batch)):
@@ -144,7 +147,7 @@ def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
 
 
 def _computation(module: ClientTask, batch: Any) -> str:
-    """Describe the model, the loss and the batch, and say which batches would be valid."""
+    """Return a text that describes the model, the loss, the batch and valid batches."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
     return (
@@ -154,7 +157,7 @@ def _computation(module: ClientTask, batch: Any) -> str:
 
 
 def client_loss(module: ClientTask, batch: Any) -> Tensor:
-    """Return ``module.client_loss(batch)``, and convert PyTorch's errors to errors with a remedy."""
+    """Return ``module.client_loss(batch)``. Errors of PyTorch become errors that name a remedy."""
     try:
         with (
             module.trainer.precision_plugin.forward_context(),
@@ -174,9 +177,9 @@ def client_loss(module: ClientTask, batch: Any) -> Tensor:
 
 
 def client_losses(module: ClientTask, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return a client's loss twice: first for reports, second for gradients.
+    """Return two values of a client's loss: the first for reports, the second for gradients.
 
-    Only the second includes the terms of ``add_loss``.
+    Only the second value includes the terms of ``add_loss``.
     """
     with collecting() as terms:
         loss = client_loss(module, batch)
@@ -184,7 +187,10 @@ def client_losses(module: ClientTask, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize | None:
-    """Return an error with a remedy if ``error`` says that vmap cannot run the model, else None."""
+    """Return an error that names a remedy, if ``error`` means that vmap cannot run the model.
+
+    Return None for any other ``error``.
+    """
     message = str(error)
     if not any(words in message for words in ("atching rule not implemented", "vmap", "functorch transform")):
         return None

@@ -22,7 +22,7 @@ class Choice(NamedTuple):
 
     Attributes:
         executor: The executor.
-        reason: The reason, as a text that is printed after the executor's name.
+        reason: Reason for the choice. The text is printed after the executor's name.
     """
 
     executor: Executor
@@ -57,9 +57,9 @@ def decide_compilation(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> bool:
-    """Decide whether an executor compiles.
+    """Decide whether an executor compiles the passes. All ranks make the same decision.
 
-    All ranks make the same decision. If one rank cannot compile, no rank compiles.
+    If one rank cannot compile, no rank compiles.
 
     Args:
         task: The federated module.
@@ -78,7 +78,10 @@ def decide_compilation(
 
 
 def cpu_ranks() -> int:
-    """Return the default limit on ranks on CPUs: the number of cores that the run may use."""
+    """Return the default limit on the number of ranks on CPUs.
+
+    The limit is the number of cores that the run may use.
+    """
     return 1 if cannot_fork() else cores_of_a_run()
 
 
@@ -102,5 +105,5 @@ def usable_cores() -> int:
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, min(allowed, ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # there is no quota: the file is missing or contains "max"
+    except (OSError, ValueError):  # the file is missing or contains "max" if there is no quota
         return allowed

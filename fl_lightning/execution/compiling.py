@@ -13,25 +13,25 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Compiling saves time in runs with at least this many values in BN layers.
+"""Number of values in BN layers from which compiling saves time in a run.
 
-One thread takes about 3 ns per value. This number of values therefore takes 400 s, which is ten
-times as long as compiling (40 s).
+One thread takes about 3 ns per value. For this number of values it therefore takes 400 s, which is
+ten times as long as compiling (40 s).
 """
 
 _FEWEST_STEPS = 1000
-"""Compiling can save time in runs with at least this many local steps.
+"""Number of local steps from which compiling can save time in a run.
 
-In a run with fewer local steps, the values in BN layers are not counted.
+If a run has fewer local steps, the values in BN layers are not counted.
 """
 
 _KNOWN = ("fl_lightning", "torch", "torchvision", "timm")
-"""Packages whose layers do not change during a run, and are therefore safe to compile."""
+"""Packages whose layers are safe to compile, because they do not change during a run."""
 
 _MOST_GRAPHS = 64
 """Largest number of compiled graphs of a model.
 
-There is one graph per shape and mode. If a model needs more graphs, it probably changes in each
+There is one graph per batch shape and mode. A model that needs more graphs probably changes in each
 step.
 """
 
@@ -61,7 +61,7 @@ def decide(
     """
     if setting is False:
         return Compilation(False)
-    # This starts autograd's threads before the compiler queries the GPU.
+    # Start autograd's threads before the compiler queries the GPU.
     # Otherwise autograd would start a thread for the GPU, and forks could not compute gradients.
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     if setting != "auto":
@@ -100,10 +100,10 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
 
 
 class _Values(NamedTuple):
-    """Two counts for a forward pass: the input values of BN layers and of max pooling.
+    """Number of input values of BN layers and of max pooling in a forward pass.
 
-    Compiling saves time for each value in BN. For each value in max pooling, it costs twice this
-    time.
+    Compiling saves some time for each value in BN layers. For each value in max pooling it loses
+    twice as much time.
     """
 
     normalised: int
@@ -124,7 +124,10 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
 
 def _count(module: ClientTask, batch: Any) -> _Values | None:
-    """Count the values in a forward pass with fake tensors. Return None if the pass fails."""
+    """Count the input values of BN layers and of max pooling in one forward pass.
+
+    The pass uses fake tensors, which have shapes but no values. Return None if the pass fails.
+    """
     state = dict([*module.model.named_parameters(), *module.model.named_buffers()])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _Counting() as counting:
         fake = {name: mode.from_tensor(value) for name, value in state.items()}
@@ -138,11 +141,11 @@ def _count(module: ClientTask, batch: Any) -> _Values | None:
 
 def _trouble() -> str | None:
     """Return the reason why compiling fails on this machine, or None if compiling works."""
-    # import here, because the import takes a second and few runs need it
+    # import only here, because the import takes a second, and few runs need it
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    AsyncCompile.pool.cache_clear()  # a forked rank inherits the thread pool, but not its threads
+    AsyncCompile.pool.cache_clear()  # a fork inherits the pool without its threads
     try:
         get_cpp_compiler()
         _try()
@@ -153,7 +156,7 @@ def _trouble() -> str | None:
 
 @cache
 def _try() -> None:
-    """Compile a small function, as a test. Later compilations reuse the setup of this one."""
+    """Compile a small function as a test. Later compilations reuse the setup of this test."""
     torch.compile(torch.square)(torch.ones(8))
 
 
@@ -161,7 +164,7 @@ def _try() -> None:
 def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
     """Let calls of the model run compiled code, with one graph for each shape.
 
-    The graph of a shape does not depend on earlier shapes.
+    A graph does not depend on the shapes of earlier calls.
     """
     # with torch's default limit, a resumed run would stop compiling at another step
     settings = {

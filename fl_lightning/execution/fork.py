@@ -28,9 +28,9 @@ from fl_lightning.launched import silence
 from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MISSES_ANOTHER = 3  # exit code of a rank that has lost the connection to another rank
-_FOLDER = "fl_lightning-ranks-"  # prefix of the names of meeting folders
-_FRESH = 60.0  # seconds after which a run has certainly locked its folder
+_MISSES_ANOTHER = 3  # exit code of a rank that lost the connection to another rank
+_FOLDER = "fl_lightning-ranks-"  # prefix of the names of folders in which ranks find each other
+_FRESH = 60.0  # seconds after which a run has certainly locked this folder
 _PIPE_BYTES = 65536  # capacity of a pipe in bytes
 
 
@@ -45,7 +45,7 @@ class OneMachine(LightningEnvironment):
     creates_processes_externally = False
 
     def local_rank(self) -> int:
-        """Return the rank on this machine."""
+        """Return this process's rank among the ranks on this machine."""
         return self.own_rank
 
     def node_rank(self) -> int:
@@ -113,7 +113,7 @@ class ForkLauncher(_Launcher):
     def kill(self, signum: Any) -> None:
         """Send a signal to all other ranks, and wait until they have ended."""
         for pid, pipe in self._others.values():
-            with suppress(ProcessLookupError):  # the process may have ended
+            with suppress(ProcessLookupError):  # the process may already have ended
                 os.kill(pid, signum)
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
@@ -128,11 +128,12 @@ class ForkLauncher(_Launcher):
             it.
         """
         ours, theirs = os.pipe()
-        # the fork never unblocks these signals, because only rank 0 decides when a run stops
+        # the fork never unblocks these signals: only rank 0 decides when a run stops
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of threads in a process that forks. No rank needs their locks.
+                # Python 3.12 warns if a process with threads forks. No rank needs the locks of
+                # these threads.
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -148,9 +149,9 @@ class ForkLauncher(_Launcher):
         return pid, ours
 
     def why_one_ended(self) -> Exception | None:
-        """Return the error of a rank on this machine, if one has ended, otherwise None.
+        """Return the error of a rank that has ended on this machine, or None if no rank has ended.
 
-        A rank does not count if it ended because it lost the connection to another rank.
+        Ranks that ended because they lost the connection to another rank are ignored.
         """
         for rank, (pid, pipe) in self._others.items():
             ended = status = 0
@@ -170,7 +171,7 @@ class ForkLauncher(_Launcher):
 
 @contextmanager
 def _meeting_folder() -> Iterator[str]:
-    """Create a folder in which ranks find each other, and remove the folders of killed runs.
+    """Create a folder in which ranks find each other, and remove such folders of killed runs.
 
     The folder is locked as long as a rank of its run is alive. The operating system releases the
     lock when the last rank ends.
@@ -187,8 +188,8 @@ def _meeting_folder() -> Iterator[str]:
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
-    """Run a function in this fork as another rank, without loggers and output. Then exit."""
-    gc.freeze()  # freeing an earlier process group would wait for threads that a fork does not have
+    """Run a function in this fork as another rank, without loggers and output, and then exit."""
+    gc.freeze()  # keep an earlier process group: freeing it would wait for threads that a fork does not have
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:
@@ -202,7 +203,7 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
             report = pickle.dumps(described(error))
             if (
                 len(report) > _PIPE_BYTES
-            ):  # a longer report would block: it is read after this process has ended
+            ):  # a longer report would block the pipe, which is read only after this process has ended
                 report = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
             os.write(pipe, report)
         raise

@@ -1,4 +1,4 @@
-"""The executor of a local step with one joint forward pass. The pass computes all clients."""
+"""The executor of local steps with one joint forward pass for all clients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +19,10 @@ def joint_executor(method: str, ranks: Ranks | None = None) -> VectorizedExecuto
     """Return the executor for a local step with one joint forward pass over all clients.
 
     Args:
-        method: Name of the method, for messages.
+        method: Name of the method, for error messages.
         ranks: The ranks of the run. Each rank computes its own clients. A rank without clients
-            computes a client of another rank again, but sends no values. None: this process
-            computes all clients.
+            repeats the computation of another rank's client, and sends no values. With None, this
+            process computes all clients.
     """
     return _JointExecutor(method, ranks or Ranks())
 
@@ -51,7 +51,7 @@ class _JointExecutor(VectorizedExecutor):
         return stack
 
     def _mean(self, own: Tensor, clients: int) -> Tensor:
-        """Return the mean over the clients of all ranks.
+        """Return the mean of a tensor over the clients of all ranks.
 
         The gradient of the mean is the mean of the clients' gradients.
         """
@@ -64,5 +64,5 @@ class _JointExecutor(VectorizedExecutor):
 
     def _mean_of_values(self, own: Tensor, clients: int) -> Tensor:
         sent = own.detach()[: len(self._ranks.share(clients))].cpu()
-        everyone = torch.cat(self._ranks.exchange(sent.clone))  # clone: pickle writes a view's whole storage
+        everyone = torch.cat(self._ranks.exchange(sent.clone))  # pickle would write a view's whole storage
         return mean_of_all(everyone.to(own.device), clients)[:1].expand_as(own)

@@ -21,9 +21,9 @@ class SequentialExecutor(Executor):
     This executor is the reference for all others, and the fastest on one core.
 
     Args:
-        compile: Whether the model is compiled with ``torch.compile``, once for all clients.
-            Compiling takes half a minute at the start. It takes another half minute for each new
-            batch shape, and when a method freezes BN statistics. Results with and without
+        compile: Whether ``torch.compile`` compiles the model. All clients use the same compiled
+            code. Compiling takes half a minute at the start. It takes another half minute for each
+            new batch shape, and when a method freezes BN statistics. Results with and without
             compilation differ only by rounding. ``"auto"`` compiles on a CPU if the run has enough
             local steps and enough values in BN layers. Evaluation is never compiled.
 
@@ -43,13 +43,13 @@ class SequentialExecutor(Executor):
         self._compiled: tuple[nn.Module, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy. The copy compiles its model itself."""
+        """Return the state for a copy without compiled code. The copy compiles its own model."""
         return {**vars(self), "_compiled": None}
 
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """Decide on compilation, see :func:`~fl_lightning.execution.compiling.decide`."""
+        """Decide whether to compile, see :func:`~fl_lightning.execution.compiling.decide`."""
         return decide(self.compile, module, client_steps, batch, before)
 
     def compiled_for(self, model: nn.Module) -> bool:
@@ -78,18 +78,18 @@ class SequentialExecutor(Executor):
     def _client(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
         """Compute a client's local step, and return its loss.
 
-        This is a separate method, so that memory is freed when it returns. Early freeing limits
-        fragmentation of the memory.
+        Memory is freed when this method returns. Early freeing limits fragmentation of the memory.
         """
         state = cohort.row_state(row)
-        # seed the random numbers that the model draws itself, as in stochastic depth
+        # seed the random numbers that the model itself draws, as in stochastic depth
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
-            # run backward in the block: hooks and checkpointed layers need the client's state
+            # run backward in this block, because hooks and checkpointed layers need the client's
+            # state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
-        cohort.take_up(row, updated)  # only after the backward pass, which may need the old tensors
+        cohort.take_up(row, updated)  # update after the backward pass, which may need the old tensors
         cohort.put_gradients(row, gradients)
         return loss.detach()

@@ -22,7 +22,7 @@ from fl_lightning.execution.choice import usable_cores
 from fl_lightning.execution.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
-_MORE_THAN_CORES = 8  # number of ranks allowed in addition to one per core
+_MORE_THAN_CORES = 8  # largest number of ranks beyond one per core
 _POLL = 0.1  # seconds between checks whether a rank has ended
 
 
@@ -30,9 +30,9 @@ class CohortStrategy(ParallelStrategy):
     """Strategy in which each rank (process) computes the local steps of some of the clients.
 
     Every rank computes the server's update. Unlike in DDP, the module is not wrapped, gradients are
-    not reduced, buffers are not broadcast, and samplers are not replaced. Ranks on one machine are
-    forks of the process, with one CPU thread each, unless ``torchrun`` or Slurm starts them. CPUs
-    communicate by gloo, GPUs by NCCL.
+    not reduced, buffers are not broadcast, and samplers are not replaced. ``torchrun`` or Slurm may
+    start the ranks. If not, the ranks on a machine are forks of one process, with one CPU thread
+    each. CPUs communicate by gloo, GPUs by NCCL.
 
     A run with several ranks has the same results as a run with a single process, bit for bit, if:
 
@@ -51,8 +51,8 @@ class CohortStrategy(ParallelStrategy):
     Attributes:
         ranks: The ranks of the run. Outside of ``fit``, ``validate`` and ``test`` there is a single
             rank.
-        meeting_place: File in which forked ranks find each other. None: ranks find each other by a
-            network address.
+        meeting_place: File by which forked ranks find each other. If it is None, ranks find each
+            other by a network address.
     """
 
     is_distributed = True  # Lightning reads this attribute
@@ -85,7 +85,7 @@ class CohortStrategy(ParallelStrategy):
         return len(self.parallel_devices or ())
 
     def set_world_ranks(self) -> None:
-        """Set the rank and the number of ranks in the cluster environment and in Lightning."""
+        """Tell the cluster environment and Lightning the rank and the number of ranks."""
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -126,7 +126,7 @@ class CohortStrategy(ParallelStrategy):
             return
         if not dist.is_initialized():
             store = self._wait_for(self._find_others)
-            if self.root_device.type == "cuda":  # not in a thread: CUDA sets the device per thread
+            if self.root_device.type == "cuda":  # not in a thread, because CUDA sets the device per thread
                 self._join(store)
             else:
                 self._wait_for(lambda: self._join(store))
@@ -159,7 +159,7 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _find_others(self) -> Any:
-        """Return the store of the ranks' addresses, after all ranks have connected to it."""
+        """Wait until all ranks have connected to the store of their addresses, and return it."""
         environment = self.cluster_environment
         assert environment is not None
         store: Any = None
@@ -190,7 +190,7 @@ class CohortStrategy(ParallelStrategy):
             dist.destroy_process_group()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Broadcast the model of the first rank."""
+        """Broadcast the first rank's model to all ranks."""
         trainer._accelerator_connector.use_distributed_sampler = False
         super().setup(trainer)
         if self.ranks.size > 1:
@@ -216,7 +216,7 @@ class CohortStrategy(ParallelStrategy):
                 dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank ``src`` on every rank."""
+        """Return rank ``src``'s object on every rank."""
         box = [obj]
         if self.ranks.size > 1:
             with self.ranks.meeting():
@@ -224,11 +224,11 @@ class CohortStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor unchanged, because every rank already has the result of all ranks."""
+        """Return the tensor unchanged. It already is the result of all ranks, on every rank."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return the decision of the first rank."""
+        """Return the first rank's decision on every rank."""
         return bool(self.broadcast(decision))
 
     def teardown(self) -> None:

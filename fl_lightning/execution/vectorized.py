@@ -27,9 +27,9 @@ class VectorizedExecutor(Executor):
 
     Args:
         block_size: Number of clients that ``torch.func.vmap`` computes at once. Smaller blocks need
-            less memory. None: the whole cohort is one block.
+            less memory. With None, the whole cohort is one block.
         where_possible: Whether clients are computed one by one if the model or the shapes of the
-            batches do not allow vectorization. Default: False, which raises an error.
+            batches do not allow vectorization. With False (default), an error is raised.
 
     Raises:
         ConfigurationError: ``block_size`` is below 1.
@@ -39,7 +39,7 @@ class VectorizedExecutor(Executor):
         >>> state = train(small_cnn(), blobs(), rounds=2, executor=VectorizedExecutor())
     """
 
-    _in_blocks = True  # whether a cohort may be split into blocks
+    _in_blocks = True  # whether a cohort may be divided into blocks
 
     def __init__(self, block_size: int | None = None, where_possible: bool = False) -> None:
         if block_size is not None and block_size < 1:
@@ -49,7 +49,7 @@ class VectorizedExecutor(Executor):
         self.block_size, self.where_possible = block_size, where_possible
         self._largest: int | None = None
         self._warned: set[str] = set()
-        # for messages: the code that needs batches of equal shape, and what to use instead
+        # for error messages: what needs batches of equal shape, and what to use instead
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
@@ -70,7 +70,7 @@ class VectorizedExecutor(Executor):
             except torch.OutOfMemoryError:
                 if size == 1 or not self._in_blocks:
                     raise
-                self._largest, size = size // 2, 0  # retry the block, which has no results yet
+                self._largest, size = size // 2, 0  # repeat the block, which has no results yet
                 torch.cuda.empty_cache()
             except CannotVectorize as reason:
                 if not self.where_possible:
@@ -79,18 +79,18 @@ class VectorizedExecutor(Executor):
                     self._warned.add(str(reason))
                     _log.warning("one client after the other: %s", reason)
                 one_by_one, size = True, len(rows) - done
-            if one_by_one:  # outside of the try block, whose handlers must not catch these errors
+            if one_by_one:  # the handlers must not catch errors here
                 rest = BatchStack(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
             done += size
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def clients_together(self, clients: int) -> int:
-        """Return the current block size. Each lack of memory so far has halved it."""
+        """Return the current block size. It is halved each time the GPU runs out of memory."""
         return min(self.block_size or clients, self._largest or clients, clients)
 
     def close(self) -> None:
-        """Reset the block size to its value before all halvings."""
+        """Reset the block size to its initial value. A lack of GPU memory may have halved it."""
         self._largest = None
 
     def _stacked(self, batch: BatchStack) -> Any:
@@ -125,7 +125,7 @@ class VectorizedExecutor(Executor):
         with _numeric_momentum(module.model, buffers), StackedBatchNorm():
             losses, objectives, updated = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
-        try:  # hooks and checkpointed layers run here, and may be impossible to vectorize
+        try:  # hooks and checkpointed layers run here, and may not vectorize
             gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
             if (refusal := cannot_vectorize(module, error)) is not None:
@@ -149,9 +149,10 @@ class VectorizedExecutor(Executor):
 
 @contextmanager
 def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace ``momentum=None`` (cumulative average) by the number 1/(k+1), with k earlier batches.
+    """Replace ``momentum=None`` (cumulative average) by the number 1/(k+1).
 
-    PyTorch would read k from the layer's counter of batches. Under vmap this is impossible.
+    k is the number of earlier batches. PyTorch would read k from the layer's counter of batches,
+    which is impossible under vmap.
     """
     seen: dict[str, int] = {}
     cumulative = {name: layer for name, layer in batch_norm_layers(model).items() if layer.momentum is None}
