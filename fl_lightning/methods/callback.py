@@ -38,7 +38,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             server <- one step of the server optimizer
             on_round_end(trainer, pl_module, cohort)
 
-    The first dimension of every tensor of the cohort is the client. If a method keeps state of
+    In every tensor of the cohort, the first dimension is the client. If a method keeps state of
     clients between rounds, its ``state_dict()`` must contain this state, as tensors and numbers
     with client ids as keys.
 
@@ -61,8 +61,8 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
       ``on_local_step_end``. The indices of the rows are ``cohort.rows``. A rank may have no rows.
       The two hooks may change only the rows that they get. They must not call ``cohort.mean``,
       which would raise an error. They keep state of local steps in ``cohort.extra``, not on
-      ``self``. For this purpose ``on_round_start`` fills ``cohort.extra`` with tensors ``[C,
-      ...]``. Their random numbers come from ``cohort.generators``.
+      ``self``. For this purpose, ``on_round_start`` fills ``cohort.extra`` with tensors
+      ``[C, ...]``. Their random numbers come from ``cohort.generators``.
 
     A hook with an unknown name, such as ``on_rond_start``, raises an error, even in a mixin.
 
@@ -87,7 +87,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     def extend_model(self, model: nn.Module) -> None:
         """Replace layers by layers with additional trainable parameters, which stay in the model.
 
-        The method is called once for each model. The call comes before training, evaluations and
+        The method is called once for each model, before training, evaluations and
         ``list parameters``.
         """
 
@@ -108,7 +108,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         return batches
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act before the local steps. At this point every row is a copy of the server's state."""
+        """Act before the local steps. Every row is still a copy of the server's state."""
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
@@ -127,18 +127,20 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Correct the aggregates: ``cohort.pseudo_gradient`` and ``cohort.server_buffers``."""
+        """Act after aggregation. The hook may change the aggregates before the server's step.
+
+        The aggregates are ``cohort.pseudo_gradient`` and ``cohort.server_buffers``.
+        """
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act after the step of the server optimizer."""
+        """Act after the server optimizer's step, at the end of the round."""
 
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
         """Act in a skipped round, in place of the round's remaining hooks.
 
-        Returns:
-            First the number of floats that each client sends and receives (see ``extra_traffic``),
-            and second the number of exchanges (see ``extra_exchanges``).
+        Returns:  A pair: the number of floats that each client sends and receives (see
+        ``extra_traffic``), and the number of exchanges (see ``extra_exchanges``).
         """
         return {}, 0

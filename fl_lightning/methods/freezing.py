@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _HARMLESS = frozenset(
     {"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes", "logs"}
 )
-"""Attributes that a subclass may override without an effect on the rounds up to T*."""
+"""Names of attributes that affect no round up to T*. A subclass may override them."""
 
 
 class Freezing(FederatedCallback):
@@ -46,7 +46,7 @@ class Freezing(FederatedCallback):
 
     @abstractmethod
     def last_batch_round(self, total_rounds: int) -> int | None:
-        """Return T*, the last round with batch statistics, or None if T* is not known yet."""
+        """Return T*, the last round with batch statistics. If T* is not known yet, return None."""
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Declare that the state of ``kinds`` is averaged up to round T*, and frozen after T*."""
@@ -56,10 +56,10 @@ class Freezing(FederatedCallback):
         return {kind: "averaged" for kind in self.kinds if kind != "counter"}
 
     def same_until(self, total_rounds: int) -> int | None:
-        """Return T*. Up to round T* a run equals a run without this method, bit for bit.
+        """Return T*. Up to round T*, a run equals a run without this method, bit for bit.
 
         Return None if T* is not known before training. Also return None if the subclass overrides
-        more than the choice of T*.
+        anything that may affect rounds up to T*.
         """
         checked = [name for name in dir(Freezing) if not name.startswith("_") and name not in _HARMLESS]
         if any(getattr(type(self), name) != getattr(Freezing, name) for name in checked):
@@ -93,7 +93,7 @@ class Freezing(FederatedCallback):
         return "nothing frozen" if last is not None and last >= _last_round(module) else ""
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Log T* if it is known."""
+        """Log T* as a metric of the run if T* is known."""
         last = self.last_batch_round(pl_module.planned_rounds)
         if last is not None:
             pl_module.log("fixbn/freeze_round", float(last))
@@ -108,28 +108,31 @@ class FoundFreezing(Freezing):
     """Base class of freezing methods that find T* during training.
 
     Attributes:
-        freeze_round: T*, or None until the method finds it. It is part of ``state_dict()``.
+        freeze_round: T*, or None until the method has found T*. It is part of ``state_dict()``.
     """
 
     freeze_round: int | None = None
 
     def last_batch_round(self, total_rounds: int) -> int | None:
-        """Return T*, or None until the method finds it."""
+        """Return T*. Until the method has found T*, return None."""
         return self.freeze_round
 
     def undecided(self) -> Mapping[str, str]:
-        """Declare that the state of ``kinds`` may freeze later, unless T* is already known."""
+        """Declare that the state of ``kinds`` may be frozen later.
+
+        Once T* is known, declare nothing.
+        """
         return dict.fromkeys(self.kinds, "frozen") if self.freeze_round is None else {}
 
     def freeze_after(self, pl_module: "FederatedModule", round_number: int) -> None:
-        """Set T* to ``round_number``, log it and print a line."""
+        """Set T* to ``round_number``. Log T*, and print a line with T*."""
         self.freeze_round = round_number
         pl_module.log("fixbn/freeze_round", float(round_number))
         name = type(self).__name__
         pl_module.print(f"{name}: T* = {round_number}; BN is frozen from round {round_number + 1} on.")
 
     def state_dict(self) -> dict[str, object]:
-        """Return T*."""
+        """Return T* for checkpoints."""
         return {"freeze_round": self.freeze_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -75,13 +75,13 @@ class PersonalEvaluation(VariantEvaluation):
                 )
 
     def client_model(self, pl_module: "FederatedModule", client: int) -> Mapping[str, Tensor]:
-        """Return the tensors in which a client's model differs from the server's model, by name."""
+        """Return the tensors of a client's model that differ from the server's model, by name."""
         raise NotImplementedError(f"{type(self).__name__} must define client_model(pl_module, client)")
 
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the model of each evaluated client by id."""
+        """Return the result of :meth:`client_model` for each evaluated client. The keys are ids."""
 
         def own(client: int) -> tuple[str, Mapping[str, Tensor]]:
             return str(client), self.client_model(pl_module, client)
@@ -91,7 +91,7 @@ class PersonalEvaluation(VariantEvaluation):
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Return the metrics ``personal_<metric>`` and ``own_<metric>`` for each ``<metric>``."""
+        """Return the mean metrics, such as ``personal_accuracy`` and ``own_accuracy``, by name."""
         quality = pl_module.task.quality
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
 
@@ -116,7 +116,7 @@ class PersonalEvaluation(VariantEvaluation):
 
 
 class LocalState(PersonalEvaluation):
-    """Base class of methods whose clients keep some of their state instead of sending it.
+    """Base class of methods whose clients keep some of their state, and do not send this state.
 
     A subclass defines ``kinds``. A client starts a round with the local state that it had after its
     previous round. In its first round it starts with the initial state. A client's model is the
@@ -132,8 +132,8 @@ class LocalState(PersonalEvaluation):
     Attributes:
         kinds: Kinds of state, and parts of the model, that clients keep (see
             ``fl_lightning.round.policy``).
-        memory: Local state of each client by id: a row ``[columns]`` for each block. The id
-            ``SERVER`` has the initial state.
+        memory: Local state of each client, with client ids as keys: a row ``[columns]`` for each
+            block. The key ``SERVER`` has the initial state.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -155,7 +155,7 @@ class LocalState(PersonalEvaluation):
         return dict.fromkeys(self.kinds, "local")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has some state of ``kinds``."""
+        """Check that the model has parameters or buffers of ``kinds``."""
         model = pl_module.model
         parts = [kind for kind in self.kinds if kind not in KINDS]
         match_parts(model, parts, type(self).__name__)
@@ -170,15 +170,15 @@ class LocalState(PersonalEvaluation):
             )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Restore each client's local state."""
+        """Restore the local state of the round's clients."""
         cohort.recall(self.memory)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Store each client's local state."""
+        """Store the local state of the round's clients."""
         cohort.remember(self.memory)
 
     def state_dict(self) -> dict[str, ClientMemory]:
-        """Return the clients' local state."""
+        """Return the memory with the clients' local state, for checkpoints."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -188,7 +188,10 @@ class LocalState(PersonalEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the local state of each evaluated client by id, or {} before round 1."""
+        """Return the local state of each evaluated client. The keys are client ids.
+
+        Before round 1, the local state of every client is empty.
+        """
         layout = {
             **parameter_layout(pl_module.model, pl_module.parameter_groups, pl_module.parts),
             **buffer_layout(pl_module.model, pl_module.parts),

@@ -37,7 +37,7 @@ def adapted_state(
     Args:
         pl_module: The federated module.
         adapt: The adaptation.
-        loader: Batches of evaluation data. Only their first entries, the inputs, are used.
+        loader: Batches of evaluation data. Only the first entry of each batch, the inputs, is used.
         name: Name of the adaptation. The random numbers of the adaptation depend on the seed, this
             name, the round and the client.
         client: Id of the client that owns the data, or -1 for the server.
@@ -47,7 +47,7 @@ def adapted_state(
         for batch in loader:
             batch = pl_module.on_device(batch)
             batch = batch[0] if isinstance(batch, list | tuple) else batch
-            # clone: a cached tensor may come from inference mode, and autograd would reject it
+            # clone, because autograd rejects tensors from inference mode, which may be cached
             yield tree_map_only(Tensor, torch.clone, batch)
 
     with (
@@ -64,10 +64,10 @@ def adapted_state(
 
 @torch.no_grad()
 def input_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the mean and the biased variance of each BN layer's inputs, ``[channels]`` each.
+    """Return the mean and the biased variance of each BN layer's inputs, each ``[channels]``.
 
-    In this pass, BN layers normalise with the batch. Except in the first BN layer, the statistics
-    therefore depend on how the inputs are divided into batches.
+    In this pass, BN layers normalise with the batch. For all BN layers except the first, the
+    statistics therefore depend on how the inputs are divided into batches.
 
     Args:
         model: The model.
@@ -95,7 +95,7 @@ def evaluate_client(
     split: str,
     evaluate: Callable[[Any, ServerEvaluation], None],
 ) -> ServerEvaluation | None:
-    """Evaluate a model on a client's own data. Only the calling rank computes.
+    """Evaluate a model on a client's own data. Other ranks do not take part.
 
     Args:
         pl_module: The federated module.
@@ -123,7 +123,7 @@ def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[f
 
     Args:
         class_accuracy: Accuracy of each class. Classes with the accuracy None are left out.
-        weights: Frequency of each class, with any sum.
+        weights: Frequency of each class. The frequencies need not sum to 1.
 
     Returns:
         The accuracy, or None if every class is left out or has weight 0.

@@ -11,7 +11,10 @@ Rows = Sequence[Mapping[str, float]]
 """Rows of ``metrics.jsonl``. Each row maps the names of a round's metrics to their values."""
 
 Drawing = Callable[[Sequence[str]], "Figure"]
-"""Function that draws a figure with given lines as title. See ``fl_lightning.pictures.style``."""
+"""Function that draws a figure. Its argument is the lines of the figure's title.
+
+See ``fl_lightning.pictures.style``.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Report:
     """
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
-        """Return figures by name.
+        """Return functions that draw the report's figures, by the figures' names.
 
         Args:
             rows: Rows of ``metrics.jsonl``. If the run was resumed, they include the rows from
@@ -57,17 +60,17 @@ class Report:
         return {}
 
     def tables(self) -> Mapping[str, Table]:
-        """Return tables, with their names as keys."""
+        """Return the tables of the report by name."""
         return {}
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Return lists of values, with their names as keys. W&B shows a histogram of each list."""
+        """Return lists of values by name. W&B shows a histogram of each list."""
         return {}
 
     def result(self) -> Mapping[str, float]:
-        """Return numbers for ``result.json`` and for the W&B summary, with their names as keys."""
+        """Return numbers by name, for ``result.json`` and for the W&B summary."""
         return {}
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return texts for the printed table of results, with their labels as keys."""
+        """Return texts for the printed table of results, with the labels of its lines as keys."""
         return {}

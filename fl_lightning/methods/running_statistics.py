@@ -11,17 +11,26 @@ if TYPE_CHECKING:
 
 
 def client_statistics(cohort: "Cohort") -> Tensor:
-    """Return the clients' running means and variances, ``[2, C, channels]``."""
+    """Return the running means and variances of all clients, ``[2, C, channels]``.
+
+    The channels of all BN layers are concatenated.
+    """
     return _join(cohort.buffers, cohort.buffer_kinds)
 
 
 def server_statistics(cohort: "Cohort") -> Tensor:
-    """Return the server's running means and variances, ``[2, channels]``."""
+    """Return the running means and variances of the server, ``[2, channels]``.
+
+    The channels of all BN layers are concatenated.
+    """
     return _join(cohort.server_buffers, cohort.buffer_kinds)
 
 
 def set_server_statistics(cohort: "Cohort", mean: Tensor, variance: Tensor) -> None:
-    """Set the server's running means and variances, each ``[channels]``."""
+    """Set the running means and variances of the server, each ``[channels]``.
+
+    The channels of all BN layers are concatenated.
+    """
     for name, value in split_statistics(cohort.server_buffers, cohort.buffer_kinds, mean, variance).items():
         cohort.server_buffers[name].copy_(value)
 
@@ -31,10 +40,11 @@ def split_statistics(
 ) -> dict[str, Tensor]:
     """Split concatenated statistics into the running mean and variance of each layer.
 
-    The keys of the result are names of buffers.
+    The result maps names of buffers to tensors.
 
     Args:
-        buffers: A model's buffers by name. Their sizes decide where the statistics are split.
+        buffers: A model's buffers by name. The sizes of the buffers decide where the statistics are
+            split.
         kinds: Kind of each buffer, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
         mean: Means of all layers, concatenated, ``[channels]``.
         variance: Variances of all layers, concatenated, ``[channels]``.
@@ -51,5 +61,8 @@ def _join(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
 
 
 def _names(kinds: Mapping[str, str]) -> list[list[str]]:
-    """Return the names of running means and of running variances, in the order of the layers."""
+    """Return two lists of names: the running means and the running variances.
+
+    Both lists have the order of the layers.
+    """
     return [[name for name, kind in kinds.items() if kind == wanted] for wanted in ("mean", "var")]

@@ -1,4 +1,4 @@
-"""Pass over training or evaluation data that measures BN statistics with the server's weights."""
+"""Measurement of BN statistics in a pass over data, with the server's weights."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
-"""Batches and formula by which :func:`collect` computes statistics.
+"""Mode of :func:`collect`: the batches, and the formula for their statistics.
 
 Union batch k is the union of the k-th batches of all clients.
 
@@ -29,8 +29,8 @@ Union batch k is the union of the k-th batches of all clients.
   batches. As in HeteroFL, all data must be in one place.
 - ``pooled_total_variance``: Mean and variance of all values in the union batches.
 - ``per_client``: Each client's batch has a mean and a variance. The result is their mean over all
-  batches of all clients. It leaves out the variance between clients.
-- ``per_client_total_variance``: Mean and variance of all values in the clients' batches. They are
+  batches of all clients. The variance between clients is left out.
+- ``per_client_total_variance``: Mean and variance of all values in the clients' batches. Both are
   merged from the clients' moments by the law of total variance.
 
 In the first BN layer both total variances equal the variance of all clients' data. In deeper layers
@@ -40,18 +40,18 @@ union batch keeps these differences.
 """
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
-"""Mean and variance of each BN layer's inputs, ``[channels]`` each. Layer names are the keys."""
+"""Mean and variance of each BN layer's inputs, each ``[channels]``. Layer names are the keys."""
 
 Sums = tuple[Tensor, Tensor, Tensor]
-"""Sums from which statistics are computed.
+"""Three values of a BN layer from which its statistics are computed.
 
-For a total variance, there are three sums: the number of values, their mean, and the sum of their
-squared deviations from the mean. For other modes, there are the number of batches, the sum of the
-batches' means, and the sum of the batches' variances.
+For a total variance, the three values are the number of inputs, their mean, and the sum of their
+squared deviations from the mean. For any other mode, the three values are the number of batches,
+the sum of the batches' means, and the sum of the batches' variances.
 """
 
 
-@torch.inference_mode(mode=False)  # data modules may cache tensors for training
+@torch.inference_mode(mode=False)  # data modules may cache tensors that training needs
 @torch.no_grad()
 def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     """Measure the inputs of BN layers in one pass over the training data of all clients.
@@ -66,9 +66,9 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
 
     Args:
         pl_module: The federated module, attached to a trainer, with its data set up.
-        mode: Batches and formula, see :data:`Mode`. ``pooled`` and ``per_client`` average the
-            unbiased variances of batches, as BN with ``momentum=None`` does. The modes whose
-            names end in ``total_variance`` return biased variances.
+        mode: The batches and the formula for their statistics, see :data:`Mode`. ``pooled`` and
+            ``per_client`` average the unbiased variances of batches, as BN with ``momentum=None``
+            does. The modes whose names end in ``total_variance`` return biased variances.
 
     Returns:
         Mean and variance of each BN layer's inputs.
@@ -136,8 +136,9 @@ def measured_statistics(
     Args:
         trainer: The trainer.
         pl_module: The federated module.
-        mode: Data and formula. With ``"evaluation"``, :func:`collect_evaluation` measures the data
-            of the current evaluation. With any other mode, :func:`collect` measures training data.
+        mode: Which data are measured, and by which formula. With ``"evaluation"``,
+            :func:`collect_evaluation` measures the data of the current evaluation. With any other
+            mode, :func:`collect` measures training data.
     """
     if trainer.sanity_checking:
         return {}
@@ -146,7 +147,7 @@ def measured_statistics(
         statistics = collect_evaluation(pl_module, split)
     else:
         if trainer.state.fn != TrainerFn.FITTING:
-            pl_module.data.setup("fit")  # trainer.validate and trainer.test do not set up clients
+            pl_module.data.setup("fit")  # trainer.validate and trainer.test set up no clients
         statistics = collect(pl_module, mode)
     means = {f"{layer}.running_mean": mean for layer, (mean, _) in statistics.items()}
     return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}
@@ -158,9 +159,9 @@ def _measuring(
 ) -> Iterator[Callable[[int, Iterable[Any]], dict[str, Sums]]]:
     """Let BN layers measure their inputs until the ``with`` block ends.
 
-    Yield a function that passes batches through the model. The function returns the sums of each BN
-    layer in float64 on the CPU. It has two arguments: an index that seeds random numbers, and the
-    batches.
+    Yield a function that passes batches through the model. The function has two arguments: an index
+    that seeds random numbers, and the batches. It returns the :data:`Sums` of each BN layer in
+    float64 on the CPU.
 
     Args:
         pl_module: The federated module.
@@ -183,7 +184,7 @@ def _measuring(
 
     def measure(index: int, batches: Iterable[Any]) -> dict[str, Sums]:
         sums.clear()
-        # seeded: a model may draw random numbers, but the global generators must not change
+        # a model may draw random numbers, but the global generators must not change
         with seeded(derive_seed(pl_module.seed, "statistics pass", index)):
             for batch in batches:
                 forward(pl_module.on_device(batch))
@@ -202,7 +203,10 @@ def _measuring(
 
 
 def _joined(pl_module: "FederatedModule", parts: list[dict[str, Sums]], total: bool) -> Statistics:
-    """Compute the mean and variance of each BN layer's inputs from the sums of all parts."""
+    """Compute the mean and variance of each BN layer's inputs.
+
+    Each part has the :data:`Sums` of some batches, with layer names as keys.
+    """
     statistics = {}
     for layer in dict.fromkeys(layer for part in parts for layer in part):
         seen = zip(*(part[layer] for part in parts if layer in part), strict=True)

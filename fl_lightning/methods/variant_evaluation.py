@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
-"""Variant in which BN layers normalise with the batch instead of with running statistics."""
+"""Variant whose BN layers normalise with the batch, not with running statistics."""
 
 
 class VariantEvaluation(FederatedCallback):
@@ -36,8 +36,8 @@ class VariantEvaluation(FederatedCallback):
     A variant may also be an :data:`~fl_lightning.methods.own_data.Adaptation`: a function that
     adapts a copy of the server's model to the inputs of the evaluation data. The copy is then
     evaluated. For an adaptation named ``calibrated``, ``val/own_accuracy_calibrated`` is logged,
-    too. For this metric, one copy per client is adapted to the client's own evaluation data, and is
-    evaluated on the same data. The metric is the mean accuracy over the clients.
+    too. For this metric, one copy for each client is adapted to the client's own evaluation data,
+    and evaluated on the same data. The metric is the mean accuracy over the clients.
 
     A subclass defines :meth:`variants`, and may override :meth:`variant_metrics`.
 
@@ -55,8 +55,8 @@ class VariantEvaluation(FederatedCallback):
 
         Returns:
             The variants by name. A variant is :data:`BATCH_STATISTICS`, an adaptation, or a dict of
-            tensors. The tensors replace parameters and buffers of the server that have the same
-            name and shape.
+            tensors. Each tensor replaces the server's parameter or buffer with the same name and
+            shape.
         """
         raise NotImplementedError(f"{type(self).__name__} must define variants(trainer, pl_module)")
 
@@ -88,7 +88,7 @@ class VariantEvaluation(FederatedCallback):
         variants = self.variants(trainer, pl_module)
         self._adaptations = {name: variant for name, variant in variants.items() if callable(variant)}
         loader = f"{'test' if trainer.testing else pl_module.data.fit_split}_dataloader"
-        # move all tensors to the device, because tensors from a checkpoint are on the CPU
+        # move the tensors to the device, because tensors from a checkpoint are on the CPU
         self._tensors = {
             name: adapted_state(pl_module, variant, getattr(pl_module.data, loader)(), name)
             if callable(variant)
@@ -108,9 +108,9 @@ class VariantEvaluation(FederatedCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Evaluate every variant on a batch. The server's evaluation does not change."""
+        """Evaluate every variant on a batch. This does not affect the evaluation of the server."""
         with isolate_rng():
-            # turn: divides the variants of a batch among the ranks, because batches may be few
+            # the turn divides the variants of a batch among the ranks, because batches may be few
             for turn, (name, tensors) in enumerate(self._tensors.items()):
                 evaluate = partial(self.evaluate, pl_module, tensors)
                 self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
@@ -130,7 +130,11 @@ class VariantEvaluation(FederatedCallback):
     def _adapted_to_clients(
         self, pl_module: "FederatedModule", split: str, name: str, adapt: Adaptation
     ) -> dict[str, float]:
-        """Return metrics of copies adapted to each client's own data, averaged over the clients."""
+        """Return the metrics of an adaptation to each client's own data.
+
+        For each client, a copy of the server's model is adapted to and evaluated on the client's
+        data. The metrics are averaged over the clients.
+        """
 
         def own(client: int) -> tuple[Mapping[str, float], bool]:
             loader = pl_module.data.own_dataloader(client, split)
@@ -162,7 +166,7 @@ class VariantEvaluation(FederatedCallback):
         batch: Any,
         evaluation: ServerEvaluation,
     ) -> None:
-        """Add a variant's outputs on a batch to an evaluation."""
+        """Evaluate a variant on a batch, and add the outputs to the variant's evaluation."""
         layers = pl_module.tracking_layers if tensors is BATCH_STATISTICS else []
         with (
             pl_module.trainer.precision_plugin.val_step_context(),

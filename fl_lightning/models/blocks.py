@@ -1,6 +1,6 @@
 """Residual blocks of He et al., CVPR 2016, with shortcuts of option A or B.
 
-In a shortcut of option A, channels of zeros are appended. Option B is a projection.
+A shortcut of option A appends channels of zeros. A shortcut of option B is a projection.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ from fl_lightning.models.norm import make_conv, make_norm
 class ResidualBlock(nn.Module):
     """Base class of residual blocks with the shortcut of option A.
 
-    If the shape changes, the shortcut subsamples the image and appends channels of zeros.
+    If the block changes the shape of its input, the shortcut subsamples the image and appends
+    channels of zeros.
 
     Args:
         in_channels: Channels of the input.
@@ -33,7 +34,10 @@ class ResidualBlock(nn.Module):
         self.changes_shape = stride > 1 or self.new_channels > 0
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return the input. If the shape changes, subsample it and append channels of zeros."""
+        """Return the block's input for the sum at the end of the block.
+
+        If the block changes the shape, the input is subsampled, and channels of zeros are appended.
+        """
         if not self.changes_shape:
             return x
         return F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
@@ -67,7 +71,7 @@ class BasicBlock(ResidualBlock):
 class ProjectionBlock(BasicBlock):
     """A :class:`BasicBlock` with the shortcut of option B.
 
-    If the shape changes, the shortcut is a 1x1 convolution and a norm layer.
+    If the block changes the shape of its input, the shortcut is a 1x1 convolution and a norm layer.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, norm: str, groups: int) -> None:
@@ -78,7 +82,7 @@ class ProjectionBlock(BasicBlock):
             self.projection.append(make_norm(norm, out_channels, groups))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return the input, or its projection if the shape changes."""
+        """Return the block's input, or its projection if the block changes the shape."""
         projected: Tensor = self.projection(x)
         return projected
 

@@ -15,11 +15,14 @@ class ComputedConv2d(nn.Conv2d):
     """Base class of convolutions with computed filters. The arguments are as in ``nn.Conv2d``."""
 
     def filters(self) -> Tensor:
-        """Compute the filters ``[out_channels, in_channels / groups, kh, kw]``."""
+        """Compute the filters from the trained tensor.
+
+        Their shape is ``[out_channels, in_channels / groups, kh, kw]``.
+        """
         return self.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """Convolve ``[b, in_channels, h, w]`` with :meth:`filters`."""
+        """Convolve inputs ``[b, in_channels, h, w]`` with the filters from :meth:`filters`."""
         output: Tensor = self._conv_forward(input, self.filters(), self.bias)
         return output
 
@@ -40,7 +43,7 @@ class StandardizedConv2d(ComputedConv2d):
     eps: float = 1e-5
 
     def filters(self) -> Tensor:
-        """Return the standardized filters."""
+        """Return filters with mean 0 and standard deviation 1."""
         std, mean = torch.std_mean(self.weight, dim=(1, 2, 3), correction=1, keepdim=True)
         return (self.weight - mean) / (std + self.eps)
 

@@ -27,7 +27,7 @@ class SmallDeepLab(Recorded, nn.Module):
             as many channels.
         rates: Dilation rates of the 3x3 convolutions of the pyramid.
         pooled_norm: Norm layer after the pyramid's mean over the image. The default (None) is the
-            norm layer that ``norm`` gives. BN needs at least two images per batch at this place.
+            norm layer that ``norm`` gives. At this place, BN needs at least two images per batch.
             With ``"none"`` or ``"gn"``, one image is enough.
 
     Raises:

@@ -47,9 +47,9 @@ class Dropout(nn.Module):
 
     Args:
         p: Probability in [0, 1] that an element is dropped.
-        dim: Number of trailing dimensions whose elements are dropped together. 0: single elements
-            are dropped. 1, 2 or 3: channels of ``[b, channels, ...]`` are dropped, as by
-            ``nn.Dropout1d``, ``nn.Dropout2d`` or ``nn.Dropout3d``.
+        dim: Number of trailing dimensions whose elements are dropped together. With 0, single
+            elements are dropped. With 1, 2 or 3, channels of ``[b, channels, ...]`` are dropped, as
+            by ``nn.Dropout1d``, ``nn.Dropout2d`` or ``nn.Dropout3d``.
 
     Attributes:
         key: Scalar int64 buffer in [0, 2**63). It is not in the ``state_dict``. Under ``vmap`` it
@@ -93,14 +93,15 @@ class Dropout(nn.Module):
         The mask has the shape of ``x``, except that the last ``dim`` dimensions have size 1.
         """
         shape = x.shape[: x.dim() - self.dim]
-        # hash twice: with a single hash, the masks of two keys would be permutations of each other
+        # hash twice, because after a single hash the masks of two keys would be permutations of
+        # each other
         low = _mix((self.key & _MASK32) ^ _mix(self.layer + 1))
         high = _mix((self.key >> 32) ^ low)
         words = _mix(_mix(torch.arange(shape.numel(), device=x.device) ^ low) ^ high)
         return (words >= round(self.p * 2**32)).view(shape + (1,) * self.dim)
 
     def extra_repr(self) -> str:
-        """Return the settings for ``print(model)``."""
+        """Return the layer's settings, which ``print(model)`` shows."""
         return f"p={self.p}, dim={self.dim}, layer={self.layer}"
 
 

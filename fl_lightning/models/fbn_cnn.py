@@ -19,7 +19,7 @@ class FBNCNN(Recorded, nn.Module):
     multiply-adds for a 32x32 image. All weights have torch's default initialisation.
 
     The outputs are log-probabilities, as the negative log-likelihood loss expects. Cross-entropy
-    gives the same value as this loss, because its log-softmax does not change log-probabilities.
+    gives the same value as this loss, because a log-softmax does not change log-probabilities.
 
     Args:
         num_classes: Number of classes.

@@ -8,9 +8,9 @@ from fl_lightning.models.blocks import ResidualBlock
 
 
 class ScalarBias(nn.Module):
-    """A trained scalar that is added to the input. Its initial value is 0.
+    """A trained scalar that is added to the input.
 
-    Its parameter belongs to the parameter group ``scalars``.
+    The scalar has the initial value 0, and belongs to the parameter group ``scalars``.
     """
 
     def __init__(self) -> None:

@@ -12,12 +12,13 @@ from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
-    """Names of the arguments of a library, and defaults for further arguments.
+    """Arguments of a library's functions that create models.
 
     Attributes:
-        num_classes: Name of the argument for the number of classes.
-        in_channels: Name of the argument for the number of channels. None: images have 3 channels.
-        defaults: Values of further arguments that the user does not give.
+        num_classes: Name of the library's argument for the number of classes.
+        in_channels: Name of the library's argument for the number of channels. If it is None,
+            images have 3 channels.
+        defaults: Further arguments by name. Their values are used unless the user sets them.
     """
 
     num_classes: str = "num_classes"
@@ -28,7 +29,7 @@ class _Library(NamedTuple):
 _LIBRARIES = {
     "torchvision": _Library(in_channels=None),
     "timm": _Library(in_channels="in_chans"),
-    # the library would download weights by default
+    # without this value, the library would download weights
     "segmentation_models_pytorch": _Library("classes", defaults={"encoder_weights": None}),
 }
 
@@ -127,7 +128,7 @@ def deeplab_v3_plus(
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
         pooled_norm: Norm layer after the pyramid's mean over the image. The default (None) is the
-            norm layer that ``norm`` gives. BN needs at least two images per batch at this place.
+            norm layer that ``norm`` gives. At this place, BN needs at least two images per batch.
             With ``"none"`` or ``"gn"``, one image is enough.
         encoder_weights: File with weights of the encoder, such as torchvision's weights for
             ImageNet. See :func:`~fl_lightning.models.weights.load_weights`. A classifier in the

@@ -1,4 +1,4 @@
-"""Loss terms that a model's layers add to a client's loss, such as penalties on activations."""
+"""Terms that layers of a model add to a client's loss, such as penalties on activations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 _OPEN: list[list[Tensor]] = []
-"""Loss terms of the current forward passes, with one list per pass.
+"""Lists of loss terms, one for each current forward pass.
 
-Lists are used, because a compiled pass can trace a list within one graph.
+The terms are in lists, because a compiled pass can trace a list within one graph.
 """
 
 

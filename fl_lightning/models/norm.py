@@ -1,4 +1,4 @@
-"""Functions that create norm layers, and the convolutions before norm layers."""
+"""Functions that create norm layers, and convolutions that precede norm layers."""
 
 from torch import nn
 
@@ -16,7 +16,7 @@ NORMS = {
     "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
     "none": "No layer.",
 }
-"""Names of norm layers, with their descriptions. The CIFAR ResNets also accept ``"fixup"``."""
+"""Description of each norm layer by name. The CIFAR ResNets also accept ``"fixup"``."""
 _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
     "gn_ws": StandardizedConv2d,
     "weight_norm": WeightNormConv2d,
@@ -27,9 +27,9 @@ _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
 def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     """Create a norm layer for feature maps ``[b, channels, height, width]``.
 
-    All norm layers except ``"bn"`` treat images independently. Without ``"bn"`` and with one local
-    step per round, federated training therefore equals training on the union of the clients'
-    batches.
+    All norm layers except ``"bn"`` treat images independently. If the norm is not ``"bn"`` and a
+    round has one local step, federated training therefore equals training on the union of the
+    clients' batches.
 
     Args:
         norm: One of :data:`NORMS`. ``"in"`` needs feature maps of more than one pixel.
@@ -108,7 +108,8 @@ def make_conv(
         kernel_size: Height and width of the filters.
         stride: Stride of the convolution.
         padding: Width of the zero padding around the input.
-        bias: Whether the convolution has a bias. None: a bias only if no norm layer adds a shift.
+        bias: Whether the convolution has a bias. With None, it has a bias only if no norm layer
+            adds a shift.
     """
     if bias is None:
         bias = norm in ("none", "weight_norm", "scaled_ws")

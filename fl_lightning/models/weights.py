@@ -20,15 +20,16 @@ def load_weights(
 ) -> str:
     """Load the weights of a file into a model.
 
-    If the file's classifier has another number of classes, the model's classifier keeps its initial
-    values.
+    If the classifiers of the file and the model differ in the number of classes, the model's
+    classifier keeps its initial values.
 
     Args:
         model: The model, changed in place.
         path: File with a state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint,
             which holds the server's model.
         setting: Name of the setting that gives the path, for messages.
-        without: Prefixes of the names of tensors to ignore, such as ``("fc.",)`` for a classifier.
+        without: Prefixes of tensor names. Tensors with such a name are ignored. An example is
+            ``("fc.",)`` for a classifier.
 
     Returns:
         A line of text. It names the file, and the tensors that keep their initial values.
@@ -80,7 +81,7 @@ def _expect_numbers(
     Args:
         place: Name of the file or checkpoint, for the message.
         weights: The weights by name.
-        model: The model to load.
+        model: The model into which the weights are loaded.
         without: Names of tensors that are not loaded.
     """
     current, parameters = model.state_dict(), dict(model.named_parameters())
@@ -148,7 +149,7 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
     """Check that a file of ``torch.save`` is intact, and load it.
 
     Args:
-        what: Noun that the error message uses for the file.
+        what: Noun for the file in error messages.
         path: The file.
         map_location: As in ``torch.load``. None: the CPU.
         weights_only: As in ``torch.load``. The default (None) is True. It allows only tensors and
@@ -160,10 +161,11 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
     """
     try:
         with path.open("rb") as file:
-            is_legacy = file.read(2) == b"\x80\x02"  # a pickle: the format until torch 1.5
+            is_legacy = file.read(2) == b"\x80\x02"  # the file is a pickle, torch's format until release 1.5
         if not is_legacy:
             with zipfile.ZipFile(path) as archive:
-                # torch.load ignores CRC errors, and returns random memory for "folder" entries
+                # check this, because torch.load ignores CRC errors, and returns random memory for
+                # "folder" entries
                 folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
                 if folder or archive.testzip() is not None:
                     raise zipfile.BadZipFile
@@ -178,9 +180,8 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
 def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
     """Return the tensors whose shape in the weights differs from their shape in the model.
 
-    Returns:
-        For each name, the shape in the weights and the shape in the model. A missing tensor has the
-        shape None.
+    Returns:  Pairs by tensor name: the shape in the weights and the shape in the model. If a tensor
+    is missing on one side, its shape is None.
     """
     current = model.state_dict()
     shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, current)]
@@ -193,7 +194,7 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
 
     Args:
         place: The file, in words, such as ``"checkpoint last.ckpt"``.
-        noun: Noun for the file: ``"checkpoint"`` or ``"file"``.
+        noun: What the error message calls the file: ``"checkpoint"`` or ``"file"``.
         model: The model that the weights do not fit.
         differing: Result of :func:`misfits`.
     """
@@ -206,10 +207,11 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
 
 
 def _are_heads(differing: _Shapes) -> bool:
-    """Return whether all differing tensors look like classifiers with another number of classes.
+    """Return whether the tensors may differ only because the numbers of classes differ.
 
-    The shapes may differ only in the first dimension, the number of classes. All tensors of the
-    file must agree on this number, and so must all tensors of the model.
+    This is the case if the shapes differ only in the first dimension, the number of classes. All
+    differing tensors of the file must have the same number of classes. The same holds for the
+    differing tensors of the model.
     """
     shapes = [(old, new) for old, new in differing.values() if old and new]
     alike = {(old[0], new[0]) for old, new in shapes}
