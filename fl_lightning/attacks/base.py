@@ -10,13 +10,12 @@ from fl_lightning.recorded import Recorded
 
 
 class Message(NamedTuple):
-    """One vector of each client in the cohort, before the attack.
+    """One vector of each client in the cohort, as it was before the attack.
 
     Attributes:
         honest: Vectors of the h honest clients, ``[h, d]``. Vectors of parameters are updates.
-        own: Vectors that the f attackers have computed by ordinary local steps, ``[f, d]``.
-        weights: Aggregation weights, ``[h + f]``, sum 1. The weights of the honest clients come
-            first.
+        own: Vectors of the f attackers after ordinary local steps, ``[f, d]``.
+        weights: Aggregation weights ``[h + f]``, which sum to 1. The honest clients come first.
         rule: The server's aggregation rule for this vector.
     """
 
@@ -26,16 +25,16 @@ class Message(NamedTuple):
     rule: Aggregator
 
     def aggregate(self, sent: Tensor) -> Tensor:
-        """Return the aggregate ``[d]`` that results if all attackers send ``sent``, ``[d]``."""
+        """Return the aggregate ``[d]`` for the case that all attackers send the vector ``sent``."""
         rows = torch.cat([self.honest, sent.expand(len(self.own), -1).to(self.honest.dtype)])
         return self.rule(rows, self.weights)
 
 
 class Attack(Recorded):
-    """Base class of attacks. Without overridden methods, attackers behave like honest clients.
+    """Base class of attacks. If no method is overridden, attackers behave like honest clients.
 
     Attributes:
-        least_honest: Minimum number of honest clients in a round. In a round with fewer honest
+        least_honest: Minimum number of honest clients in a round. If a round has fewer honest
             clients, :meth:`messages` is not called, and attackers send their vectors unchanged.
     """
 

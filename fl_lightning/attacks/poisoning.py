@@ -17,7 +17,10 @@ class LabelFlip(Attack):
     """
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """Return the batch with flipped labels. Ignored labels, such as 255 or -100, stay."""
+        """Return the batch with flipped labels. Labels that the loss ignores do not change.
+
+        Examples of ignored labels are 255 and -100.
+        """
         if num_classes is None:
             raise ConfigurationError(
                 "LabelFlip: the data do not say how many classes they have (num_classes)"
@@ -33,7 +36,7 @@ class Backdoor(Attack):
 
     The trigger is a bright square in the lower right corner of an image. The first images of each
     batch of an attacker get the trigger and the label ``target`` (Gu et al. 2017, "BadNets", arXiv
-    1708.06733). Evaluations log ``attack_success``. For this metric, all images of other classes
+    1708.06733). Evaluations log ``attack_success``. For this metric, all images of classes other
     than ``target`` get the trigger. The metric is the share of these images that the model
     classifies as ``target``.
 
@@ -64,7 +67,7 @@ class Backdoor(Attack):
         return images
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """Return the batch after its first images have got the trigger and the label ``target``."""
+        """Return the batch with the trigger and the label ``target`` on its first images."""
         if num_classes is not None and self.target >= num_classes:
             raise ConfigurationError(
                 f"Backdoor.target: {self.target} must be less than the {num_classes} classes"
@@ -84,9 +87,9 @@ class Backdoor(Attack):
 
 
 class GradientAscent(Attack):
-    """Gradient ascent: local steps use ``-scale`` times the gradient. This increases the loss.
+    """Gradient ascent: local steps use ``-scale`` times the gradient.
 
-    Blades calls this attack sign flip.
+    The local steps therefore increase the loss. Blades calls this attack sign flip.
 
     Args:
         scale: Factor by which the negated gradient is multiplied.
@@ -103,8 +106,8 @@ class GradientAscent(Attack):
 class ModelReplacement(Attack):
     """Model replacement: attackers scale their updates.
 
-    The paper is Bagdasaryan et al. 2020, arXiv 1807.00459. Let f of n clients attack with the
-    factor n / f. If the honest updates cancel each other, the mean over all clients equals the
+    The paper is Bagdasaryan et al. 2020, arXiv 1807.00459. Suppose that f of n clients attack with
+    the factor n / f. If the honest updates cancel each other, the mean over all clients equals the
     attackers' unscaled update. To plant a backdoor within a few rounds, combine this attack with
     ``Backdoor`` for the same clients, and list ``Backdoor`` first.
 

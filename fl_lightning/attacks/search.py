@@ -10,7 +10,7 @@ GRID = [step / 20 for step in range(101)]
 
 
 def search(harm: Callable[[float], float], how: Search) -> float:
-    """Search for the factor with the greatest harm.
+    """Return the factor that does the greatest harm in a search.
 
     The returned factor does at least as much harm as the factor 0.
 
@@ -18,8 +18,9 @@ def search(harm: Callable[[float], float], how: Search) -> float:
         harm: Function that returns the harm of a factor, such as the distance between the aggregate
             and the honest mean.
         how: ``"grid"``: try all factors of :data:`GRID`. ``"byzfl"``: the heuristic of the ByzFL
-            library. It evaluates 20 factors, and starts with 0. The step starts at 10 and doubles
-            as long as the harm increases. After that, each step is 0.8 times the previous step.
+            library. It evaluates 20 factors, and starts with 0. The step between two factors is 10
+            at first. It doubles as long as the harm increases. After that, each step is 0.8 times
+            the previous step.
     """
     if how == "grid":
         return max(GRID, key=harm)

@@ -1,4 +1,4 @@
-"""Attacks on messages. The attackers are omniscient: they know the messages of honest clients.
+"""Attacks on messages. The attackers are omniscient: they know all honest clients' messages.
 
 Most attacks have a function and a class. The function maps the vectors ``[h, d]`` of the h honest
 clients to the vector ``[d]`` that all attackers send. The class is for configurations. Its argument
@@ -57,7 +57,7 @@ def a_little_factor(num_clients: int, f: int) -> float:
 
     The f attackers need ``s = floor(n/2) + 1 - f`` honest clients to form a majority of the n
     clients. The factor is ``z = Phi^-1((n - f - s) / (n - f))``. With this z, s honest clients are
-    expected to be farther from the mean than z standard deviations, in the direction of the attack.
+    expected to lie more than z standard deviations from the mean, in the direction of the attack.
 
     Args:
         num_clients: Number n of clients in the round.
@@ -85,12 +85,12 @@ def gaussian(
 
 
 def mimic(honest: Tensor, client: int = 0) -> Tensor:
-    """Return one honest client's vector (Karimireddy et al. 2022, arXiv 2006.09365).
+    """Return the vector of one honest client (Karimireddy et al. 2022, arXiv 2006.09365).
 
     Args:
         honest: Vectors of the honest clients, ``[h, d]``.
-        client: Index of the client among the h honest clients, from 0. A larger index is taken
-            modulo h.
+        client: Index of the client among the h honest clients, from 0. An index that is too large
+            is taken modulo h.
     """
     return honest[client % len(honest)]
 
@@ -109,7 +109,7 @@ class Scaled(Attack, ABC):
     """Base class of attacks with a factor. The factor is fixed or found by a search.
 
     All messages have the same factor. A search maximises the distance between the aggregate and the
-    honest mean. This distance is measured over all messages together. A search ignores messages
+    honest mean. The distance is measured over all messages together. A search ignores messages
     whose aggregation rule is a weighted mean, because their distance has no maximum. If a search
     ignores all messages, the fixed factor is used.
 
@@ -139,7 +139,7 @@ class Scaled(Attack, ABC):
         """Return the attackers' vector ``[d]`` for a message and a factor."""
 
     def fixed(self, message: Message) -> float:
-        """Return the factor for the case that no search is made."""
+        """Return the factor that is used if no search is made."""
         return self.factors[self.origin] if self.tau is None else self.tau
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
@@ -200,13 +200,19 @@ class ALittleIsEnough(Scaled):
         self.least_honest = 0 if origin == "paper" else 2
 
     def fixed(self, message: Message) -> float:
-        """Return ``tau``. For Blades, return the factor for the numbers of clients instead."""
+        """Return ``tau``. If ``tau`` is None, return the default factor of ``origin``.
+
+        For the origin ``"blades"``, this factor depends on the numbers of clients and attackers.
+        """
         if self.tau is None and self.origin == "blades":
             return a_little_factor(len(message.weights), len(message.own))
         return super().fixed(message)
 
     def vector(self, message: Message, factor: float) -> Tensor:
-        """Return the mean plus or minus ``factor`` standard deviations."""
+        """Return the mean plus or minus ``factor`` standard deviations.
+
+        The origin of the formula decides the sign.
+        """
         if self.origin == "paper":
             return a_little_is_enough(message.own, -factor, ddof=0)
         return a_little_is_enough(message.honest, factor)
@@ -262,5 +268,5 @@ class NonFinite(Attack):
         self.value = value
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return vectors whose entries all have the value."""
+        """Return vectors in which every entry is ``value``."""
         return [torch.full_like(message.own, float(self.value)) for message in messages]

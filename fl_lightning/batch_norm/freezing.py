@@ -1,4 +1,4 @@
-"""Function that switches BN layers between batch statistics and frozen running statistics."""
+"""Switch of BN layers between batch statistics and frozen running statistics."""
 
 from collections.abc import Collection, Mapping
 
@@ -17,7 +17,7 @@ def freeze_statistics(model: nn.Module, layers: Collection[nn.Module], treatment
     Args:
         model: The model.
         layers: The BN layers that have running statistics.
-        treatments: Treatment of each buffer by name, such as ``"frozen"``.
+        treatments: Treatment of each buffer in this round, such as ``"frozen"``, by name.
     """
     tracking = {id(layer) for layer in layers}
     for name, layer in batch_norm_layers(model).items():

@@ -1,6 +1,6 @@
 """The mean over clients within a forward pass.
 
-It is the only operation by which a forward pass combines clients.
+A forward pass combines clients by no other operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 
 
 def mean_of_all(stacked: Tensor, clients: int) -> Tensor:
-    """Return the mean over the rows of ``stacked``, copied to every row, ``[C, ...]``.
+    """Return a tensor like ``stacked``, in which every row is the mean over the rows.
 
     Args:
         stacked: The clients' tensors, ``[C, ...]``.
@@ -38,9 +38,9 @@ _mean: ContextVar[Callable[[Tensor, int], Tensor]] = ContextVar("_mean", default
 def cohort_mean(own: Tensor, clients: int) -> Tensor:
     """Return the mean of a tensor over all clients of the cohort, in a joint forward pass.
 
-    A method requests a joint forward pass by ``needs_joint_forward``. The gradient of the mean is
-    the mean of the clients' gradients: the backward pass averages as a server would do. All clients
-    have equal weight, because their batches have equal shapes.
+    A method requests a joint forward pass by ``needs_joint_forward``. In the backward pass, the
+    gradient of the mean is the mean of the clients' gradients, as if a server averaged them. All
+    clients have equal weight, because their batches have equal shapes.
 
     Args:
         own: The client's tensor, any shape.
@@ -66,7 +66,10 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
 
 @contextmanager
 def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    """Let ``cohort_mean`` call ``mean``, with the stacked rows and the cohort's size."""
+    """Let ``cohort_mean`` call the function ``mean`` until the ``with`` block ends.
+
+    The arguments of ``mean`` are the stacked rows and the number of clients in the cohort.
+    """
     token = _mean.set(mean)
     try:
         yield

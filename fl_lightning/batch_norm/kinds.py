@@ -1,6 +1,7 @@
-"""The kinds of a model's state. A module's type decides the kind. Its name never does.
+"""The kinds of a model's state.
 
-A method declares what a round does with each kind. The kinds are:
+The type of a module decides the kind of its state. The name of the module never does. A method
+declares what a round does with each kind. The kinds are:
 
 =========== ==========================================================================
 ``weight``  trainable parameters outside of BN layers
@@ -57,8 +58,8 @@ TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
 - ``frozen``: The state does not change. Frozen parameters are not trained. BN layers with frozen
   statistics train in eval mode.
 - ``local``: The clients keep the state and do not send it. The callback that declares this
-  treatment stores and restores the state (``Cohort.remember`` and ``Cohort.recall``). For
-  evaluation only, the server has the mean of the state over the round's cohort.
+  treatment stores and restores the state (``Cohort.remember`` and ``Cohort.recall``). The server
+  has the mean of the state over the round's cohort, but only for evaluation.
 - ``pooled``: The callback that declares this treatment aggregates the state.
 - ``reset``: The state is discarded after the round.
 """
@@ -72,11 +73,11 @@ KIND_LABELS = {
     "counter": "BN batch counter",
     "buffer": "other buffers",
 }
-"""Label of each kind in tables and figures."""
+"""Label of each kind of state in tables and figures."""
 
 
 def state_label(kind: str) -> str:
-    """Return the label of a kind of state, or of a part of the model."""
+    """Return the label of a kind of state or a part of the model, for tables and figures."""
     return KIND_LABELS.get(kind, f"part {kind}")
 
 

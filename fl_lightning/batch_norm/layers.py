@@ -12,7 +12,7 @@ ONE_VALUE = (
     "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images, norm: gn or, for a DeepLab, "
     "pooled_norm: none"
 )
-"""End of the error message for a BN layer that gets a single value per channel."""
+"""Last part of the error message for BN layers that get a single value per channel."""
 
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -27,7 +27,7 @@ def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 def require_batch_norm(
     model: nn.Module, method: str, *, statistics: bool = True, momentum: bool = False
 ) -> dict[str, _BatchNorm]:
-    """Return the BN layers of a model. Raise an error if they do not fit a method.
+    """Return a model's BN layers by name. Raise an error if a method cannot use them.
 
     Args:
         model: The model.
@@ -36,8 +36,8 @@ def require_batch_norm(
         momentum: Whether the method uses the layers' momentum.
 
     Raises:
-        ConfigurationError: The model has no BN layer. Or the method needs running statistics or
-            momentum, and a layer has none.
+        ConfigurationError: The model has no BN layer. Or the method needs running statistics, and a
+            layer has none. Or the method uses momentum, and a layer has none.
     """
     layers, kind = batch_norm_layers(model), type(model).__name__
     if not layers:
@@ -72,7 +72,7 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
 
 @contextmanager
 def explain_batch_of_one() -> Iterator[None]:
-    """Add remedies to PyTorch's error "expected more than 1 value per channel"."""
+    """Add remedies to PyTorch's error message "expected more than 1 value per channel"."""
     try:
         yield
     except ValueError as error:

@@ -9,9 +9,9 @@ from fl_lightning.aggregation import weighted_mean
 def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and variance of a union of samples by the law of total variance.
 
-    The variance of the result is the mean of the variances plus the variance of the means. Let the
-    variances of the parts be biased, and let each weight be K_i / N, where part i has K_i of the N
-    samples. The result is then exactly the biased variance of the union.
+    The variance of the result is the mean of the variances plus the variance of the means. The
+    result is exactly the biased variance of the union under two conditions: the variances of the
+    parts are biased, and part i has the weight K_i / N if it has K_i of the N samples.
 
     Args:
         means: Mean of each part, shape ``[n, d]``.
@@ -50,7 +50,7 @@ def merge_(count: Tensor, mean: Tensor, m2: Tensor, *new: *tuple[int, Tensor, Te
         count: Number of earlier values of each channel, as a scalar or ``[channels]``.
         mean: Mean of the earlier values, ``[channels]``.
         m2: Sum of squared deviations of the earlier values from their mean, ``[channels]``.
-        new: Moments of the new values, as :func:`moments` returns them.
+        new: The three results of :func:`moments` for the new values.
     """
     new_count, new_mean, new_m2 = new
     total = count + new_count

@@ -1,6 +1,6 @@
 """BN of all clients at once under ``torch.func.vmap``.
 
-By default ``vmap`` normalises in one operation, and multiplies by gamma and adds beta in further
+By default, ``vmap`` normalises in one operation. It multiplies by gamma and adds beta in further
 operations. This doubles the number of passes over the activations, and the memory for the backward
 pass. This module needs only a single operation, because BN treats channels independently. BN of
 ``C`` clients with ``F`` channels equals one BN layer with ``C F`` channels, up to rounding.
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class StackedBatchNorm(TorchFunctionMode):
-    """Context manager that makes ``batch_norm`` under ``vmap`` one operation for all clients."""
+    """Context manager in which ``batch_norm`` under ``vmap`` is one operation for all clients."""
 
     def __torch_function__(
         self,
@@ -26,7 +26,7 @@ class StackedBatchNorm(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a torch function. If it is ``batch_norm``, run a replacement."""
+        """Run a torch function. For ``batch_norm``, run a replacement."""
         if func is F.batch_norm:
             func = _batch_norm
         return func(*args, **(kwargs or {}))
@@ -45,7 +45,7 @@ def _batch_norm(
     innermost = peek_interpreter_stack()
     inside = innermost is not None and innermost.key() == TransformType.Vmap
     statistics = [each for each in (running_mean, running_var) if each is not None]
-    one_value = training and input.numel() == input.shape[1]  # in this case torch raises an error
+    one_value = training and input.numel() == input.shape[1]  # F.batch_norm raises an error
     if not inside or one_value or not all(map(is_batchedtensor, (input, *statistics))):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     output: Tensor = _Stacked.apply(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -53,18 +53,21 @@ def _batch_norm(
 
 
 class _Stacked(torch.autograd.Function):
-    """Autograd function with only a ``vmap`` rule, whose operations autograd differentiates."""
+    """Autograd function that has a ``vmap`` rule, but no forward and backward pass.
+
+    The rule consists of operations that autograd can differentiate.
+    """
 
     @staticmethod
     def setup_context(*args: Any) -> None:
-        """Do nothing. torch requires that this method exists."""
+        """Do nothing. The method exists only because torch requires it."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         """Normalise the stacked inputs of all clients.
 
-        ``in_dims`` has the client dimension of each argument. It is None if the clients share the
-        argument.
+        ``in_dims`` gives the client dimension of each argument. None stands for an argument that
+        all clients share.
         """
         stacked = args[0].movedim(in_dims[0], 1)
         batch, clients, channels, *space = stacked.shape
@@ -90,7 +93,7 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 
 def _joined(vector: Tensor | None, dim: int | None, clients: int) -> Tensor | None:
-    """Concatenate the vectors of all clients, if possible as a view."""
+    """Concatenate the vectors of all clients. The result is a view if possible."""
     if vector is None:
         return None
     return (vector.expand(clients, -1) if dim is None else vector.movedim(dim, 0)).reshape(-1)

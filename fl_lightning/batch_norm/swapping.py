@@ -1,4 +1,4 @@
-"""Replacement of the forward pass of BN layers by a method, and temporary modes of a model."""
+"""Methods' replacements for the forward pass of BN layers, and temporary modes of a model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ class SwappedBatchNorm(_BatchNorm):
         method: Name of the method's callback.
         scratch: Names of attributes or non-persistent buffers that :meth:`prepare` adds. Each
             client has a copy of such a buffer. At the start of a round, the copy equals the
-            server's buffer. It is never sent or saved.
+            server's buffer. The copy is never sent or saved.
         original: Class of the layer before the swap.
 
     Example:
@@ -39,7 +39,10 @@ class SwappedBatchNorm(_BatchNorm):
     original: ClassVar[type[_BatchNorm]]
 
     def prepare(self) -> None:
-        """Add the attributes in ``scratch``. Default: buffers ``[channels]`` of zeros."""
+        """Add the attributes that ``scratch`` names.
+
+        The base class adds buffers ``[channels]`` of zeros.
+        """
         assert self.running_mean is not None
         for name in self.scratch:
             self.register_buffer(name, torch.zeros_like(self.running_mean), persistent=False)
@@ -48,7 +51,7 @@ class SwappedBatchNorm(_BatchNorm):
 def swap_batch_norm(
     model: nn.Module, forward: type[SwappedBatchNorm], *, momentum: bool = False
 ) -> list[Any]:
-    """Replace the forward pass of every BN layer in place. Parameters and buffers stay the same.
+    """Replace the forward pass of every BN layer. Parameters and buffers do not change.
 
     Args:
         model: The model.
@@ -93,7 +96,10 @@ def restore_batch_norm(model: nn.Module) -> None:
 
 @contextmanager
 def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let BN layers, even swapped ones, use batch statistics until the ``with`` block ends."""
+    """Let BN layers use batch statistics until the ``with`` block ends.
+
+    This includes layers whose forward pass a method has replaced.
+    """
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:
         for layer in layers:

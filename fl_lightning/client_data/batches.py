@@ -22,7 +22,7 @@ class BatchStack:
         self._stack = stack
 
     def map(self, function: Callable[[Any], Any]) -> "BatchStack":
-        """Apply a function to all batches, or to their stack. An example is a device transfer."""
+        """Apply a function to all batches, such as a move to another device."""
         if self._batches is None:
             return BatchStack(stack=function(self._stack))
         return BatchStack(batches=[function(batch) for batch in self._batches])
@@ -61,7 +61,7 @@ class BatchStack:
         return self._stack
 
     def union(self) -> "BatchStack":
-        """Return the batch of a single client: all batches, concatenated along dimension 0."""
+        """Concatenate all batches along dimension 0, as the batch of a single client."""
         if self._batches is None:
             return BatchStack(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return BatchStack(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
@@ -71,7 +71,7 @@ class Source(Protocol):
     """Protocol of one client's training data."""
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step``. Steps count from 0 over the entire training."""
+        """Return the batch of local step ``step``. The first step of training is step 0."""
 
 
 def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
@@ -80,7 +80,7 @@ def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequ
     Args:
         source: Function that returns a client's training data, given the client's id.
         client_ids: The clients that take the step.
-        steps: Local step of each client, counted from 0 over the entire training.
+        steps: Local step of each client, counted from 0 at the start of training.
     """
     batches = []
     for client_id, step in zip(client_ids, steps, strict=True):
@@ -109,5 +109,5 @@ def _describe(leaf: Any) -> str:
 
 
 def _first_shape(batch: Any) -> torch.Size:
-    """Return the shape of the first tensor of a batch."""
+    """Return the shape of the first tensor in the tree of a batch."""
     return next(leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -23,7 +23,10 @@ from fl_lightning.recorded import Recorded
 
 
 class PartitionDigests(TypedDict):
-    """Digests of a partition: of all indices together, and of each client's indices."""
+    """Digests of the sample indices in a partition.
+
+    There is one digest of the indices of all clients together, and one of each client's indices.
+    """
 
     total: str
     clients: list[str]
@@ -41,8 +44,8 @@ class PartitionRecord(TypedDict):
         clients: Names of the clients, if they have names.
         seed: Seed of the partition.
         val_size: Number of samples held out for validation.
-        sha256: Digest of each client's sample indices (``clients``), and a digest of the indices of
-            all clients together (``total``).
+        sha256: ``clients`` has a digest of each client's sample indices. ``total`` is a digest of
+            the indices of all clients together.
     """
 
     partition: str
@@ -57,7 +60,7 @@ class PartitionRecord(TypedDict):
 
 
 class ClientDataModule(L.LightningDataModule):
-    """Base class of a client's data module. Its training batches can be read in any order.
+    """Base class of a client's data module. The training batches can be read in any order.
 
     In epoch e, ``train_dataloader()`` yields ``train_batch(e * steps_per_epoch)``,
     ``train_batch(e * steps_per_epoch + 1)``, and so on.
@@ -83,7 +86,7 @@ class ClientDataModule(L.LightningDataModule):
     steps_per_epoch: int
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step``. Steps count from 0 over the entire training."""
+        """Return the batch of local step ``step``. The first step of training is step 0."""
         raise NotImplementedError(f"{type(self).__name__} must define train_batch(step)")
 
 
@@ -102,15 +105,17 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     Attributes:
         fit_split: The evaluation data for ``fit``: ``"val"``, or ``"test"`` if there are no
             validation data.
-        num_classes: Number of classes. None: the data have no classes.
-        class_names: Name of each class, in the order of the labels. None: the labels are the names.
-        in_channels: Channels of an image. None: the data are not images.
-        image_size: Height and width of an image in pixels. None: the data are not images.
-        in_features: Number of features of a sample. None: the data are images.
+        num_classes: Number of classes. If it is None, the data have no classes.
+        class_names: Name of each class, in the order of the labels. If it is None, the labels are
+            the names.
+        in_channels: Channels of an image. If it is None, the data are not images.
+        image_size: Height and width of an image in pixels. If it is None, the data are not images.
+        in_features: Number of features of a sample. If it is None, the data are images.
         drawn_splits: Evaluation data (``"val"``, ``"test"``) that are drawn at random from the same
-            samples as the clients' training data. If such data are drawn with another seed, they
-            may contain samples that clients have trained on.
-        loaded: Digest of all loaded data. It does not depend on the seed. None: not known.
+            samples as the clients' training data. Drawn with another seed, such data may contain
+            samples that clients have trained on.
+        loaded: Digest of all loaded data. It does not depend on the seed. If it is None, the digest
+            is not known.
 
     Example:
         >>> from fl_lightning.testing import ArrayClient
@@ -145,12 +150,15 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     @property
     def clients(self) -> Sequence[L.LightningDataModule]:
-        """One data module per client, by id. Shipped data sets create them in ``setup``."""
+        """One data module per client, in the order of the client ids.
+
+        Shipped data sets create the data modules in ``setup``.
+        """
         return self._clients
 
     @property
     def num_clients(self) -> int:
-        """Number of all clients of the federation."""
+        """Number of clients in the federation."""
         return len(self.clients)
 
     def prepare_data(self) -> None:
@@ -170,7 +178,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         self._prepared.add(stage)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Return a loader with one item per epoch, because an epoch of Lightning is one round."""
+        """Return a loader that yields one item, because an epoch of Lightning is one round."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
 
     def val_dataloader(self) -> Any:
@@ -208,22 +216,22 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
         Args:
             client_ids: The clients that take the step.
-            steps: Local step of each client. Steps count from 0 over the entire training.
+            steps: Local step of each client. The first step of training is step 0.
         """
         return draw(self._source, client_ids, steps)
 
     def keep_on(self, device: torch.device) -> None:
-        """Move the data to the device, if the data set supports this.
-
-        The method is called before training.
-        """
+        """Move the data to the device before training, if the data set supports this."""
 
     def describe_partition(self) -> str:
-        """Return a short description of the partition. Tables show it."""
+        """Return a short description of the partition, which is shown in tables."""
         return f"{self.num_clients} clients with data of their own"
 
     def partition_record(self) -> PartitionRecord:
-        """Return the content of the run's ``partition.json``. Subclasses may add entries."""
+        """Return the record of the partition that is saved as ``partition.json``.
+
+        Subclasses may add entries.
+        """
         record: PartitionRecord = {
             "partition": self.describe_partition(),
             "num_clients": self.num_clients,
@@ -233,7 +241,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {**record, "heterogeneity": heterogeneity(histograms)} if histograms else record
 
     def fingerprint(self) -> dict[str, str]:
-        """Return digests of the data. A resumed run uses them to detect changed data.
+        """Return digests of the data. By these digests, a resumed run detects changed data.
 
         If the data are in memory, a digest includes the complete content. If not, it includes the
         labels, some samples, and the paths and contents of files. A digest does not depend on
@@ -259,7 +267,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {"training": digest(training), "evaluation": evaluation, "partition": partition}
 
     def evaluation_digests(self) -> Collection[str]:
-        """Return the two possible values of the ``"evaluation"`` digest of :meth:`fingerprint`.
+        """Return both possible values of the digest ``"evaluation"`` from :meth:`fingerprint`.
 
         The digest includes samples only if the clients have fewer than 32 data sets. This method
         does not read the clients' data. It therefore returns the digest with samples and the digest
@@ -267,23 +275,25 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         """
         with doing("reading the server's evaluation data"):
             dataset = getattr(self.val_dataloader(), "dataset", None)
-            many = dict.fromkeys(range(-32, 0), "")  # stand for 32 data sets: no id() is < 0
+            many = dict.fromkeys(range(-32, 0), "")  # these stand for 32 data sets, because no id() is < 0
             return [dataset_digest(dataset, known) for known in ({}, many)]
 
     def class_histograms(self) -> list[list[int]]:
-        """Return ``[i][c]``, the number of samples of class c at client i. Empty if unknown."""
+        """Return lists: ``[i][c]`` is the number of samples of class c at client i.
+
+        If the numbers are unknown, the list is empty.
+        """
         return []
 
     def own_dataloader(self, client_id: int, split: str) -> Any:
-        """Return a client's own evaluation data. Methods with personal models use them.
+        """Return a client's own evaluation data. Methods that evaluate client models use it.
 
         Args:
             client_id: Id of the client.
             split: The evaluation data, ``"val"`` or ``"test"``.
 
-        Returns:
-            The loader from the client's ``val_dataloader()`` or ``test_dataloader()``. None if the
-            client has no such loader.
+        Returns:  The loader from the client's ``val_dataloader()`` or ``test_dataloader()``. If the
+        client has no such loader, the result is None.
         """
         client = self.clients[client_id]
         if not is_overridden(f"{split}_dataloader", client):

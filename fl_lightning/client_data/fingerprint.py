@@ -18,7 +18,10 @@ from fl_lightning.files import write_json
 from fl_lightning.randomness import seeded
 
 LARGE = 2**30
-"""Total size of files in bytes. If files are larger, their digests are cached between runs."""
+"""Total size of a data set's files, in bytes, above which their digests are cached.
+
+Later runs read the cached digests.
+"""
 
 
 def digest(*parts: Any) -> str:
@@ -34,7 +37,7 @@ def digest(*parts: Any) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a file's content. It is cached until the file changes."""
+    """Return the digest of a file's content. The digest is cached until the file changes."""
     status = path.stat()
     return _file_digest(path.resolve(), status.st_size, status.st_mtime_ns)
 
@@ -82,8 +85,8 @@ def dataset_digest(dataset: Any, known: dict[int, str]) -> str:
 
     Args:
         dataset: The data set.
-        known: Digests of earlier data sets, with the data sets' ``id()`` as keys. A shared data set
-            is therefore read only once.
+        known: Digests of data sets that have already been read, with the data sets' ``id()`` as
+            keys. A data set that several clients share is therefore read only once.
     """
     if id(dataset) not in known:
         known[id(dataset)] = digest(_parts(dataset, known))
@@ -111,7 +114,7 @@ def _files(dataset: Any) -> str | list[Any]:
     pairs, root = getattr(dataset, "samples", None), Path(str(getattr(dataset, "root", "")))
     if files is None and isinstance(pairs, list) and all(isinstance(pair, tuple) and pair for pair in pairs):
         files = [Path(part) for pair in pairs for part in pair if isinstance(part, str | Path)]
-    # if there are no files, return an empty list, because digests in older checkpoints include it
+    # return an empty list if there are no files, because digests in older checkpoints include one
     return files_digest([x for x in files if x.is_file()], root) if files and isinstance(files, list) else []
 
 
@@ -139,13 +142,16 @@ def files_digest(files: Sequence[Path], root: Path) -> str:
             flush=True,
         )
         known |= {place: [*now[place], file_digest(Path(place))] for place in unread}
-        with suppress(ConfigurationError):  # if this fails, the next run reads the files again
+        with suppress(ConfigurationError):  # without a cache, the next run reads the files again
             write_json(cache, known)
     return digest([(name, known[place][-1]) for name, place in zip(names, places, strict=True)])
 
 
 def sample(read: Callable[[], Any]) -> str | None:
-    """Read samples twice with the same seed. Return their digest, or None if the reads differ."""
+    """Read samples twice with the same seed, and return their digest.
+
+    Return None if the samples differ between the two reads.
+    """
 
     def once() -> str:
         with seeded(0):

@@ -23,11 +23,12 @@ def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
 
 
 def distance_to_union(histogram: Histogram) -> NDArray[np.float64]:
-    """Return how far each client's class distribution is from the union's, ``[clients]``.
+    """Return each client's distance to the union in class distribution, ``[clients]``.
 
-    The measure is the total variation distance ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]. p_i is the
-    class distribution of client i. p is the class distribution of all clients together. To make the
-    two distributions equal, this share of the client's samples would need another class.
+    The distance is the total variation distance ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]. p_i is
+    the class distribution of client i. p is the class distribution of all clients together. The
+    distance is the share of the client's samples that would need another class to make the two
+    distributions equal.
     """
     union = _shares([np.sum(histogram, axis=0)])
     distance: NDArray[np.float64] = np.abs(_shares(histogram) - union).sum(1) / 2
@@ -35,7 +36,7 @@ def distance_to_union(histogram: Histogram) -> NDArray[np.float64]:
 
 
 def heterogeneity(histogram: Histogram) -> dict[str, dict[str, float]]:
-    """Return the measures of a partition.
+    """Return measures of a partition's class heterogeneity.
 
     Returns:
         Three measures by name. ``classes`` and ``effective_classes`` have the entries ``min``,

@@ -20,20 +20,20 @@ from fl_lightning.randomness import derive_seed, seeded
 
 
 class LoaderBatches:
-    """Training batches of a ``LightningDataModule``. They can be read in any order.
+    """Training batches of a client's ``LightningDataModule``, which can be read in any order.
 
     The batches come from ``train_dataloader()``. Two seeds make a batch independent of earlier
     batches. The first seed decides the order of an epoch. It is computed from (seed, client,
     epoch). The second seed is set before a batch is read. It is computed from (seed, client, epoch,
-    position in the epoch). Each seed sets the global generators of torch, numpy and Python, whose
-    state is restored afterwards. The loader's own generator is seeded once per epoch.
+    position in the epoch). Each seed is set in the global generators of torch, numpy and Python.
+    Their state is restored afterwards. The loader's own generator is seeded once per epoch.
 
     If the data set is map-style and the loader has no worker processes, a batch is read directly.
     With any other loader, the epoch is iterated up to the batch.
 
     Args:
         datamodule: The client's data module, already set up.
-        client_id: Id of the client. It is used in seeds and messages.
+        client_id: Id of the client, for seeds and error messages.
         seed: The run's seed.
 
     Attributes:
@@ -73,7 +73,7 @@ class LoaderBatches:
             self._count()
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step``. Steps count from 0 over the entire training."""
+        """Return the batch of local step ``step``. The first step of training is step 0."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._at_random:
             if epoch != self._epoch:
@@ -88,13 +88,13 @@ class LoaderBatches:
         return self._fetch(epoch, index)
 
     def _count(self) -> None:
-        """Set ``num_examples`` and ``samples_per_step``."""
+        """Set ``num_examples`` and ``samples_per_step`` from the loader's sampler."""
         sampler = self.loader.batch_sampler or self.loader.sampler
         if type(sampler) is BatchSampler:
             self.num_examples = self._drawn_from(sampler.sampler)
             steps = sampler.drop_last and sampler.batch_size
             self.samples_per_step = steps or len(sampler.sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized, as the loader is
-        elif self.loader.batch_sampler is not None:  # a user's batch sampler: count an epoch
+        elif self.loader.batch_sampler is not None:  # a user's batch sampler: count the samples of an epoch
             batches = self._first_epoch(sampler)
             self.num_examples = len({index for batch in batches for index in batch})
             self.samples_per_step = sum(map(len, batches)) / len(batches)
@@ -103,7 +103,7 @@ class LoaderBatches:
             self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
 
     def _drawn_from(self, sampler: Any) -> int:
-        """Return the number of samples that a sampler can draw.
+        """Return the number of different samples that a sampler can draw.
 
         For a user's own sampler, return the number of different samples in its first epoch.
         """

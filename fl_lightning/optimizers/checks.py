@@ -48,8 +48,11 @@ def check_elementwise(factory: OptimizerCallable) -> None:
 
 
 def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
-    """Raise a ``ConfigurationError`` if a trial step with a zero pseudo-gradient fails."""
-    # use the shapes of the model, because a factory may group parameters by shape
+    """Raise a ``ConfigurationError`` if the server optimizer fails in a trial step.
+
+    The pseudo-gradient of this step is zero.
+    """
+    # use the shapes of the model's parameters, because a factory may group parameters by shape
     leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
@@ -80,7 +83,10 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
 
 
 def _finite(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer. Raise a ``ValueError`` if a setting makes updates infinite or NaN."""
+    """Return the optimizer unchanged.
+
+    Raise a ``ValueError`` if a setting of the optimizer makes updates infinite or NaN.
+    """
     for key, value in optimizer.defaults.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
@@ -92,7 +98,7 @@ def _finite(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def _refusals(place: str, remedy: str = "") -> Iterator[None]:
-    """Convert an optimizer's exceptions to one-line errors. The errors name the setting."""
+    """Convert an optimizer's exceptions to errors of one line, which name the setting."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:

@@ -37,12 +37,12 @@ class ClientOptimizer:
         gradients: Gradient blocks with the same names and shapes as ``blocks``.
         overrides: Settings that replace the optimizer's defaults, by block name.
         lr_factor: Factor by which every learning rate is multiplied.
-        rows: Rows that this process updates. None: all rows.
+        rows: Rows that this process updates. With None, it updates all rows.
 
     Attributes:
         torch: The torch optimizer.
         initial_steps: Step counts at the start of the round, int64 ``[C]`` by block name. If the
-            dict is empty, all counts are 0.
+            dict is empty, all step counts are 0.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ClientOptimizer:
         self.initial_steps: dict[str, Tensor] = {}
         self.torch: Optimizer = self._make(self._blocks)
         for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * self._lr_factor  # not in place: groups may share a tensor
+            group["lr"] = group["lr"] * self._lr_factor  # not in place, because groups may share a tensor
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
 
@@ -75,7 +75,7 @@ class ClientOptimizer:
     def _keys(self) -> dict[str, list[str]]:
         """Names of the state tensors of each block, such as ``["momentum_buffer"]``.
 
-        A trial step finds the names.
+        The names are found by a trial step.
         """
         leaves = {name: torch.zeros(1) for name in self._blocks}
         for leaf in leaves.values():
@@ -94,10 +94,10 @@ class ClientOptimizer:
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's state as writable tensors ``[C, columns]``.
 
-        The keys are the name of the state and the name of the block. Before the first local step of
-        a round the state is zero. Rows of other processes keep the values that this process has
-        last written to them. The result excludes state that all rows share, such as step counts and
-        NAdam's ``mu_product``.
+        The result is a dict of dicts. The outer keys are names of states, and the inner keys are
+        names of blocks. Before the first local step of a round the state is zero. Rows of other
+        processes keep the values that this process has last written to them. The result does not
+        include state that all rows share, such as step counts and NAdam's ``mu_product``.
 
         Raises:
             ConfigurationError: The initial state of the optimizer is not zero.
@@ -122,9 +122,10 @@ class ClientOptimizer:
         return self._states
 
     def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
-        """Return a state tensor for all rows, ``[C, columns]``.
+        """Return one state of a block as a tensor for all rows, ``[C, columns]``.
 
-        The optimizer's tensor has only the rows of this process. It becomes a view of the result.
+        The optimizer's tensor has only the rows of this process. This tensor becomes a view of the
+        result.
         """
         rows = state[key]
         if len(rows) == self._clients:
@@ -138,8 +139,8 @@ class ClientOptimizer:
         """Raise a ``ConfigurationError`` if the optimizer counts steps.
 
         This method is called for a parameter that had no gradient in an earlier step. All rows and
-        parameters of a block share one step count. The count is wrong for a parameter that was
-        skipped.
+        parameters of a block share one step count. For a parameter that was skipped, the count
+        would be wrong.
 
         Args:
             name: Name of the parameter, for the message.

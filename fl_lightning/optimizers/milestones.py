@@ -1,14 +1,15 @@
-"""Milestones: rounds that are given as a number or as a fraction of the run."""
+"""Milestones: rounds given by their number or as a fraction of all rounds."""
 
 from fl_lightning.errors import ConfigurationError
 
 
 def round_at(milestone: int | float, total_rounds: int) -> int:
-    """Return the round of a milestone.
+    """Return the number of the round that a milestone stands for.
 
     Args:
-        milestone: The round itself (int), or a fraction of all rounds (float). A fraction gives the
-            round ``floor(milestone * total_rounds)``, with a tolerance for rounding errors.
+        milestone: The number of the round (int), or a fraction of all rounds (float). A fraction
+            gives the round ``floor(milestone * total_rounds)``, with a tolerance for rounding
+            errors.
         total_rounds: Number of planned rounds.
     """
     return milestone if isinstance(milestone, int) else int(milestone * total_rounds + 1e-9)

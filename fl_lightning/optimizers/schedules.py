@@ -10,11 +10,11 @@ from fl_lightning.recorded import Recorded
 
 
 class LRSchedule(Recorded, ABC):
-    """Base class of schedules, which give a factor on the client learning rate for each round."""
+    """Base class of schedules. A schedule gives a factor for the learning rate in each round."""
 
     @abstractmethod
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """Return the factor of a round.
+        """Return the factor for the client learning rate in a round.
 
         Args:
             round_number: The communication round, from 1.
@@ -23,7 +23,9 @@ class LRSchedule(Recorded, ABC):
 
 
 def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, total_rounds: int) -> float:
-    """Return the factor of a schedule for a round, or 1 if there is no schedule.
+    """Return a schedule's factor for the client learning rate in a round.
+
+    If there is no schedule, the factor is 1.
 
     Raises:
         ConfigurationError: The factor is negative or not finite.
@@ -75,7 +77,10 @@ class MultiStep(LRSchedule):
         self.first_round = first_round
 
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """Return ``gamma ** (number of past milestones)``, times ``first_round`` in round 1."""
+        """Return ``gamma ** (number of past milestones)``.
+
+        In round 1, multiply the result by ``first_round``.
+        """
         factor = self.gamma ** sum(round_number > round_at(m, total_rounds) for m in self.milestones)
         return factor * self.first_round if round_number == 1 else factor
 

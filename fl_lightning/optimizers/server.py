@@ -24,8 +24,8 @@ class AdaptiveServer(Recorded, Optimizer, ABC):
        v is tau^2.
     3. ``theta <- theta + lr m / (sqrt(v) + tau)``.
 
-    There is no bias correction. Parameters without a gradient do not change. These are frozen and
-    local parameters.
+    There is no bias correction. Parameters without a gradient do not change. Such parameters are
+    frozen or local.
 
     Args:
         params: The server's parameters or parameter groups.
@@ -52,14 +52,14 @@ class AdaptiveServer(Recorded, Optimizer, ABC):
     @staticmethod
     @abstractmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Compute the new second moment from the current second moment, Delta^2 and beta2."""
+        """Return the new second moment v, computed from the current v, Delta^2 and beta2."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one server step.
 
         Args:
-            closure: Function that computes the loss. Lightning provides this function.
+            closure: Function from Lightning that computes the loss.
 
         Returns:
             The result of the closure.
@@ -89,7 +89,7 @@ class FedAdam(AdaptiveServer):
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Return the moving average of Delta^2."""
+        """Return the new second moment v, which is a moving average of Delta^2."""
         return beta2 * v + (1 - beta2) * square
 
 
@@ -103,5 +103,5 @@ class FedYogi(AdaptiveServer):
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Move v towards Delta^2 by ``(1 - beta2) Delta^2``, and return the result."""
+        """Return the new second moment: v, moved towards Delta^2 by ``(1 - beta2) Delta^2``."""
         return v - (1 - beta2) * square * (v - square).sign()

@@ -1,4 +1,7 @@
-"""Small federations, a small network and reference trainers, for ``verify`` and tests."""
+"""Small federations, a small network and reference trainers.
+
+The command ``verify`` and tests use them.
+"""
 
 from fl_lightning.testing.clients import (
     ArrayClient,

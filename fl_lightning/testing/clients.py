@@ -1,4 +1,4 @@
-"""Federations of random images. Their clients have ordinary data loaders."""
+"""Federations of clients with random images and ordinary data loaders."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning.client_data.federated import FederatedDataModule
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs ``[b, ...]`` and labels ``[b]``."""
+"""A batch: inputs ``[b, ...]`` and labels ``[b]``."""
 
 
 class ArrayClient(L.LightningDataModule):
-    """Client with inputs ``[n, ...]`` and labels ``[n]``. Its ``DataLoader`` shuffles them."""
+    """Client with n samples: inputs ``[n, ...]`` and labels ``[n]``. Training shuffles them."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         super().__init__()
@@ -44,12 +44,13 @@ def blobs(
 ) -> FederatedDataModule:
     """Return a federation with label skew.
 
-    Client i has mostly samples of class ``i % classes``. Its inputs have the scale 1 + i.
+    Client i has mostly samples of class ``i % classes``. The inputs of client i have the scale 1 +
+    i.
 
     Args:
         num_clients: Number of clients.
-        sizes: Number of samples of each client. If there are more clients than numbers, the
-            sequence is repeated.
+        sizes: Number of samples of each client. If there are more clients than entries in
+            ``sizes``, the entries are repeated.
         batch_size: Number of samples in a batch.
         seed: Seed for the samples and their order.
         shape: Shape of an image. Images are float64.
@@ -99,24 +100,25 @@ def uneven_clients(
 
 
 def client_batch(data: FederatedDataModule, client: int, step: int) -> Batch:
-    """Return a client's batch at a local step. Steps count from 0 over the entire training."""
+    """Return a client's batch at a local step. The first step of training is step 0."""
     batch: Batch = tuple(data.cohort_batch([client], [step]).batches()[0])
     return batch
 
 
 def union_batch(data: FederatedDataModule, step: int) -> Batch:
-    """Return one batch: the union of all clients' batches at a local step."""
+    """Return the union of all clients' batches at a local step, as one batch."""
     clients = range(data.num_clients)
     return union_of(data, clients, [[step] for _ in clients])
 
 
 def union_of(data: FederatedDataModule, clients: Sequence[int], steps: Sequence[Sequence[int]]) -> Batch:
-    """Return one batch: the union of several batches.
+    """Return the union of several batches, as one batch.
 
     Args:
         data: The federated data.
         clients: Ids of the clients.
-        steps: Local steps of each client in ``clients``. Each step adds one batch to the union.
+        steps: Local steps of each client in ``clients``. The union contains the client's batch of
+            each of these steps.
     """
     pairs = [(client, step) for client, taken in zip(clients, steps, strict=True) for step in taken]
     inputs, targets = zip(*(client_batch(data, client, step) for client, step in pairs), strict=True)

@@ -16,7 +16,7 @@ CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
 SIZES = (8, 16, 24, 8, 16)
 """Number of training samples of each client.
 
-The numbers differ. Therefore the clients' weights and numbers of local steps differ, too.
+The numbers differ. The clients' weights and numbers of local steps therefore differ, too.
 """
 
 
@@ -40,8 +40,8 @@ class Disturbance(NamedTuple):
 class MaterialisedClient(ClientDataModule):
     """Client whose batches depend on the step.
 
-    ``identity`` decides the mean and the scale of the inputs. It also decides the most frequent
-    class.
+    ``identity`` decides the mean and the scale of the inputs. ``identity`` also decides the most
+    frequent class.
     """
 
     def __init__(self, identity: int, size: int, batch_size: int) -> None:
@@ -51,7 +51,10 @@ class MaterialisedClient(ClientDataModule):
         self.disturbed_steps = range(0)
 
     def train_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch of local step ``step``. Each epoch starts three samples further on."""
+        """Return the batch of local step ``step``.
+
+        An epoch starts three samples after the start of the previous epoch.
+        """
         epoch = step // self.steps_per_epoch
         rows = (torch.arange(self.batch_size) + step * self.batch_size + 3 * epoch) % self.num_examples
         inputs = self.inputs[rows]
@@ -63,7 +66,7 @@ class MaterialisedClient(ClientDataModule):
 
 
 def skewed_images(identity: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return float64 images ``[size, 2, 6, 6]`` and their labels. Most images are of one class."""
+    """Return float64 images ``[size, 2, 6, 6]`` and their labels. Most have the same class."""
     draw = generator(identity, "verification data")
     favourite = torch.tensor(identity % CLASSES)
     targets = torch.where(
@@ -97,7 +100,7 @@ def federation(
 def reference_model(norm: str = "bn") -> nn.Sequential:
     """Create :func:`~fl_lightning.testing.models.small_cnn` in float64, with fixed weights."""
     model = small_cnn(norm, classes=CLASSES, channels=CHANNELS).double()
-    model[6] = nn.Identity()  # in place of torch's dropout, which a run would replace
+    model[6] = nn.Identity()  # the package's dropout, because a run would replace torch's dropout
     draw = generator(0, "verification model")
     with torch.no_grad():
         for layer in (model[0], model[3], model[8]):

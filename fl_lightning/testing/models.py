@@ -21,7 +21,7 @@ def small_cnn(
     Args:
         norm: Norm layer: ``"bn"``, ``"gn"`` or ``"none"``.
         dropout: Probability with which the dropout layer before the linear layer drops an element.
-        seed: Seed for the weights. It is also set in torch's global generator.
+        seed: Seed of the weights. The function also sets it in torch's global generator.
         classes: Number of outputs.
         channels: Channels of the images.
 

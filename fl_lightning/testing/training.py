@@ -23,7 +23,7 @@ State = Mapping[str, Tensor]
 """Tensors by name, as in a ``state_dict``."""
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-"""Default client optimizer, both of :func:`train` and of the reference trainers."""
+"""Default client optimizer of :func:`train` and of the reference trainers."""
 
 
 def fit(
@@ -58,7 +58,8 @@ def fit(
     }
     runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
     with warnings.catch_warnings():
-        # Lightning warns about a class that torch 2.15 deprecates, and about the number of workers
+        # ignore Lightning's warnings about a class that torch 2.15 deprecates, and about the number
+        # of workers
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers")
         runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
@@ -113,17 +114,17 @@ def centralised(
 ) -> dict[str, Tensor]:
     """Train one model on the union of the clients' batches, and return its state.
 
-    FedAvg with one local step per round and equal weights must give the same state, up to rounding,
-    if the model has no BN.
+    If the model has no BN, FedAvg with one local step per round and equal weights must give the
+    same state, up to rounding.
 
     Args:
         model: The model, which does not change.
         data: The federated data.
         steps: Number of steps.
         optimizer: Function that creates the optimizer from parameters.
-        rates: Learning rate of each step. If the sequence is empty, the rate is the optimizer's
-            default.
-        first: Number of the first step. The number of a step decides which batches it uses.
+        rates: Learning rate of each step. If the sequence is empty, every step has the optimizer's
+            default rate.
+        first: Number of the first step. A step's number decides which batches are used.
         frozen_statistics: Whether BN layers use frozen running statistics.
     """
     model = deepcopy(model).double().train()
@@ -161,7 +162,7 @@ def by_hand(
         cohort: Function that maps the number of a round to the clients of the round. Default: all
             clients.
         weights: Aggregation weight of each client, with any sum. Default: equal weights.
-        keep: Whether clients keep their optimizer's state between rounds.
+        keep: Whether clients keep the state of their optimizer between rounds.
         server: Function of (name, old value, average) that returns the server's new parameter.
             Default: the average.
 
@@ -208,11 +209,11 @@ class States(Callback):
         self.states: list[dict[str, Tensor]] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the initial state."""
+        """Store the server's initial state."""
         self.states.append(deepcopy(pl_module.state_dict()))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the state after a round."""
+        """Store the server's state after a round."""
         self.states.append(deepcopy(pl_module.state_dict()))
 
 
@@ -223,7 +224,7 @@ class Rows(Callback):
         self.rows: dict[int, dict[str, float]] = {}
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the metrics of the previous round."""
+        """Store the metrics of the previous round, if a round precedes this one."""
         assert isinstance(pl_module, FederatedModule)
         if pl_module.metrics.get("round", 0) == trainer.current_epoch > 0:
             self.rows[trainer.current_epoch] = dict(pl_module.metrics)
@@ -247,11 +248,11 @@ class ClientStates(FederatedCallback):
         self.end: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Store the states before the local steps."""
+        """Store the clients' states before the local steps."""
         self.start[cohort.round] = self._states(cohort)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Store the states after the local steps."""
+        """Store the clients' states after the local steps."""
         self.end[cohort.round] = self._states(cohort)
 
     @staticmethod
