@@ -126,7 +126,7 @@ class CenteredClipping(MixingRule):
             return torch.full_like(finite, 1 / len(finite))
         shares = torch.zeros_like(finite)
         for _ in range(self.iterations):
-            # the current point is start + shares @ deviations
+            # the current point of the iteration is start + shares @ deviations
             product = gram @ shares
             squared = gram.diagonal() - 2 * product + shares @ product
             moves = finite * (self.tau / squared.clamp_(min=0).sqrt_()).clamp_(max=1) / finite.sum()

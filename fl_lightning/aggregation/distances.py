@@ -38,7 +38,10 @@ class NNM(PreAggregator):
     """
 
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """Mix each client with its n - f nearest clients. Distances include all blocks."""
+        """Mix each client with its n - f nearest clients.
+
+        The distances are measured over all blocks together.
+        """
         distances = measure(blocks)
         closest = distances.squared.argsort(dim=1, stable=True)
         if weights is None:

@@ -140,7 +140,7 @@ class StatisticsAggregator:
                     "model.statistics_domain: second_moment needs a method that adds the variance between clients, such as FBN; use "
                     "variance or log_variance"
                 )
-            centre = means.nanmedian(0).values  # a centre avoids cancellation
+            centre = means.nanmedian(0).values  # deviations from a centre avoid cancellation
             mean, second = self.rule.blocks([means, variances + between * (means - centre) ** 2], weights)
             variance = second - between * (mean - centre) ** 2
         else:

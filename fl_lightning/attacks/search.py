@@ -10,7 +10,7 @@ GRID = [step / 20 for step in range(101)]
 
 
 def search(harm: Callable[[float], float], how: Search) -> float:
-    """Return the factor that does the greatest harm in a search.
+    """Return the factor that does the most harm among the factors that the search tries.
 
     The returned factor does at least as much harm as the factor 0.
 
@@ -19,8 +19,8 @@ def search(harm: Callable[[float], float], how: Search) -> float:
             and the honest mean.
         how: ``"grid"``: try all factors of :data:`GRID`. ``"byzfl"``: the heuristic of the ByzFL
             library. It evaluates 20 factors, and starts with 0. The step between two factors is 10
-            at first. It doubles as long as the harm increases. After that, each step is 0.8 times
-            the previous step.
+            at first. This step doubles as long as the harm increases. After that, each step is 0.8
+            times the previous step.
     """
     if how == "grid":
         return max(GRID, key=harm)

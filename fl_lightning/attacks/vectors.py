@@ -53,7 +53,7 @@ def a_little_is_enough(honest: Tensor, tau: float = 1.5, *, ddof: int = 1) -> Te
 
 
 def a_little_factor(num_clients: int, f: int) -> float:
-    """Return the paper's factor z of the standard deviation (Baruch et al., Section 3.2).
+    """Return the factor z of the standard deviation, as in Baruch et al., Section 3.2.
 
     The f attackers need ``s = floor(n/2) + 1 - f`` honest clients to form a majority of the n
     clients. The factor is ``z = Phi^-1((n - f - s) / (n - f))``. With this z, s honest clients are

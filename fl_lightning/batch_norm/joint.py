@@ -1,6 +1,6 @@
 """The mean over clients within a forward pass.
 
-A forward pass combines clients by no other operation.
+This mean is the only operation by which a forward pass combines clients.
 """
 
 from collections.abc import Callable, Iterator

@@ -45,7 +45,7 @@ def _batch_norm(
     innermost = peek_interpreter_stack()
     inside = innermost is not None and innermost.key() == TransformType.Vmap
     statistics = [each for each in (running_mean, running_var) if each is not None]
-    one_value = training and input.numel() == input.shape[1]  # F.batch_norm raises an error
+    one_value = training and input.numel() == input.shape[1]  # F.batch_norm refuses such inputs
     if not inside or one_value or not all(map(is_batchedtensor, (input, *statistics))):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     output: Tensor = _Stacked.apply(input, running_mean, running_var, weight, bias, training, momentum, eps)

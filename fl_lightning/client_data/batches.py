@@ -68,7 +68,7 @@ class BatchStack:
 
 
 class Source(Protocol):
-    """Protocol of one client's training data."""
+    """Protocol of an object that yields the training batches of one client."""
 
     def train_batch(self, step: int) -> Any:
         """Return the batch of local step ``step``. The first step of training is step 0."""

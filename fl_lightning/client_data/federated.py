@@ -241,7 +241,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {**record, "heterogeneity": heterogeneity(histograms)} if histograms else record
 
     def fingerprint(self) -> dict[str, str]:
-        """Return digests of the data. By these digests, a resumed run detects changed data.
+        """Return digests of the data. With these digests, a resumed run detects changed data.
 
         If the data are in memory, a digest includes the complete content. If not, it includes the
         labels, some samples, and the paths and contents of files. A digest does not depend on
@@ -286,14 +286,15 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return []
 
     def own_dataloader(self, client_id: int, split: str) -> Any:
-        """Return a client's own evaluation data. Methods that evaluate client models use it.
+        """Return a client's own evaluation data. Methods with personal models use these data.
 
         Args:
             client_id: Id of the client.
             split: The evaluation data, ``"val"`` or ``"test"``.
 
-        Returns:  The loader from the client's ``val_dataloader()`` or ``test_dataloader()``. If the
-        client has no such loader, the result is None.
+        Returns:
+            The loader from the client's ``val_dataloader()`` or ``test_dataloader()``. If the
+            client has no such loader, the result is None.
         """
         client = self.clients[client_id]
         if not is_overridden(f"{split}_dataloader", client):

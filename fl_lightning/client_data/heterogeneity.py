@@ -40,8 +40,8 @@ def heterogeneity(histogram: Histogram) -> dict[str, dict[str, float]]:
 
     Returns:
         Three measures by name. ``classes`` and ``effective_classes`` have the entries ``min``,
-        ``median`` and ``max`` over the clients. ``distance_to_union`` has the entries ``mean``, in
-        which clients are weighted by their size, and ``max``.
+        ``median`` and ``max`` over the clients. ``distance_to_union`` has the entries ``mean`` and
+        ``max``. In the mean, each client is weighted by its number of samples.
     """
     counts, distance = np.asarray(histogram), distance_to_union(histogram)
     numbers = {"classes": (counts > 0).sum(1), "effective_classes": effective_classes(histogram)}

@@ -178,7 +178,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             label: Name of the checkpoint, such as ``"last"``.
             round_number: The round of the checkpoint.
         """
-        self._label = label  # Lightning's hooks cannot pass it to ``saved``
+        self._label = label  # an attribute, because Lightning's hooks cannot pass arguments to ``saved``
         try:
             yield
         finally:

@@ -30,7 +30,8 @@ def match_parts(
         parts: The parts.
         owner: Declaration or setting that names the parts, for error messages.
 
-    Returns:  The parts by tensor name. Tensors that are in no part are not in the dict.
+    Returns:
+        The parts by tensor name. Tensors that are in no part are not in the dict.
 
     Raises:
         ConfigurationError: A part is empty, or two parts are equally specific for a tensor.

@@ -128,7 +128,7 @@ class Rows(Mapping[str, Tensor]):
             pieces = torch.split(rows.flatten()[order], sizes)
             for (tensor, shape), piece in zip(shapes.items(), pieces, strict=True):
                 copies[tensor] = piece.view(len(rows), *shape)
-        # autograd has a separate version counter for ``.data``
+        # use ``.data``, which gives each tensor a separate version counter in autograd
         return {name: value.data for name, value in copies.items()}
 
     def write(self, index: slice | Tensor, block: str, tensors: Mapping[str, Tensor]) -> None:

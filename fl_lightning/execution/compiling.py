@@ -13,14 +13,14 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Number of values in BN layers from which compiling saves time in a run.
+"""Compiling saves time in a run if BN layers process at least this many values.
 
 One thread takes about 3 ns per value. For this number of values it therefore takes 400 s, which is
 ten times as long as compiling (40 s).
 """
 
 _FEWEST_STEPS = 1000
-"""Number of local steps from which compiling can save time in a run.
+"""Compiling can save time in a run that has at least this many local steps.
 
 If a run has fewer local steps, the values in BN layers are not counted.
 """
@@ -166,7 +166,8 @@ def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iter
 
     A graph does not depend on the shapes of earlier calls.
     """
-    # with torch's default limit, a resumed run would stop compiling at another step
+    # with torch's default limit, a resumed run would stop compiling at a different step than an
+    # uninterrupted run
     settings = {
         "recompile_limit": _MOST_GRAPHS,
         "accumulated_recompile_limit": 1_000_000,

@@ -22,7 +22,7 @@ from fl_lightning.execution.choice import usable_cores
 from fl_lightning.execution.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
-_MORE_THAN_CORES = 8  # largest number of ranks beyond one per core
+_MORE_THAN_CORES = 8  # the number of ranks may exceed the number of cores by this number
 _POLL = 0.1  # seconds between checks whether a rank has ended
 
 

@@ -140,7 +140,8 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
         """Act in a skipped round, in place of the round's remaining hooks.
 
-        Returns:  A pair: the number of floats that each client sends and receives (see
-        ``extra_traffic``), and the number of exchanges (see ``extra_exchanges``).
+        Returns:
+            The number of floats that each client sends and receives (see ``extra_traffic``), and
+            the number of exchanges (see ``extra_exchanges``).
         """
         return {}, 0

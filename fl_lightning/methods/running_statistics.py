@@ -61,7 +61,7 @@ def _join(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
 
 
 def _names(kinds: Mapping[str, str]) -> list[list[str]]:
-    """Return two lists of names: the running means and the running variances.
+    """Return the names of all running means, and the names of all running variances.
 
     Both lists have the order of the layers.
     """

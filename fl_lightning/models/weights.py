@@ -180,8 +180,9 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
 def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
     """Return the tensors whose shape in the weights differs from their shape in the model.
 
-    Returns:  Pairs by tensor name: the shape in the weights and the shape in the model. If a tensor
-    is missing on one side, its shape is None.
+    Returns:
+        The shape in the weights and the shape in the model, as a pair for each tensor name. If a
+        tensor is missing on one side, its shape is None.
     """
     current = model.state_dict()
     shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, current)]

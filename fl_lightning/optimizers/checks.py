@@ -16,8 +16,8 @@ from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 def check_elementwise(factory: OptimizerCallable) -> None:
     """Raise an error if an optimizer mixes the rows of a tensor. Each row belongs to a client.
 
-    For a tensor of two rows, two steps must give the same result as two steps on each row alone,
-    bit for bit.
+    The function takes two steps on a tensor of two rows. The result must equal the result of two
+    steps on each row alone, bit for bit.
 
     Raises:
         ConfigurationError: The optimizer cannot be created, or is not elementwise (such as

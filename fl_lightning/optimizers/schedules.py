@@ -10,7 +10,7 @@ from fl_lightning.recorded import Recorded
 
 
 class LRSchedule(Recorded, ABC):
-    """Base class of schedules. A schedule gives a factor for the learning rate in each round."""
+    """Base class of schedules. In each round, a schedule scales the client learning rate."""
 
     @abstractmethod
     def __call__(self, round_number: int, total_rounds: int) -> float:

@@ -44,8 +44,8 @@ def blobs(
 ) -> FederatedDataModule:
     """Return a federation with label skew.
 
-    Client i has mostly samples of class ``i % classes``. The inputs of client i have the scale 1 +
-    i.
+    Client i has mostly samples of class ``i % classes``. The inputs of client i are scaled by
+    ``1 + i``.
 
     Args:
         num_clients: Number of clients.

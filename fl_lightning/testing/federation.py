@@ -26,10 +26,10 @@ class Disturbance(NamedTuple):
     Attributes:
         client: Id of the changed client.
         round: Round of the change.
-        what: What changes. ``("data",)`` changes the client's inputs. Any other tuple changes state
-            of the client after the local steps. Each of its strings names a treatment, and all
-            state with this treatment changes. The string ``"optimizer"`` stands for the state of
-            the client optimizer.
+        what: The data or the state that changes. ``("data",)`` changes the client's inputs. Any
+            other tuple changes state of the client after the local steps. Each of its strings names
+            a treatment, and all state with this treatment changes. The string ``"optimizer"``
+            stands for the state of the client optimizer.
     """
 
     client: int
@@ -100,7 +100,7 @@ def federation(
 def reference_model(norm: str = "bn") -> nn.Sequential:
     """Create :func:`~fl_lightning.testing.models.small_cnn` in float64, with fixed weights."""
     model = small_cnn(norm, classes=CLASSES, channels=CHANNELS).double()
-    model[6] = nn.Identity()  # the package's dropout, because a run would replace torch's dropout
+    model[6] = nn.Identity()  # in place of torch's dropout, which a run would replace
     draw = generator(0, "verification model")
     with torch.no_grad():
         for layer in (model[0], model[3], model[8]):
