@@ -24,7 +24,7 @@ CHUNK_ELEMENTS = {"cpu": 2**18}
 On a CPU, this number of values fits the cache of a core.
 """
 
-_LARGE_CHUNK = 2**24  # other devices: larger chunks need fewer kernel launches
+_LARGE_CHUNK = 2**24  # for other devices, where larger chunks need fewer kernel launches
 
 
 class CoordinateRule(RobustAggregator):
@@ -108,8 +108,7 @@ class TrimmedMean(CoordinateRule):
             n, result = len(block), block.new_empty(block.shape[1])
             for columns in chunks(block):
                 ascending = _sorted(block[:, columns])
-                # average deviations from the middle value, so that the mean of equal values is
-                # exact
+                # deviations from the middle value keep the mean of equal values exact
                 middle = ascending[:, n // 2, None]
                 result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
             results.append(result)

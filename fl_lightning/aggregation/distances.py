@@ -256,8 +256,7 @@ def mix(
         result = block.new_empty(len(shares), block.shape[1])
         for columns in chunks(block):
             deviation = (block[:, columns] - centre[columns]).masked_fill_(unused, 0)
-            # clamp to the smallest value of the rows: rounding must not make a mean of variances
-            # negative
+            # clamp, because rounding could make a mean of variances negative
             mixed = torch.maximum(weights @ deviation, deviation.amin(0)).add_(centre[columns])
             result[:, columns] = mixed.masked_fill_(spoilt, torch.nan)
         results.append(result)

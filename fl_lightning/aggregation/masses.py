@@ -1,4 +1,4 @@
-"""Checks of the number and the weight of Byzantine clients, and shares of weighted rows."""
+"""Checks of the Byzantine clients' number and weight, and shares of weighted rows."""
 
 import torch
 from torch import Tensor

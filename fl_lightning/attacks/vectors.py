@@ -230,7 +230,7 @@ class Gaussian(Attack):
         self.mean, self.std = mean, std
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return normal random numbers for each attacker and message."""
+        """Return independent normal random numbers for each attacker and each message."""
         return [
             torch.stack([gaussian(message.own, self.mean, self.std) for _ in message.own])
             for message in messages

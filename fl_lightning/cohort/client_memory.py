@@ -224,13 +224,13 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_bytes(content.getbuffer())
-            os.replace(temporary, path)  # never change the old file: checkpoints link to it
+            os.replace(temporary, path)  # never change the old file, because checkpoints link to it
         except OSError as error:
             raise unwritable(path, error) from error
         self._unsynced.add(client)
 
     def _link(self, source: Path, target: Path) -> None:
-        """Wait until all ranks have written their files, then link the files to another folder."""
+        """Wait until all ranks have written their files, then make hard links in another folder."""
 
         def link() -> None:
             if self._ranks.rank:

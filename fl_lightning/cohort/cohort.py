@@ -283,7 +283,7 @@ class Cohort:
                 block[index].copy_(entry.get(name, initial[name]))
 
     def remember(self, memory: MutableMapping[int, Any]) -> None:
-        """Store each client's state with the treatment ``local``, for :meth:`recall`.
+        """Store each client's state with the treatment ``local``. :meth:`recall` restores it.
 
         Args:
             memory: The callback's memory. The callback's ``state_dict()`` must include it.

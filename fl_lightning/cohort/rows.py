@@ -1,4 +1,4 @@
-"""Layout and storage of a cohort. Its stacked tensors are views of larger blocks."""
+"""Layout and storage of a cohort, whose stacked tensors are views of larger blocks."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Use of the server's model with the tensors of a client, for a forward pass."""
+"""Forward passes of the server's model with the tensors of a client."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -88,8 +88,8 @@ def cpu_ranks() -> int:
 def cores_of_a_run() -> int:
     """Return the number of cores that a run may use.
 
-    If ``OMP_NUM_THREADS`` is set, this is the smaller of ``OMP_NUM_THREADS`` and
-    :func:`usable_cores`. If not, it is :func:`usable_cores`.
+    If ``OMP_NUM_THREADS`` is set, the result is the smaller of ``OMP_NUM_THREADS`` and
+    :func:`usable_cores`. If not, the result is :func:`usable_cores`.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return min(usable_cores(), int(threads)) if threads.isdecimal() and int(threads) else usable_cores()

@@ -61,8 +61,7 @@ def decide(
     """
     if setting is False:
         return Compilation(False)
-    # Start autograd's threads before the compiler queries the GPU.
-    # Otherwise autograd would start a thread for the GPU, and forks could not compute gradients.
+    # start autograd's threads now: with a thread for the GPU, forks could not compute gradients
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     if setting != "auto":
         choice = Compilation(setting)
@@ -166,8 +165,7 @@ def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iter
 
     A graph does not depend on the shapes of earlier calls.
     """
-    # with torch's default limit, a resumed run would stop compiling at a different step than an
-    # uninterrupted run
+    # at torch's default limit, a resumed run would stop compiling at another step
     settings = {
         "recompile_limit": _MOST_GRAPHS,
         "accumulated_recompile_limit": 1_000_000,

@@ -49,7 +49,7 @@ class OneMachine(LightningEnvironment):
         return self.own_rank
 
     def node_rank(self) -> int:
-        """Return 0, because there is only one machine."""
+        """Return 0 as the number of this machine, because there is only one machine."""
         return 0
 
 
@@ -132,13 +132,12 @@ class ForkLauncher(_Launcher):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns if a process with threads forks. No rank needs the locks of
-                # these threads.
+                # Python 3.12 warns if a process with threads forks. No rank needs threads' locks.
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
                 try:
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
                     self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:

@@ -86,8 +86,7 @@ class SequentialExecutor(Executor):
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
-            # run backward in this block, because hooks and checkpointed layers need the client's
-            # state
+            # run backward in this block: hooks and checkpointed layers need the client's state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
         cohort.take_up(row, updated)  # update after the backward pass, which may need the old tensors

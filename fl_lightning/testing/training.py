@@ -58,8 +58,7 @@ def fit(
     }
     runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
     with warnings.catch_warnings():
-        # ignore Lightning's warnings about a class that torch 2.15 deprecates, and about the number
-        # of workers
+        # ignore warnings about a class that torch 2.15 deprecates, and about workers
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers")
         runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
