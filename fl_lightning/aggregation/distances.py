@@ -55,10 +55,10 @@ class NNM(PreAggregator):
 class Krum(RobustAggregator):
     """Krum: the row of the client with the lowest score.
 
-    Blanchard et al. 2017, "Machine Learning with Adversaries". A client's score is the mean of its
-    squared distances to the other clients that are closest to it. If clients have equal scores, the
-    client with the lower index comes first. A row with a non-finite value has the highest score.
-    All clients have equal weight.
+    Blanchard et al. 2017, "Machine Learning with Adversaries". A client's score is the mean of the
+    squared distances between this client and the other clients closest to it. If clients have equal
+    scores, the client with the lower index comes first. A row with a non-finite value has the
+    highest score. All clients have equal weight.
 
     Args:
         f: Number of Byzantine clients to withstand, at least 0 and less than half of a round's

@@ -79,7 +79,7 @@ def treatment(policy: Mapping[str, str], kind: str, parts: Iterable[str] = ()) -
     """Return the treatment of a tensor under a policy.
 
     If the policy names parts that contain the tensor, the most specific of these parts decides. If
-    it names no such part, the tensor's kind of state decides.
+    the policy names no such part, the tensor's kind of state decides.
 
     Args:
         policy: Treatments by kind and part, from ``fl_lightning.round.policy.resolve_policy``.

@@ -104,7 +104,8 @@ class RoundCohort(Cohort):
             policy: The treatment of each kind of state and each part of the model.
             optimizer: Function that creates the client optimizer.
             lr_factor: Factor for the client learning rate.
-            seed: The run's seed. It seeds dropout and ``generators``.
+            seed: The run's seed. The seed determines the random numbers of dropout and
+                ``generators``.
 
         Raises:
             ConfigurationError: The policy names a part that is not in ``parts``.
@@ -213,8 +214,8 @@ class RoundCohort(Cohort):
     def begin_step(self, step: int) -> list[int]:
         """Begin a local step, and return the rows of the clients that take the step.
 
-        The gradients of all other rows are set to 0. Dropout layers get the dropout keys of the
-        step.
+        The gradients of all other rows are set to 0. Dropout layers get new keys for their random
+        numbers.
 
         Args:
             step: The local step, from 0.

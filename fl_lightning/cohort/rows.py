@@ -132,13 +132,13 @@ class Rows(Mapping[str, Tensor]):
         return {name: value.data for name, value in copies.items()}
 
     def write(self, index: slice | Tensor, block: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write values to some rows, for all tensors of a block.
+        """Write the values of all tensors of a block to some rows.
 
         Args:
             index: The rows.
             block: The block's name.
-            tensors: Values ``[n, *shape]`` by name. They are broadcast and converted to the block's
-                dtype.
+            tensors: Values ``[n, *shape]`` by name. The values are broadcast and converted to the
+                block's dtype.
         """
         storage = self.blocks[block]
         columns = [

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class StateSlots:
-    """Slots of a model: the entries of its modules' dicts that hold parameters and buffers.
+    """Slots of a model: the entries in its modules' dicts of parameters and of buffers.
 
     A client's tensors can be put into the slots.
 

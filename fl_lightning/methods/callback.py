@@ -141,7 +141,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Act in a skipped round, in place of the round's remaining hooks.
 
         Returns:
-            The number of floats that each client sends and receives (see ``extra_traffic``), and
-            the number of exchanges (see ``extra_exchanges``).
+            Two values. The first is the number of floats that each client sends and receives (see
+            ``extra_traffic``). The second is the number of exchanges (see ``extra_exchanges``).
         """
         return {}, 0

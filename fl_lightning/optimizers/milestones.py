@@ -20,7 +20,7 @@ def in_run(milestone: int | float, *, ends: bool = False) -> bool:
 
     Args:
         milestone: A round (int) or a fraction of all rounds (float), see :func:`round_at`.
-        ends: Whether the start of the run (round 0 or fraction 0) and its end (fraction 1) lie
+        ends: Whether the start of the run (round 0 or fraction 0) and its end (fraction 1) count as
             within the run.
     """
     if isinstance(milestone, int):
