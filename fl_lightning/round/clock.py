@@ -35,7 +35,10 @@ class RoundClock:
         self.seconds[name] += time.perf_counter() - started
 
     def stop(self) -> dict[str, float]:
-        """Stop the clock; return the seconds of the round and its stages by metric name."""
+        """Stop the clock, and return the durations of the round and of its stages in seconds.
+
+        The keys are metric names.
+        """
         total = time.perf_counter() - self._started
         self.seconds["other"] = total - sum(self.seconds.values())
         return {"time/round_s": total} | {f"time/{part}_s": spent for part, spent in self.seconds.items()}

@@ -7,7 +7,7 @@ from typing import TypeVar
 Key = TypeVar("Key")
 
 UpDown = tuple[int, int]
-"""Number of bytes or floats that a client sends and receives: (upload, download)."""
+"""Pair (upload, download): the number of bytes or floats that a client sends and receives."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,12 @@ class Communication:
     Attributes:
         clients: The round's cohort.
         local_steps: Number of local steps of each client of the cohort.
-        each: Bytes that every client of the cohort sends and receives. The keys are kinds of state
-            and methods.
+        each: Bytes that every client of the cohort sends and receives. The keys are the names of
+            kinds of state and of methods.
         beside: Additional bytes of single clients, which need not be in the cohort. The keys are
-            kinds of state and methods; each value is a mapping with clients as keys.
-        exchanges: Number of exchanges, in which all clients wait for the server: 1 for the averaged
-            state, plus the exchanges that methods declare.
+            the names of kinds of state and of methods. Each value gives the bytes by client id.
+        exchanges: How often all clients exchange data with the server and wait for it: once for the
+            averaged state, and as often as methods declare.
     """
 
     clients: Sequence[int] = ()
@@ -32,7 +32,7 @@ class Communication:
     exchanges: int = 0
 
     def by_kind(self) -> dict[str, UpDown]:
-        """Return the total bytes of all clients; the keys are kinds of state and methods."""
+        """Return the total bytes of all clients for each kind of state and each method."""
         totals: dict[str, UpDown] = {}
         for kind, (up, down) in self.each.items():
             add(totals, kind, (up * len(self.clients), down * len(self.clients)))
@@ -42,7 +42,10 @@ class Communication:
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return the total bytes of all clients and the number of exchanges, by metric name."""
+        """Return the total bytes of all clients, and the number of exchanges.
+
+        The keys are metric names.
+        """
         upload, download = total(self.by_kind().values())
         return {
             "comm/upload_bytes": float(upload),
@@ -51,7 +54,10 @@ class Communication:
         }
 
     def by_client(self) -> dict[int, UpDown]:
-        """Return the bytes of each client; the clients of the cohort come first."""
+        """Return the bytes that each client sends and receives.
+
+        The clients of the cohort come first.
+        """
         totals = dict.fromkeys(self.clients, total(self.each.values()))
         for clients in self.beside.values():
             for client, pair in clients.items():
@@ -60,12 +66,12 @@ class Communication:
 
 
 def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:
-    """Add uploads and downloads to the totals under a key."""
+    """Add an upload and a download to the totals of a key."""
     up, down = totals.get(key, (0, 0))
     totals[key] = up + pair[0], down + pair[1]
 
 
 def total(pairs: Iterable[UpDown]) -> UpDown:
-    """Return the sum of uploads and the sum of downloads."""
+    """Return the sum of several uploads, and the sum of several downloads."""
     listed = list(pairs)
     return sum(up for up, _ in listed), sum(down for _, down in listed)

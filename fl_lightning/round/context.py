@@ -1,4 +1,4 @@
-"""Interface of a run for executors, evaluations, methods and the functions of a round."""
+"""Interface through which executors, evaluations and methods use a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -28,7 +28,8 @@ class RunContext(ClientTask, Protocol):
         aggregator: Rule that combines the clients' parameters.
         statistics: Rule that combines the clients' running statistics.
         weighting: Quantity to which aggregation weights are proportional.
-        on_divergence: Reaction to a client's non-finite update.
+        on_divergence: Reaction to a client's non-finite update: raise an error, record it, or drop
+            the client.
         min_clients: Smallest number of clients that the user accepts in a round.
         centralised: Whether one client trains on the union of the cohort's batches.
         tf32: Whether a GPU may compute in TF32.
@@ -71,11 +72,11 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def planned_rounds(self) -> int:
-        """Planned number of rounds, set at round 1."""
+        """Planned number of rounds. It is set at round 1."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts of the model that a method treats separately in some round."""
+        """Names of the parts of the model that a method treats separately in at least one round."""
 
     @property
     def federated_callbacks(self) -> list[Any]:
@@ -83,7 +84,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def joint_method(self) -> str | None:
-        """Name of the method that needs a joint forward pass of all clients, or None."""
+        """Name of the method that needs a joint forward pass over all clients, if any."""
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round, and broadcast the server's state to its clients."""
@@ -92,19 +93,19 @@ class RunContext(ClientTask, Protocol):
         """Call a hook of every method."""
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of the clients in rows ``indices`` at a local step of the round."""
+        """Return the batches of some clients at a local step. ``indices`` are the clients' rows."""
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches that ``plan`` gives to some clients at a local step of the round."""
+        """Return the batches that some clients use at a local step, according to ``plan``."""
 
     def server_step(self) -> None:
-        """Take a step of the server optimizer on the pseudo-gradient."""
+        """Take a step of the server optimizer. Its gradient is the pseudo-gradient of the round."""
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the run's device and in its precision."""
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
-        """Log metrics of this round that are plain numbers."""
+        """Log metrics of this round. Their values are plain numbers."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first rank only."""

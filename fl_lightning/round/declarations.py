@@ -26,9 +26,9 @@ class Declarations:
             ``check_val_every_n_epoch`` is part of the run's hash.
         role: ``"method"``, ``"attack"`` (changes what clients send) or ``"observer"`` (only reads).
             Hooks are called by role in this order, and within a role in the order of the list.
-        takes: Resources that only one method of a run can control, such as ``"client drift"``. A
-            run with two methods that take the same resource is refused. A mapping also gives, for
-            each resource, a setting that avoids the conflict.
+        takes: Resources that the method must control alone, such as ``"client drift"``. A run with
+            two methods that take the same resource is refused. If this is a mapping, its values are
+            settings that avoid the conflict.
         logs: Prefixes of the metrics that the method logs in rounds, such as ``("bn/",)``. If the
             method has evaluation metrics that are missing before round 1, their prefixes belong
             here as well. Callbacks may monitor these metrics.
@@ -58,10 +58,10 @@ class Declarations:
         return {}
 
     def undecided(self) -> Mapping[str, str]:
-        """Return the treatments that begin in a round that is known only during training.
+        """Return the treatments whose first round is known only during training.
 
-        The keys are kinds of state. The policy table lists these treatments. Methods that conflict
-        with these treatments are refused.
+        The keys are kinds of state. The policy table lists these treatments. A run is refused if
+        another method declares a conflicting treatment.
         """
         return {}
 
@@ -84,7 +84,7 @@ class Declarations:
         return ""
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return how many floats each client sends and receives beyond the averaged state."""
+        """Return how many floats each client sends and receives besides the averaged state."""
         return 0, 0
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
@@ -95,5 +95,8 @@ class Declarations:
         return {}
 
     def extra_exchanges(self, cohort: Cohort) -> int:
-        """Return the number of exchanges with the server in addition to that of averaged state."""
+        """Return the number of additional exchanges with the server.
+
+        The exchange of the averaged state is not counted.
+        """
         return 0

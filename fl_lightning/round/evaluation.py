@@ -17,10 +17,13 @@ from fl_lightning.round.metrics import compute, measure, sums_integers
 from fl_lightning.round.tasks import Classification, Counts, Task
 
 _Entries = dict[str, list[tuple[int, Any]]]
-"""Pairs (batch number, state) by measured quantity; a state may cover several batches."""
+"""Results of batches, by the name of the measured quantity.
+
+Each result is a pair (batch number, state). One state may be the result of several batches.
+"""
 
 _COUNTS, _LOSS = "task's counts", "task's loss"
-_COMMON = -1  # stands for a batch that every rank evaluates
+_COMMON = -1  # batch number for batches that every rank evaluates
 
 
 class ServerEvaluation:
@@ -64,7 +67,7 @@ class ServerEvaluation:
         evaluate: Callable[[Any, "ServerEvaluation"], None],
         turn: int = 0,
     ) -> None:
-        """Evaluate a batch on one rank; :meth:`finish` shares the result or error with all ranks.
+        """Evaluate a batch on one rank; :meth:`finish` later sends the result to all ranks.
 
         Args:
             run: The run of the evaluated model.
@@ -72,8 +75,8 @@ class ServerEvaluation:
             batch_idx: The batch's number, from 0.
             evaluate: Function that adds a batch to an evaluation. Before the call, the global
                 generators are seeded by (seed, round, batch); the caller must restore them.
-            turn: Offset in the choice of the rank: rank ``(batch_idx + turn) % ranks`` evaluates
-                the batch.
+            turn: Number that shifts the choice of the rank. Rank ``(batch_idx + turn) % ranks``
+                evaluates the batch.
         """
 
         def place() -> str:
@@ -92,7 +95,7 @@ class ServerEvaluation:
         except Exception as error:
             if ranks.size == 1:
                 raise
-            self._failure = error  # finish raises the error on all ranks
+            self._failure = error  # the method finish raises this error on all ranks
         finally:
             self._batch = _COMMON
 
@@ -123,7 +126,7 @@ class ServerEvaluation:
         counts = task.count(scores, targets)
         if weights is None:
             weights = task.counted(scores, targets) if counts else torch.ones_like(targets, dtype=torch.bool)
-        # accumulate in the loss's dtype, at least float32
+        # sum in the dtype of the loss, but at least in float32
         samples = weights.reshape(len(weights), -1).to(torch.promote_types(loss.dtype, torch.float32)).mean(1)
         # if all targets of a batch are ignored, its mean loss is NaN
         loss_sum = (loss.where(samples > 0, 0) * samples).sum()
@@ -151,10 +154,10 @@ class ServerEvaluation:
         for part in move_data_to_device([self._common, *self._of_all_ranks], "cpu"):
             for name, entries in part.items():
                 whole.setdefault(name, []).extend(entries)
-        # the stable sort makes the order of the batches equal on all ranks
+        # a stable sort gives all ranks the same order of the batches
         states = {name: [x for _, x in sorted(entries, key=itemgetter(0))] for name, entries in whole.items()}
         counts, losses = _sum(states.pop(_COUNTS, [])), states.pop(_LOSS, [torch.zeros(3)])
-        # sort the losses: the sum must not depend on how batches were divided between ranks
+        # sort the losses, so that their sum does not depend on the rank that computed each batch
         loss, samples, infinite = torch.stack(losses).double().sort(0).values.sum(0)
         self.diverged = bool(infinite)
         self.metrics = {"loss": (loss / samples).to(losses[0].dtype).item()} if samples > 0 else {}
@@ -174,7 +177,7 @@ class ServerEvaluation:
 
 
 def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
-    """Finish several evaluations with a single exchange between the ranks."""
+    """Finish several evaluations. The ranks exchange the results of all evaluations at once."""
     divided = [evaluation for evaluation in evaluations if evaluation._ranks is not None]
     if divided:
         assert divided[0]._ranks is not None

@@ -38,7 +38,7 @@ class ClientFailures(Recorded):
 
     def __init__(
         self,
-        # Any instead of int: with int, jsonargparse would convert a key 1.5 to 1
+        # the keys are Any: if they were int, jsonargparse would convert a key 1.5 to 1
         dropout: float | dict[Any, float] = 0.0,
         schedule: dict[Any, list[list[int]]] | None = None,
         stragglers: float | dict[Any, float] = 0.0,

@@ -15,7 +15,7 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
     evaluations = []
     if not metrics and data.fit_split == "val" and data.val_dataloader():
-        # with limit_val_batches or limit_test_batches 0, these calls return no metrics
+        # these calls return no metrics if limit_val_batches or limit_test_batches is 0
         evaluations += trainer.validate(module, datamodule=data, verbose=False)
     if data.test_dataloader():
         evaluations += trainer.test(module, datamodule=data, verbose=False)
@@ -25,7 +25,9 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
 
 
 def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, object] | None:
-    """Return the final server model's quality by class, on test data if any, else validation data.
+    """Return the final server model's quality for each class.
+
+    The quality is measured on the test data, or on the validation data if there are no test data.
 
     Args:
         module: The trained module.

@@ -21,17 +21,17 @@ from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.policy import resolve_policy
 
-_MOVE = 0.1  # norm of the first step, relative to the parameters' norm
-_TOLERANCE = 0.01  # allowed difference, relative to the change of the tensor
-_NOISE = 20  # additional allowed difference, relative to the measured effect of rounding
+_MOVE = 0.1  # norm of the first local step, divided by the norm of the parameters
+_TOLERANCE = 0.01  # allowed difference of a tensor, divided by the change of the tensor in the steps
+_NOISE = 20  # additional allowed difference, divided by the measured effect of rounding
 
 
 def check_first_steps(run: RunContext) -> None:
-    """Compare two local steps of the first two clients with plain PyTorch; restore the model.
+    """Compare two local steps of the first two clients with plain PyTorch. Then restore the model.
 
-    The executor trains both clients as a cohort; PyTorch trains one client after the other. The
-    batches, seeds, precision and BN layers are the same, including layers that methods have swapped
-    in. Hooks are not called.
+    The executor trains both clients as a cohort; PyTorch trains one client after the other. Both
+    use the same batches, seeds, precision and BN layers. These include BN layers that methods have
+    swapped in. Hooks are not called.
 
     The optimizer is SGD with momentum and weight decay. The norm of its first step is a tenth of
     the parameters' norm, so that the second step starts from clearly different parameters. The
@@ -90,7 +90,7 @@ def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
 
 
 def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchStack]) -> float:
-    """Take the steps with the run's executor, and return the learning rate."""
+    """Take the local steps of all clients with the run's executor, and return the learning rate."""
     part, rate = cohort.part(), 0.0
     for step, batch in enumerate(batches):
         joint = run.joint_method if step == 0 else None
@@ -124,7 +124,7 @@ def _rate(cohort: RoundCohort) -> float:
 def _by_torch(
     run: RunContext, cohort: RoundCohort, row: int, batches: Sequence[BatchStack], rate: float
 ) -> None:
-    """Take the steps of one client in plain PyTorch, on the server's model."""
+    """Take the local steps of one client in plain PyTorch. They change the server's model."""
     model, client = run.model, cohort.client_ids[row]
     optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)
     model.zero_grad()
@@ -189,7 +189,10 @@ def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def _change_by_rounding(run: RunContext) -> None:
-    """Change every parameter at random by about the rounding error of one operation."""
+    """Multiply every parameter by random numbers that are almost 1.
+
+    They differ from 1 by about twice the relative rounding error of one operation.
+    """
     seed_global(derive_seed(run.seed, "rounding"), run.device)
     with torch.no_grad():
         for parameter in run.model.parameters():
@@ -211,7 +214,7 @@ def _compare(
             tensor with the largest difference.
     """
     rounding = _rounding(run)
-    # a forward pass may replace a buffer by a single number: expand it to the buffer's shape
+    # a forward pass may replace a buffer by a single number, here expanded to the buffer's shape
     torchs = {
         name: x.expand_as(executors[name]) if x.numel() == 1 and name in executors else x
         for name, x in torchs.items()
@@ -231,7 +234,8 @@ def _compare(
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # floor: if the exact change is 0, as for a bias before BN, the computed change is only rounding
+        # floor of the tolerance: a tensor without exact change, as a bias before BN, changes by
+        # rounding
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)

@@ -1,4 +1,4 @@
-"""Calls of the methods' hooks in their order, and the methods' client memories."""
+"""Calls of the methods' hooks in a fixed order, and storage of what methods keep for clients."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def in_order(callbacks: Iterable[Any]) -> list[Any]:
 def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
     """Let methods add their layers to a model.
 
-    Each class of methods adds its layers once. Random numbers are drawn with ``seed``.
+    A class of methods adds its layers to a model only once. Random numbers are drawn with ``seed``.
     """
     extended = vars(model).setdefault("_extended_by", set())
     for method in in_order(callbacks):
@@ -74,7 +74,10 @@ def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
 
 
 def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
-    """Call ``on_round_skipped`` of every method; return traffic and exchanges by method."""
+    """Call ``on_round_skipped`` of every method.
+
+    Return the traffic and exchanges of each method.
+    """
     sent = {}
     for method in run.federated_callbacks:
         name = f"{type(method).__name__}.on_round_skipped"
@@ -84,7 +87,7 @@ def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
 
 
 def attacked(run: RunContext, clients: Sequence[int], batches: BatchStack) -> BatchStack:
-    """Let the run's attacks change the clients' batches, and return the result."""
+    """Let the attacks of the run change the batches of some clients. Return the changed batches."""
     for method in run.federated_callbacks:
         if method.role == "attack":
             batches = method.change_batches(run, clients, batches)
@@ -92,20 +95,20 @@ def attacked(run: RunContext, clients: Sequence[int], batches: BatchStack) -> Ba
 
 
 def open_memories(run: RunContext) -> None:
-    """Set the folders of the methods' client memories."""
+    """Tell the methods' client memories in which folders to store their files."""
     for name, memory in memories(run.federated_callbacks).items():
         memory.open(Path(run.trainer.default_root_dir) / "memory" / name, run.ranks)
 
 
 def end_round(run: RunContext) -> None:
-    """Write the methods' client memories, and check that all ranks have the same state."""
+    """Write the methods' client memories to disk. Check that all ranks have the same state."""
     for memory in memories(run.federated_callbacks).values():
         memory.flush()
     run.ranks.agree(lambda: _shared_state(run), f"round {run.round}")
 
 
 def _shared_state(run: RunContext) -> dict[str, object]:
-    """Return the state, by name, that must be equal on all ranks after a round."""
+    """Return the state that must be equal on all ranks after a round. The keys are names."""
     shared: dict[str, object] = {
         "server model": run.state_dict(),
         "server optimizer": run.trainer.optimizers[0].state_dict(),

@@ -13,15 +13,16 @@ from fl_lightning.round.declarations import Declarations
 
 
 def is_watched(run: RunContext, method: Declarations) -> bool:
-    """Return whether a user's method can act only in rounds, and has had no effect so far."""
+    """Return whether a method is a user's, acts only in rounds, and has had no effect so far."""
     kind: Any = type(method)
     return kind.__name__ not in run.record.acting and _only_rounds(kind)
 
 
 def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
-    """Return the learning rates, and torch's version counters of the clients' and server's tensors.
+    """Return numbers that change if a hook changes a tensor or a learning rate of the run.
 
-    An in-place change of a tensor increases its version counter.
+    They are the learning rates and torch's version counters of the clients' and the server's
+    tensors. An in-place change of a tensor increases its version counter.
     """
     rows = (cohort.params, cohort.grads, cohort.buffers)
     blocks = [block for state in rows for block in state.blocks.values()]

@@ -92,9 +92,9 @@ def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | N
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     labels = torch.arange(classes, device=targets.device).to(targets.dtype).reshape(classes, *places)
     draws = []
-    with suppress(Exception):  # the loss may not accept these batches
-        loss = deepcopy(loss)  # a call may change the loss
-        for draw in range(2):  # the two results differ if the loss selects some of its samples
+    with suppress(Exception):  # the user's loss may not accept these batches
+        loss = deepcopy(loss)  # a copy, as a call may change the loss
+        for draw in range(2):  # the two results differ if the loss uses only some of its samples
             noise = torch.rand(classes, classes, *places, generator=generator(0, "label weights", draw))
             scores = ((0.5 + noise) / classes).to(outputs.device, dtype).requires_grad_()
             (joint,) = torch.autograd.grad(loss(scores, labels), scores)

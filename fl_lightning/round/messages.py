@@ -1,4 +1,4 @@
-"""Vectors that clients send and that the server's rules aggregate."""
+"""The vectors that clients send to the server. The server's rules aggregate them."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """Vector that every client sends, given as views of the cohort's storage.
+    """One vector of each client, stored as views of the cohort's tensors.
 
     Attributes:
         what: ``"parameters"``, ``"means"`` or ``"variances"``.
@@ -71,7 +71,9 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
 
 
 def sent_statistics_by_kind(kinds: Mapping[str, str], treatments: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of the statistics that clients send, under ``"means"`` and ``"variances"``.
+    """Return the names of the running means and running variances that clients send.
+
+    The keys of the result are ``"means"`` and ``"variances"``.
 
     Args:
         kinds: The kind of each buffer by name.

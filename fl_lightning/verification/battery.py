@@ -50,7 +50,7 @@ RULES: dict[str, Check] = {
         several_runs.client_numbers,
     )
 }
-"""Rules for all methods; the keys are the rules' names in the certificate."""
+"""Rules for all methods. The keys are the names that a certificate shows."""
 
 REMEDIES: dict[str, str] = {
     "trains": "limit the size of a step, and keep running variances >= 0",
@@ -77,10 +77,10 @@ REMEDIES: dict[str, str] = {
     "observers": "draw from cohort.generators or the global generator of the hook",
     "client numbers": "identify a client by cohort.client_ids, not by its row",
 }
-"""Remedy for each failed rule: a change that fixes the method."""
+"""Advice for each failed rule: how to change the method."""
 
 NEEDED = ("trains", "runs repeat")
-"""Rules whose failure makes all other findings meaningless."""
+"""Names of two rules. If a method breaks one of them, its other findings mean nothing."""
 
 
 def certify(

@@ -17,7 +17,7 @@ class Certificate:
         paper: The method's paper.
         rules: Findings on the rules for all methods.
         claims: Findings on the method's claims.
-        equals: The equalities that were tested although the method does not claim them, each with the
+        equals: Equalities that the method does not claim, but that were measured. Each has the
             measured difference.
         beside_fedavg: Comparison of the method's default run with FedAvg.
         seconds: Duration of the verification.
@@ -55,7 +55,7 @@ def print_certificate(certificate: Certificate) -> None:
 
 
 def print_summary(certificates: Sequence[Certificate]) -> None:
-    """Print one line per certificate, and the failed rules and claims."""
+    """Print a line for each certificate; then print the failed rules and claims."""
     print_table("Methods", {certificate.method: _verdict(certificate) for certificate in certificates})
     for certificate in certificates:
         if certificate.failed:

@@ -26,7 +26,7 @@ from fl_lightning.verification.trials import (
 )
 
 Gap = tuple[float, str]
-"""Largest difference between two computations, and the tensor in which it occurs."""
+"""Pair: the largest difference between two computations, and the tensor in which it occurs."""
 
 
 def own_twin(trials: Trials) -> Gap:
@@ -119,7 +119,7 @@ def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
 
     The results are equal if means over clients use the weights ``n_i / n``.
     """
-    one, two = (0, 1), (0, 1, 1)  # identities: the second client has twice the data of the first
+    one, two = (0, 1), (0, 1, 1)  # identities: the second client has the data of the first client twice
     alike = trials.run(identities=two, script=((0, 1, 2),) * 4, weighting="uniform")
     return _rounds_apart(trials.run(identities=one, script=(one,) * 4), alike)
 
@@ -206,7 +206,7 @@ CLAIMS: dict[str, Callable[[Trials], Gap]] = {
     )
 }
 BITWISE = ("weights_of_fedavg",)
-"""Claims that hold bit for bit."""
+"""Names of the claims that hold bit for bit. All other claims hold up to rounding errors."""
 
 
 def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -> Gap:

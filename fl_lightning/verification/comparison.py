@@ -1,4 +1,4 @@
-"""Comparison of two states: the largest difference, its place, and the finding of a check."""
+"""Functions that find the largest difference between two states, and the result of a check."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -39,18 +39,18 @@ class Finding:
 
 
 Leaves = dict[str, Any]
-"""Leaves of nested dicts and lists by path, such as ``['momentum'][0]``."""
+"""Values of nested dicts and lists. The key of a value is its path, as ``['momentum'][0]``."""
 
 
 def leaves(tree: Any) -> Leaves:
-    """Return the leaves of nested dicts and lists by path."""
+    """Return the values of nested dicts and lists, keyed by path."""
     return {keystr(place): leaf for place, leaf in tree_flatten_with_path(tree)[0]}
 
 
 def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> str | None:
     """Return the path of the largest difference between two trees; None if they are equal.
 
-    With ``names``, only these entries of the trees are compared.
+    If ``names`` is given, only the entries with these keys are compared.
     """
     if names is not None:
         first, second = ({name: state[name] for name in names} for state in (first, second))

@@ -10,7 +10,10 @@ from fl_lightning.testing.federation import SIZES, reference_model
 from fl_lightning.verification.comparison import Leaves
 
 FEW = 8
-"""Smallest size, in floats, of a server's tensor whose transfer a method must declare."""
+"""Number of floats from which a tensor of the server counts as large.
+
+If clients use a large tensor of the server, the method must declare its transfer.
+"""
 
 
 _TENSORS = frozenset(reference_model().state_dict())
@@ -60,7 +63,10 @@ def _rows_by_client(leaf: Any) -> Any:
 
 
 def large_of_server(memory: Any) -> Leaves:
-    """Return the server's tensors in a memory that have at least :data:`FEW` floats, by path."""
+    """Return the large tensors of the server in a method's memory, keyed by path.
+
+    Large tensors have at least :data:`FEW` floats.
+    """
     return {
         place: leaf
         for place, leaf in entries(memory)[0].items()
@@ -69,6 +75,6 @@ def large_of_server(memory: Any) -> Leaves:
 
 
 def shifted(memory: Any) -> Any:
-    """Return a memory with 0.25 added to the tensors of :func:`large_of_server`."""
+    """Return a copy of a method's memory, with 0.25 added to the server's large tensors."""
     server = large_of_server(memory)
     return tree_map_with_path(lambda path, leaf: leaf + 0.25 if keystr(path) in server else leaf, memory)

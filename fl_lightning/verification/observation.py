@@ -1,4 +1,4 @@
-"""Records of a run's rounds; the recording does not affect the method under test."""
+"""Recording of a run's rounds. The recording does not affect the method under test."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -74,19 +74,22 @@ class Round:
     late: str = ""
 
     def row(self, rows: State, client: int) -> State:
-        """Return one client's tensors by name, from ``start`` or ``sent``."""
+        """Return one client's tensors by name.
+
+        ``rows`` are the tensors of all clients: the attribute ``start`` or ``sent``.
+        """
         index = self.clients.index(client)
         return {name: value[index] for name, value in rows.items()}
 
 
 @dataclass
 class ScriptedPlan(RoundPlan):
-    """Plan in which ``script`` lists the cohort of each round."""
+    """Plan of a run whose cohorts are fixed: ``script`` lists the clients of each round."""
 
     script: tuple[tuple[int, ...], ...] = ()
 
     def cohort(self, round_number: int) -> list[int]:
-        """Return the clients of a round."""
+        """Return the clients that take part in a round."""
         return list(self.script[round_number - 1])
 
 
@@ -113,7 +116,7 @@ class Run(FederatedModule):
     memory_of_server: int = 0
 
     def setup(self, stage: str) -> None:
-        """Set up the run with the cohorts in ``script``."""
+        """Set up the run; its cohorts are those in ``script``."""
         super().setup(stage)
         self.plan = ScriptedPlan(
             **{**vars(self.plan), "cohort_size": len(self.script[0])}, script=self.script
@@ -144,7 +147,7 @@ class Run(FederatedModule):
         return cohort
 
     def call_hook(self, hook: str, cohort: RoundCohort, *args: int) -> None:
-        """Call a hook of all callbacks, and record the state before and after the call."""
+        """Call a hook of all methods. Record the state before and after some hooks."""
         seen, step = self.rounds[-1], args[0] if args else 0
         if hook == "on_before_aggregate":
             self._force(cohort)
@@ -181,7 +184,7 @@ class Run(FederatedModule):
             seen.server = self._server_state()
 
     def on_train_epoch_end(self) -> None:
-        """Record the loss, and the method's memory after the method's hook."""
+        """Record the round's loss, and the method's memory at the end of the round."""
         super().on_train_epoch_end()
         seen = self.rounds[-1]
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
@@ -200,7 +203,7 @@ class Run(FederatedModule):
         cohort.losses[row] = seen.losses[seen.clients.index(client)]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Discard output: only the certificate is printed."""
+        """Discard the run's output, as ``verify`` prints only the certificate."""
 
     def _server_state(self) -> State:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}

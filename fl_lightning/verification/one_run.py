@@ -143,7 +143,10 @@ def frozen_state(trials: Trials) -> str:
 
 
 def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
-    """Return the kinds of state that a method freezes, and the method's T* (None if unknown)."""
+    """Return the kinds of state that a method freezes, and the last round before the freeze.
+
+    The round is None if it is unknown before the run.
+    """
     if not isinstance(run.method, Freezing):
         return (), None
     milestone = getattr(run.method, "milestone", getattr(run.method, "freeze_round", None))

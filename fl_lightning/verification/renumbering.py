@@ -8,11 +8,17 @@ from fl_lightning.verification.observation import Round, Run
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
 RELABELLED = (3, 2, 4, 0, 1)
-"""New number of each client; it moves every client to another row in each cohort of ``SCRIPT``."""
+"""New number of each client.
+
+In each cohort of ``SCRIPT``, the new numbers move every client to a different row.
+"""
 
 
 def relabelled(trials: Trials) -> Run:
-    """Return the default run with renumbered clients; each client keeps its data."""
+    """Return a run that equals the default run, except that its clients are renumbered.
+
+    Each client keeps its data.
+    """
     identities = tuple(RELABELLED.index(client) for client in CLIENTS)
     script = tuple(tuple(sorted(RELABELLED[client] for client in cohort)) for cohort in SCRIPT)
     return trials.run(identities=identities, script=script)
@@ -35,8 +41,8 @@ def memory_apart(first: Round, second: Round) -> tuple[float, str]:
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
     """Compare the memories of the default run and a renumbered run; return the largest difference.
 
-    The memories may be equal under the same client numbers. If not, each client's memory is
-    compared to the memory under the client's new number.
+    If the memories are not equal as they are, each client's memory is compared to the memory under
+    the client's new number.
     """
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))

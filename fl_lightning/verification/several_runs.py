@@ -24,10 +24,10 @@ from fl_lightning.verification.renumbering import memory_apart, relabelled, rena
 from fl_lightning.verification.trials import SCRIPT, USUAL, WITH_SERVER_MOMENTUM, Trials, rests_from
 
 RESTING = USUAL.but(client_lr_schedule=rests_from(1))
-"""Set-up with a client learning rate of 0."""
+"""Set-up in which the client learning rate is 0 in all rounds."""
 
 ROUNDING = 1e-12
-"""Largest rounding error of a weight or a gradient in float64."""
+"""Largest difference of weights or gradients that is attributed to rounding, in float64."""
 
 _ON_RANKS = (
     "local steps may change only rows of their rank and keep data in cohort.extra, other hooks must do the same on "
@@ -339,7 +339,7 @@ def _close(first: Run, second: Run, demand: str, compare_memory: Any = memory_ap
 
 
 def _outcome(run: Run) -> dict[str, object]:
-    """Return the final model, server optimizer, method's memory and metrics of a run."""
+    """Return the final state of a run: model, server optimizer, the method's memory and metrics."""
     last = run.rounds[-1]
     return {
         "model": last.server,

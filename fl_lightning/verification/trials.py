@@ -1,4 +1,4 @@
-"""Runs of one method in many set-ups, and callbacks that observe or disturb a run."""
+"""Runs of one method in many set-ups, and two callbacks: one observes a run, one disturbs it."""
 
 import random
 import warnings
@@ -31,7 +31,10 @@ CLIENTS = tuple(range(len(SIZES)))
 EVERYONE = (CLIENTS,) * 4
 CLIENT_LR = 0.05
 SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
-"""Cohort of each round. Each client is absent at least once; some clients return in another row."""
+"""Clients of each round.
+
+Each client is absent at least once. Some clients return in a different row of the cohort.
+"""
 
 
 class Observer(FederatedCallback):
@@ -48,7 +51,7 @@ class Observer(FederatedCallback):
         for rows in (*cohort.params.values(), *cohort.buffers.values()):
             rows.double().sum()
         torch.rand(3)
-        np.random.rand(3)  # deliberately the global generator
+        np.random.rand(3)  # draws from the global generator on purpose
         random.random()
         for value in vars(self.method).values():
             if isinstance(value, torch.Generator):
@@ -70,7 +73,7 @@ class Disturb(FederatedCallback):
         self.disturbance = disturbance
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Add a constant to the client's rows in the round of the disturbance."""
+        """Add a constant to one client's state in the round of the disturbance."""
         client, round_number, what = self.disturbance
         if cohort.round != round_number or client not in cohort.client_ids:
             return
@@ -89,7 +92,7 @@ class Disturb(FederatedCallback):
 
 _SGD = partial(torch.optim.SGD, lr=CLIENT_LR, weight_decay=0.01)
 WITHOUT_MOMENTUM = {"client_optimizer": _SGD}
-"""Changed settings of a :class:`Setup`: clients use SGD without momentum."""
+"""Changes to a :class:`Setup` in which clients use SGD without momentum."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class Setup:
     )
 
     def but(self, **changes: Any) -> "Setup":
-        """Return a copy of the set-up with changed attributes or settings of the module."""
+        """Return a copy of the set-up in which some attributes or module settings are changed."""
         attributes = {name: changes.pop(name) for name in vars(self) if name in changes}
         return replace(self, **attributes, module=frozenset({**dict(self.module), **changes}.items()))
 
@@ -150,18 +153,21 @@ WITH_SERVER_MOMENTUM = USUAL.but(
     server_optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.02)
 )
 ONE_STEP = USUAL.but(script=EVERYONE, local_epochs=None, local_steps=1, weighting="samples")
-"""Set-up with one local step of every client per round, to compare with centralised training."""
+"""Set-up in which every client takes one local step per round.
+
+Runs in this set-up can be compared with centralised training.
+"""
 
 SAVED = (WITH_SERVER_MOMENTUM, ONE_STEP)
 """Set-ups whose runs write a checkpoint after each round."""
 
 _WITHOUT_METHOD: dict[Setup, Run] = {}
-"""Finished runs of FedAvg by set-up, which the trials of all methods share."""
+"""Finished runs without a method (FedAvg), keyed by set-up. All methods share these runs."""
 
 
 @cache
 def rests_from(first_round: int) -> Callable[[int, int], float]:
-    """Return a learning rate schedule for clients that is 0 from a given round on."""
+    """Return a schedule of the client learning rate that is 0 from the given round on."""
     return lambda number, _: float(number < first_round)
 
 
@@ -181,7 +187,10 @@ class Trials:
         self._runs: dict[Setup, Run] = {}
 
     def attempt(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """Return the run of a changed set-up, also if an exception stopped the run."""
+        """Return the run of a set-up with the given changes.
+
+        The run is returned even if an exception stopped it.
+        """
         setup = setup.but(**changes)
         known = _WITHOUT_METHOD if setup.bare and not self.settings else self._runs
         if setup not in known:
@@ -189,7 +198,7 @@ class Trials:
         return known[setup]
 
     def run(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """Return the finished run of a changed set-up.
+        """Return the finished run of a set-up with the given changes.
 
         Raises:
             Violated: A ``ConfigurationError`` stopped the run after round 1.
@@ -203,7 +212,7 @@ class Trials:
         return run
 
     def checkpoint(self, setup: Setup, round_number: int) -> Path:
-        """Return the checkpoint after a round of a set-up in :data:`SAVED`."""
+        """Return the checkpoint of a round; the set-up must be in :data:`SAVED`."""
         self.run(setup)
         return self.folder / str(SAVED.index(setup)) / f"epoch={round_number - 1}.ckpt"
 
@@ -215,7 +224,8 @@ class Trials:
         settings = {"executor": SequentialExecutor(), **dict(setup.module), **self.settings}
         run = Run(reference_model(setup.norm), **settings)
         if method is not None:
-            extend_model(run.model, [method], seed=0)  # the run's seed must not affect these weights
+            # seed of the new layers' weights, equal in all runs
+            extend_model(run.model, [method], seed=0)
         run.script, run.method, run.rounds = setup.script, method, []
         run.memory_of_server = setup.memory_of_server
         if setup.forced and setup.disturbance is not None:
@@ -231,7 +241,7 @@ class Trials:
             folder = self.folder / str(SAVED.index(setup))
             callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
         trainer: dict[str, Any] = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}
-        if setup.ranks > 1:  # timeout: a rank that waits for a minute is in a deadlock
+        if setup.ranks > 1:  # a rank that waits for a minute is in a deadlock
             trainer |= {"devices": setup.ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with seeded(0), warnings.catch_warnings():

@@ -16,8 +16,8 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # if Python discards a signal's exception, the signal is sent again after these seconds
-_ECHO = 2.0  # seconds within which torchrun may repeat a signal of the terminal
+_AGAIN = 0.05  # seconds; if Python has discarded a signal's exception, the signal is sent again
+_ECHO = 2.0  # seconds; torchrun may repeat a signal from the terminal within this time
 
 
 class Stopped(SystemExit):
@@ -48,7 +48,8 @@ def stoppable() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     def hear_lost(lost: Any) -> None:
-        if isinstance(lost.exc_value, Stopped):  # Python discards exceptions in destructors
+        if isinstance(lost.exc_value, Stopped):
+            # Python discards an exception that is raised in a destructor
             threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
         else:
             unraisable(lost)
@@ -83,7 +84,7 @@ class FinishRound(L.Callback):
         self._heard_at = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Install the signal handler."""
+        """Install the signal handler that stops the run after the current round."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self.signal is not None:
@@ -109,7 +110,7 @@ class FinishRound(L.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the signal handler that stops at once."""
+        """Install the signal handler that stops the run at once."""
         _listen(_stop)
 
 
@@ -122,7 +123,8 @@ def _listen(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Sig
 
     A signal that the process ignores stays ignored, such as SIGHUP under ``nohup``.
     """
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
+    if threading.current_thread() is not threading.main_thread():
+        # only the main thread can set signal handlers
         return {}
     heard = [number for number in _WAYS if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}

@@ -47,19 +47,23 @@ class RoundProgress(Recorded, ProgressBar):
         if not every_n_seconds >= 0:
             raise ConfigurationError(f"every_n_seconds must be >= 0, found {every_n_seconds}")
         self.every_n_seconds = every_n_seconds
-        self.is_enabled = True  # ``LightningModule.print`` reads this attribute
+        self.is_enabled = True  # Lightning's method LightningModule.print reads this attribute
         self._live: Live | None = None
         self._next_time = self._started_at = self._round_started_at = self._evaluation_started_at = 0.0
         self._first_round = 0
         self._rounds, self._evaluations = deque[float](maxlen=_RECENT), deque[float](maxlen=_RECENT)
-        self._metrics: dict[str, float] = {}  # newest value of each metric: not every round is evaluated
+        # newest value of each metric, as some rounds have no evaluation
+        self._metrics: dict[str, float] = {}
 
     def disable(self) -> None:
-        """Hide the line on this rank; Lightning calls this method on all ranks but the first."""
+        """Hide the progress line on this rank.
+
+        Lightning calls this method on all ranks except the first.
+        """
         self.is_enabled = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the times of an earlier fit."""
+        """Discard the measured times of an earlier fit."""
         self._rounds.clear()
         self._evaluations.clear()
 
@@ -75,17 +79,20 @@ class RoundProgress(Recorded, ProgressBar):
             self._evaluations.append(seconds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the line; in a resumed run, the count starts at the checkpoint's round."""
+        """Show the progress line. In a resumed run, it starts at the checkpoint's round."""
         self._metrics, self._first_round, self._started_at = {}, trainer.current_epoch, time.monotonic()
         console = Console()
         if console.is_interactive and self.is_enabled:
-            # without auto_refresh: its thread could hold a lock while a worker is forked
+            # no auto_refresh: its thread could hold a lock while a data worker is forked
             self._live = Live(console=console, auto_refresh=False)
             self._live.start()
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the previous round; its metrics are complete only after ``on_train_epoch_end``."""
+        """Show the metrics of the previous round.
+
+        They are complete only after ``on_train_epoch_end`` of that round.
+        """
         self._metrics |= getattr(pl_module, "metrics", {})
         now = time.monotonic()
         if trainer.current_epoch > self._first_round + 1:
@@ -105,7 +112,7 @@ class RoundProgress(Recorded, ProgressBar):
             self._show(f"step {step}/{of}", step / max(of, 1))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the last round, and leave the line on the terminal."""
+        """Show the metrics of the last round, and leave the progress line on the terminal."""
         self._metrics |= getattr(pl_module, "metrics", {})
         self._show(at_once=True)
         self._close()
@@ -113,7 +120,7 @@ class RoundProgress(Recorded, ProgressBar):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Close the line, so that the error is printed below it."""
+        """Close the progress line, so that the error is printed below the line."""
         self._close()
 
     def _close(self) -> None:

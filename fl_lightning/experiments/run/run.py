@@ -1,4 +1,4 @@
-"""Runs from Python scripts, with the same run directories as from the command line."""
+"""Runs from Python scripts. They have the same run directories as runs from the command line."""
 
 import os
 import warnings
@@ -88,7 +88,7 @@ class Run:
         self._describe()
 
     def _describe(self) -> None:
-        """Describe the built objects; the run's hash is computed from the description."""
+        """Describe the run's objects. The run's hash is computed from this description."""
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
         self._made = built_in_python(self.module, self.data, settings)
         dirpath = None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)
@@ -116,7 +116,8 @@ class Run:
             ConfigurationError: The checkpoint is missing, or a new run gets a module that was
                 already trained.
         """
-        if self.attempt is None:  # describe again: attributes may have changed since the construction
+        if self.attempt is None:
+            # describe the objects again: the user may have changed their attributes
             self._describe()
         self.module.accept_data = accept_data
         settings = {**self.trainer_settings, "callbacks": self.callbacks}

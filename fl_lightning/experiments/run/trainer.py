@@ -1,4 +1,4 @@
-"""Trainer of a run, and the run's number of ranks."""
+"""Construction of a run's trainer, and choice of the number of ranks."""
 
 import os
 from typing import Any
@@ -20,7 +20,10 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""Smallest number of local steps of all clients in a round for which several ranks are faster."""
+"""Smallest number of local steps in a round, over all clients, for which several ranks pay off.
+
+With fewer local steps, a single rank is faster.
+"""
 
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""
@@ -33,7 +36,10 @@ _OF_THE_RUN = {
     ),
     "default_root_dir": ((None,), "would be ignored; use run_root and name"),
 }
-"""Accepted values of each trainer setting that the run determines, and an error message."""
+"""Trainer settings that the run itself determines.
+
+For each setting, the accepted values and the message of the error for any other value.
+"""
 
 
 def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Trainer:
@@ -55,7 +61,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
         if value not in accepted:
             raise ConfigurationError(f"trainer.{name}: {value} {remedy}")
     plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
-    if not is_launched(settings):  # the processes of a scheduler may be independent runs
+    if not is_launched(settings):  # the processes that a scheduler has started may be independent runs
         plugins.append(OneMachine())
     if settings.get("devices", "auto") == "auto":
         equipment["devices"] = _devices(settings.get("accelerator", "auto"), ranks)
@@ -112,18 +118,19 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
     The number is 1 if a round has few local steps, and otherwise the number of clients in a round.
     This function also sets up the data: ranks that are forked afterwards share the data's memory.
     """
-    # include_cuda=False: a process that has initialised CUDA cannot be forked
-    with isolate_rng(include_cuda=False):  # fit sets up the data again, and must draw the same random numbers
+    # include_cuda=False: this must not initialise CUDA, because the process is forked later
+    with isolate_rng(include_cuda=False):
+        # fit sets up the data again, and must then draw the same random numbers
         data.prepare_data()
         data.setup("fit")
     if not data.num_clients:
-        return 1  # without clients, the module raises an error later
+        return 1  # if the data have no clients, the module raises an error later
     clients, steps = module.make_plan(data).usual().trained(1)
     return len(clients) if sum(steps) >= _WORTH_RANKS else 1
 
 
 def as_list(setting: Any) -> list[Any]:
-    """Return a setting as a list: a single value becomes one item, None an empty list."""
+    """Return a setting as a list. A single value becomes a list of one item, None an empty list."""
     if not setting:
         return []
     return list(setting) if isinstance(setting, list | tuple) else [setting]

@@ -1,4 +1,4 @@
-"""Preparation and end of a fit: folder, loggers, pictures and result."""
+"""Preparation of a fit (folder, loggers, trainer), and its end (pictures, result)."""
 
 import logging
 import os
@@ -48,7 +48,7 @@ TRAINER_DEFAULTS: Config = {
     "log_every_n_steps": 1,
     "enable_model_summary": False,
 }
-"""Defaults of a run for the trainer's settings."""
+"""Default values of the trainer's settings in a run."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Prepared:
             if signal.signal and trainer.global_step != trainer.max_epochs:
                 draw_pictures(start.attempt, self.module)
                 raise Stopped(signal.signal)
-        except Exception:  # does not catch Stopped, which is a SystemExit
-            if trainer.global_step > start.round:  # draw only if this fit has trained a round
+        except Exception:  # Stopped is a SystemExit and is not caught here
+            if trainer.global_step > start.round:  # this fit has trained a round
                 draw_pictures(start.attempt, self.module)
             raise
         stopped = stop_reason(trainer) if trainer.global_step < (trainer.max_epochs or 0) else None
@@ -107,9 +107,9 @@ class Prepared:
         return finish_run(self.module, start.attempt, stopped)
 
     def _limit_ranks(self) -> None:
-        """Set up the data before ranks are forked.
+        """Set up the data before the strategy forks the ranks.
 
-        With ``devices: auto``, limit the number of ranks.
+        With ``devices: auto``, limit the number of ranks to the useful number.
         """
         strategy = self.trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
@@ -128,11 +128,11 @@ class Training:
         made: Description of the built objects, from
             :func:`~fl_lightning.experiments.run_directory.built.built`.
         keeper: Callback that writes the run's checkpoints.
-        way_on: Command or call that resumes the run, for the message after a stop.
+        way_on: Command or call that resumes the run. The message of a stopped run shows it.
         header: Comment at the top of ``config.yaml``.
 
     Attributes:
-        directory: All attempts at the run.
+        directory: The folders of all attempts at the run.
         start: The folder, and the checkpoint to resume from. Before :meth:`prepare`, ``start`` has
             no folder.
     """
@@ -179,11 +179,12 @@ class Training:
                 strings, lists and dicts.
 
         Raises:
-            ConfigurationError: The checkpoint is missing or of another model, another process
-                trains in the checkpoint's folder, or the trainer refuses a setting.
+            ConfigurationError: The checkpoint is missing or belongs to the wrong model, the
+                checkpoint's folder is in use by another process, or the trainer refuses a setting.
         """
         rank, rounds = launched_rank() if is_launched(settings) else 0, settings.get("max_epochs")
-        with ExitStack() as held, ExitStack() as ending:  # the folder's lock is released last
+        with ExitStack() as held, ExitStack() as ending:
+            # "held" is left last, and then releases the folder's lock
             ending.push(lambda kind, error, trace: self._end(error))
             path = None
             if rank:
@@ -197,7 +198,7 @@ class Training:
             if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
                 strategy.meet()
                 path = strategy.broadcast(path)
-            elif rank:  # this node forks its other ranks later
+            elif rank:  # first rank of a further node, which forks its other ranks later
                 path = self.found(ckpt_path, rounds)
             profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
             if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
@@ -241,7 +242,7 @@ class Training:
         Milestones and the decay of learning rates depend on the number.
         """
         if self.module.budget_epochs is not None or rounds in (None, -1):
-            return True  # data determine the number of rounds; runs with this hash have equal data
+            return True  # the data determine the number; attempts with one hash have equal data
         planned = load_run(path)["fl_lightning"]["total_rounds"]
         if planned != rounds:
             print(
@@ -260,8 +261,8 @@ class Training:
             path: The checkpoint; None for a new run.
             weights_only: Whether to refuse a checkpoint that holds more than tensors, numbers,
                 strings, lists and dicts.
-            settings: The user's arguments of the trainer.
-            held: Exit stack that holds the folder's lock.
+            settings: The trainer arguments that the user has set. held: Exit stack that releases
+            the lock of the folder at its end.
         """
         writes = not settings.get("fast_dev_run")
         if path is None:
@@ -282,7 +283,7 @@ class Training:
     def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
         """Return the trainer's arguments ``callbacks``, ``logger`` and ``default_root_dir``."""
         callbacks = as_list(settings.get("callbacks"))
-        # remove True (Lightning's default logger): the run writes metrics.jsonl instead
+        # True stands for Lightning's default logger: drop it, as the run writes metrics.jsonl
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
@@ -298,12 +299,13 @@ class Training:
             loggers.append(self._wandb)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                # by default, Lightning would write to the folder of a logger, such as W&B's
+                # by default, Lightning would write the checkpoints to a logger's folder, such as
+                # W&B's
                 callback.dirpath = str(attempt.checkpoints.resolve())
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 
     def _end(self, error: BaseException | None) -> None:
-        """End the run at W&B, and remove a new folder without a trained round.
+        """End the run at W&B. After an error, remove a new folder without a trained round.
 
         Args:
             error: Exception that ended the run, or None. This method completes the message of
@@ -342,20 +344,20 @@ def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:
 
 
 def quiet_host() -> None:
-    """Silence messages of Lightning that do not apply to a run, for example on data loaders."""
+    """Silence messages of Lightning that do not apply to a run, such as advice on data loaders."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # a model summary, which the user may request, is logged at level INFO
     logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)
-    # LightningCLI 2.6 uses deprecated functions of jsonargparse; users cannot change that
+    # LightningCLI 2.6 uses deprecated functions of jsonargparse: users need no warning about this
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     for message in (
         ".*LightningCLI's args parameter.*",  # this project passes args on purpose
         ".*does not have many workers.*",  # in-memory data need no workers
         ".*isinstance\\(treespec, LeafSpec\\).*",  # harmless warning of Lightning 2.6 with torch >= 2.12
-        "Implicitly cleaning up <TemporaryDirectory",  # W&B warns so for the pictures of a run
+        "Implicitly cleaning up <TemporaryDirectory",  # W&B causes this warning when it uploads pictures
         ".*The `srun` command is available.*",  # a run on a cluster's login node does not need srun
-        ".*is smaller than the logging interval.*",  # an epoch is one round
+        ".*is smaller than the logging interval.*",  # an epoch is one round, and has one training step
         ".*Total length of `list` across ranks is zero.*",  # a federation may lack evaluation data
     ):
         warnings.filterwarnings("ignore", message)

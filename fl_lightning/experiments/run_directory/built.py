@@ -30,7 +30,10 @@ from fl_lightning.recorded import making
 from fl_lightning.round.module import FederatedModule
 
 LINKED = ("num_classes", "in_channels", "image_size", "in_features")
-"""Arguments of a model that, by default, the data module determines."""
+"""Constructor arguments of a model.
+
+If they are not set, the data module determines their values.
+"""
 
 _TRAINER = {
     name: x.default for name, x in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
@@ -38,7 +41,7 @@ _TRAINER = {
 
 
 _LATER = ("seed", "executor")
-"""Module arguments that the run may assign after the module was constructed."""
+"""Arguments of the module that a run may still change after the module was constructed."""
 
 
 def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
@@ -56,7 +59,7 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
     model, data_node = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
     if (data_seed := data_node["init_args"].pop("seed", seed)) != seed:
-        data_node["own_seed"] = data_seed  # the user has given the data a seed of their own
+        data_node["own_seed"] = data_seed  # the user has given the data module its own seed
     if type(module) is FederatedModule:
         model = model["init_args"]
     return {
@@ -68,11 +71,12 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
 
 
 def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
-    """Describe the objects that a Python script has made, in the format of :func:`built`.
+    """Describe the objects that a Python script has made.
 
-    Digests are added for layers or weights that the model's arguments and the run's seed do not
-    determine. If a setting of the module was assigned after construction, its new value replaces
-    the argument. For data and callbacks, such settings are under the key ``reassigned``.
+    The result has the same format as that of :func:`built`. Digests are added for layers or weights
+    that the model's arguments and the run's seed do not determine. If a setting of the module was
+    assigned after construction, its new value replaces the argument. For data and callbacks, such
+    settings are under the key ``reassigned``.
     """
     tree = built(module, data, trainer)
     settings = tree["model"].get("init_args", tree["model"])
@@ -88,7 +92,10 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
 
 
 def _describe_groups(module: FederatedModule, settings: Config) -> None:
-    """Add a digest of an optimizer's parameter groups if parameters have different settings."""
+    """Add a digest of an optimizer's parameter groups to the optimizer's description.
+
+    The digest is added only if not all parameters have the same settings.
+    """
     leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad and not is_lazy(x)]
     given = {"client_optimizer": [{"params": [x]} for x in leaves], "server_optimizer": leaves}
     for name, parameters in given.items():
@@ -120,7 +127,7 @@ def _add_reassigned(thing: Any, node: Any) -> None:
 
 
 def _reassigned(thing: Any) -> Config:
-    """Return an object's settings and methods that were assigned after construction."""
+    """Return the settings and methods of an object that were assigned after its construction."""
     made, held = making(thing), vars(thing)
     if made is None:
         return {}
@@ -137,7 +144,8 @@ def _reassigned(thing: Any) -> Config:
 def _is_same(now: Any, given: Any) -> bool:
     try:
         return now is given or (type(now) is type(given) and bool(now == given))
-    except (ValueError, RuntimeError):  # the comparison of arrays or tensors is not a single bool
+    except (ValueError, RuntimeError):
+        # comparing arrays or tensors with == does not return a single bool
         return False
 
 
@@ -164,7 +172,8 @@ def _digests(module: FederatedModule) -> Config:
     weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}
     if made is None:
         return {"state_digest": layers(model)} | weights | _parts(model)
-    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # initialised by the caller
+    if any(isinstance(x, nn.Module) for x in made.arguments.values()):
+        # the caller has initialised these weights
         return {"layers_digest": layers(model)} | weights | _parts(model)
     with isolate_rng(), _float32():
         seed_global(module.seed, torch.device("cpu"))
@@ -190,7 +199,10 @@ def _float32() -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of layer classes from outside torch; the run depends on their code."""
+    """Return the names of the model's layer classes that are not defined in torch.
+
+    The results of the run depend on the code of these classes.
+    """
     names = {class_name(layer) for layer in model.modules() if layer is not model}
     foreign = sorted(name for name in names if not name.startswith("torch."))
     return {"layer_classes": foreign} if foreign else {}

@@ -41,7 +41,8 @@ class AtomicCheckpointIO(CheckpointIO):
             with atomic_write(target) as file:
                 torch.save(checkpoint, file)
         except RuntimeError as error:
-            # torch's zip writer raises a RuntimeError, with the system's error as its context
+            # torch's zip writer raises a RuntimeError; the operating system's error is its
+            # __context__
             if isinstance(error.__context__, OSError):
                 raise unwritable(target, error.__context__) from error
             raise
@@ -111,15 +112,15 @@ def check_run(
         optimizer: The configured server optimizer. None: the optimizer is not checked.
 
     Raises:
-        ConfigurationError: The checkpoint has other names or shapes of tensors, or another server
-            optimizer. The message gives the first difference.
+        ConfigurationError: The checkpoint has the wrong names or shapes of tensors, or belongs to a
+            different server optimizer. The message gives the first difference.
     """
     if differing := misfits(checkpoint["state_dict"], model):
         raise misfit_error(f"checkpoint {path}", "checkpoint", model, differing)
     if not isinstance(optimizer, Optimizer) or not checkpoint.get("optimizer_states"):
         return
     groups = checkpoint["optimizer_states"][0]["param_groups"], optimizer.param_groups
-    # check only the settings in the checkpoint: a newer torch may have added settings
+    # check only settings that the checkpoint has: a newer torch may have more settings
     foreign = any(setting not in new for old, new in zip(*groups, strict=False) for setting in old)
     sizes = [[len(group["params"]) for group in part] for part in groups]
     if foreign or sizes[0] != sizes[1]:

@@ -109,11 +109,11 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
         Scores of different metrics cannot be compared.
         """
-        # if no metric is monitored, the key has "max", as in older checkpoints
+        # older checkpoints have "max" in the key if no metric is monitored
         return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best score and its round; empty if no metric is monitored."""
+        """Return the best score and its round as a dict; if no metric is monitored, it is empty."""
         if self.monitor is None:
             return {}
         return {"best_score": self.best_score, "best_round": self.best_round}
@@ -129,7 +129,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
             return
         assert self.dirpath is not None
         path, target = Path(trainer.ckpt_path), self.dirpath / "best.ckpt"
-        state = checkpoint.get("callbacks", {}).get(self.state_key)  # None if another metric was monitored
+        # None if the checkpoint's run monitored a different metric
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
         missing = not target.is_file() and (state is None or state["best_round"] is not None)
         if missing and trainer.is_global_zero and self._active(trainer):
             source = self._best_until(path, state) if state and _same_data(checkpoint, pl_module) else None
@@ -140,7 +141,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
                     f"best.ckpt: the best checkpoint before {path} is missing; only rounds after {checkpoint['global_step']} count",
                     flush=True,
                 )
-        trainer.strategy.broadcast(None)  # barrier: the other ranks look for the file afterwards
+        # barrier: all ranks wait for the copy before they look for the file
+        trainer.strategy.broadcast(None)
 
     def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
         """Return the checkpoint that was the best when ``path`` was written.
@@ -185,7 +187,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
             given = self._given_dirpath
             folder = given if self.attempt is None else self.attempt.below(given)
             self.dirpath = Path(trainer.strategy.broadcast(str(folder)))
-        if stage == "fit":  # reset first; a checkpoint then restores its values
+        if stage == "fit":
+            # reset the values here; if the run resumes, the checkpoint sets them afterwards
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
             try:
@@ -195,7 +198,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 raise unwritable(self.dirpath, error) from error
 
     def _claim(self) -> None:
-        """Mark the checkpoint folder as a folder of this run.
+        """Write into the checkpoint folder that it belongs to this run.
 
         Raises:
             ConfigurationError: The folder belongs to another run.
@@ -264,11 +267,12 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Save the last complete round unless the next round has begun."""
+        """Save the last complete round after an exception, unless the next round has begun."""
         between_rounds = trainer.fit_loop.epoch_progress.current.ready == self._complete_round
-        # saving is a barrier: a rank that fails alone would wait for the others forever
+        # all ranks must save together: a rank that fails alone would wait for the others forever
         if between_rounds and self._active(trainer) and trainer.world_size == 1:
-            with contextlib.suppress(ConfigurationError):  # keep the original exception
+            with contextlib.suppress(ConfigurationError):
+                # an error while saving must not replace the original exception
                 self._save_last(trainer)
 
     def _best_is(self) -> Literal["max", "min"] | None:
@@ -287,7 +291,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def _reached_best(self, trainer: L.Trainer) -> bool:
         if self.monitor is None or self.monitor not in trainer.callback_metrics:
             return False
-        # a metric that was not logged in this round keeps its old value: this is not an improvement
+        # a metric that was not logged in this round still has its old value: ignore it
         score = trainer.strategy.broadcast(float(trainer.callback_metrics[self.monitor]))
         sign = 1 if self._best_is() == "max" else -1
         if math.isnan(score) or (self.best_score is not None and sign * score <= sign * self.best_score):
@@ -310,7 +314,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     def _save(self, trainer: L.Trainer, name: str) -> str:
         for logger in trainer.loggers:
-            logger.save()  # write the rows first: a run that resumes from the checkpoint needs them
+            # write the rows of metrics first: a run that resumes from the checkpoint needs them
+            logger.save()
         assert self.dirpath is not None
         path = str(self.dirpath / name)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
@@ -321,7 +326,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return path
 
     def _label(self, name: str) -> str:
-        """Return the label in the names of a checkpoint's files of client memories.
+        """Return the label that the names of a checkpoint's client memory files contain.
 
         Checkpoints with the same name in different folders have different labels.
         """
@@ -336,12 +341,12 @@ def kept_name(round_number: int) -> str:
 
 
 def _best_name(stem: str) -> str:
-    """Return the file name of the best checkpoint that is kept beside ``<stem>.ckpt``."""
+    """Return ``<stem>_best.ckpt``, the file name of the best checkpoint beside ``<stem>.ckpt``."""
     return f"{stem}_best.ckpt"
 
 
 def _copy(source: Path, target: Path, round_number: int) -> None:
-    """Copy a checkpoint, and link its files of client memories into the folder of the copy."""
+    """Copy a checkpoint to another folder, and link its client memory files into that folder."""
     link_files(
         source.parents[1],
         f"{source.stem}_{round_number}",
@@ -353,6 +358,9 @@ def _copy(source: Path, target: Path, round_number: int) -> None:
 
 
 def _same_data(checkpoint: Mapping[str, Any], module: L.LightningModule) -> bool:
-    """Return whether a checkpoint's run has the same data, so that scores can be compared."""
+    """Return whether a checkpoint's run has the same data as this run.
+
+    Only then can the scores of the two runs be compared.
+    """
     record = getattr(module, "record", None)
     return record is None or checkpoint["fl_lightning"]["record"].get("data") == record.data

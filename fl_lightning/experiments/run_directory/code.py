@@ -1,4 +1,4 @@
-"""Import paths and code of classes and functions."""
+"""Functions that find the import path of a class or function, and describe its code."""
 
 import dis
 import functools
@@ -24,7 +24,10 @@ _NOT_CODE = (
 
 @functools.cache
 def full_name(maker: Any) -> str:
-    """Return the shortest import path of a class or function, which is equal in child processes."""
+    """Return the shortest import path of a class or function.
+
+    The path is the same in the main process and in child processes.
+    """
     try:
         path = str(get_import_path(maker))
     except (ValueError, ImportError, AttributeError):
@@ -75,7 +78,7 @@ def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a cell without content raises this error
+    except ValueError:  # reading a closure cell without content raises this error
         return None
 
 
@@ -87,9 +90,10 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _instructions(code: CodeType) -> list[Any]:
-    """Return the bytecode as pairs of operation and operand, without the docstring."""
+    """Return the bytecode as pairs (operation, operand), without the docstring's operations."""
     steps = list(dis.get_instructions(code))
-    stored = [*steps[1:], None]  # in the body of a class, two operations load and store the docstring
+    # the bytecode of a class body has two operations that load and store the docstring
+    stored = [*steps[1:], None]
     docs = [x for x in stored if x is not None and (x.opname, x.argval) == ("STORE_NAME", "__doc__")]
     code_steps = [x for x, after in zip(steps, stored, strict=True) if x not in docs and after not in docs]
     return [[x.opname, _operand(x.argval)] for x in code_steps]

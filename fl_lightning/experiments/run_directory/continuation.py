@@ -74,7 +74,7 @@ def find_start(
         ConfigurationError: Metrics of earlier rounds are missing, or a file cannot be written.
     """
     reached, source = int(checkpoint["global_step"]), resumed or directory.attempt_of(ckpt_path)
-    # read the lines before a folder is made: missing lines raise an error
+    # read the metrics before the folder is made, as missing lines raise an error
     lines = lines_until(source.metrics, reached) if source is not None else []
     differs = _differences(checkpoint, made)
     if resumed is not None:
@@ -89,7 +89,7 @@ def find_start(
 
 
 def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
-    """Return the old and the new value of each changed setting that affects results."""
+    """Compare with a checkpoint: return old and new value of each setting that affects results."""
     before = checkpoint["fl_lightning"]["record"].get("description")
     if not before:  # an earlier version has written this checkpoint
         return {"settings": ["unknown", "those of config.yaml"]}

@@ -37,7 +37,7 @@ _LAYERS: dict[str, type[nn.Module]] = {
 
 
 def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> str:
-    """Return server optimizer and callbacks as text, such as ``FedAvg + FixBN(freeze_round=9)``."""
+    """Return a text with server optimizer and callbacks, as ``FedAvg + FixBN(freeze_round=9)``."""
     optimizer = module.server_optimizer([torch.zeros(1)])
     settings = optimizer.param_groups[0]
     base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
@@ -55,7 +55,7 @@ def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> s
 
 
 def identity(module: FederatedModule) -> dict[str, object]:
-    """Return the content of ``run.json``: the run's name, tags, metrics and other facts."""
+    """Return the content of a run's ``run.json``: name, tags, metrics and other facts."""
     methods, data = module.federated_callbacks, type(module.data).__name__
     base = method_name(module, []).partition("(")[0]
     partition = module.data.describe_partition()
@@ -104,7 +104,7 @@ def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
 
 
 def model_name(module: FederatedModule) -> str:
-    """Return the name of the model's class, also if the model is compiled."""
+    """Return the name of a model's class. For a compiled model, this is the original class."""
     return type(getattr(module.model, "_orig_mod", module.model)).__name__
 
 

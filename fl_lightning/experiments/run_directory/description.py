@@ -50,13 +50,16 @@ OUTSIDE_THE_HASH = frozenset(
         "strategy",
     }
 )
-"""Trainer settings that affect neither weights nor metrics nor transferred bytes of a round."""
+"""Trainer settings that do not affect the weights, the metrics or the traffic of a round."""
 
 _TASK = full_name(Classification)
 """The default task of a run."""
 
 _PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning's name for each alias of a precision; the alias None means the default precision."""
+"""Aliases of Lightning's names for precisions, with the name of each.
+
+None is the default precision.
+"""
 
 _SHOWING = (RoundCheckpoint, ProgressBar)
 """Callbacks that do not affect results. The hash ignores them."""
@@ -73,7 +76,10 @@ def description_of(config: Config) -> Config:
 
 
 def _parts(config: Config) -> Config:
-    """Return ``class_path`` and ``init_args`` of model, data and trainer; omit ignored settings."""
+    """Return ``class_path`` and ``init_args`` of model, data and trainer.
+
+    Settings that the hash ignores are left out.
+    """
     model, data = config.get("model") or {}, config.get("data") or {}
     path, arguments = (
         model.get("class_path", MODULE),
@@ -150,13 +156,19 @@ def deciding_settings(config: Config) -> Config:
 
 
 def class_path(entry: Any) -> str:
-    """Return the full name of the class in an entry's ``class_path``; empty without this key."""
+    """Return the full name of the class in an entry's ``class_path``.
+
+    If the entry has no ``class_path``, the name is empty.
+    """
     path = entry.get("class_path", "") if isinstance(entry, Mapping) else ""
     return _resolved(str(path))
 
 
 def class_name(entry: Any) -> str:
-    """Return the name of an entry's class without its module; empty without ``class_path``."""
+    """Return the name of an entry's class without its module.
+
+    If the entry has no ``class_path``, the name is empty.
+    """
     return class_path(entry).rpartition(".")[2]
 
 
@@ -179,7 +191,10 @@ def _with_digest(value: Any) -> Any:
 
 
 def _plain(node: Any) -> Any:
-    """Copy a tree; write full class names, and merge ``dict_kwargs`` into ``init_args``."""
+    """Return a copy of a description with full class names.
+
+    ``dict_kwargs`` are merged into ``init_args``.
+    """
     if type(node) in _SCALARS:
         return node
     if isinstance(node, Mapping):
@@ -212,7 +227,7 @@ def _essential(node: Any) -> Any:
     for name, x in _arguments(node).items():
         scalar = type(x) in _SCALARS
         usual = known.get(name)
-        # most defaults are None, and an object is never None: skip the object's costly text
+        # most defaults are None, and no object equals None: do not compute the text of the object
         if usual != repr(x) if scalar else usual in (None, "None") or usual != _text(_plain(x)):
             given[name] = _content(x) if name in files else x if scalar else _essential(x)
     rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}
@@ -229,13 +244,16 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 def _content(value: Any) -> Any:
-    """Return the digest of the file if a value is the path of a file, otherwise the value."""
+    """Return the digest of a file if the value is its path. Return any other value unchanged."""
     path = Path(value).expanduser() if isinstance(value, str) else None
     return {"content_digest": file_digest(path)} if path is not None and path.is_file() else value
 
 
 def _text(value: Any) -> str:
-    """Return a value as text: ``1``, ``1.0`` and ``True`` are equal, but their texts differ."""
+    """Return a value as text.
+
+    Compared as text, ``1``, ``1.0`` and ``True`` are different.
+    """
     return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
 
 
@@ -272,7 +290,7 @@ def pinned() -> dict[str, Config]:
 
 @cache
 def _maker(path: str) -> Callable[..., Any] | None:
-    """Return the class or function with a full name; None if the import fails."""
+    """Return the class or function with this full name, or None if it cannot be imported."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
@@ -297,7 +315,7 @@ def _hashed(path: str) -> str:
     For a shipped class, this is its path in older versions, so that hashes stay the same.
     """
     package, _, name = path.partition(".")
-    if package in OLD_NAMES:  # a package of the user that has an old name
+    if package in OLD_NAMES:  # a user's package with the name of an old package
         return f".{path}"
     return name if package == "fl_lightning" and name.startswith(("callbacks.", "datamodules.")) else path
 
@@ -310,23 +328,27 @@ def _shows(path: str) -> bool:
 
 @cache
 def _threads_only_read(path: str) -> bool:
-    """Return whether ``threads`` is the setting of this name in shipped data modules.
+    """Return whether a data module inherits the setting ``threads`` from a shipped data module.
 
-    That setting affects no result.
+    This setting does not affect results. A user's setting ``threads`` might affect them.
     """
     kinds = getattr(_maker(path), "__mro__", ()) if path else ()
     owners = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
-    return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")  # not a user's
+    # False for a user's class
+    return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")
 
 
 @cache
 def _evaluation_counts(path: str) -> bool:
-    """Return whether a method transfers bytes for each evaluation of the server."""
+    """Return whether a method causes traffic at each evaluation of the server model."""
     return bool(getattr(_maker(path), "sends_for_evaluations", False)) if path else False
 
 
 def differences(before: Config, after: Config) -> dict[str, list[Any]]:
-    """Return the old and the new value of each changed setting by name; NaN equals NaN."""
+    """Return the old and the new value of each setting that has changed, by name.
+
+    Two NaN values are equal here.
+    """
     pairs = {name: [before.get(name), after.get(name)] for name in dict.fromkeys([*before, *after])}
     return {
         name: [old, new]
@@ -336,7 +358,10 @@ def differences(before: Config, after: Config) -> dict[str, list[Any]]:
 
 
 def _is_gone(old: Any, new: Any) -> bool:
-    """Return whether the only change is that a file, such as initial weights, is missing now."""
+    """Return whether a setting has changed only because its file is missing now.
+
+    An example is a file with initial weights.
+    """
     return isinstance(old, str) and isinstance(new, str) and old.startswith(f"{new} (")
 
 
@@ -355,7 +380,7 @@ def misfits(written: Config, made: Config) -> list[str]:
         f"{name}: {old} in the file, {new} was built"
         for name, (old, new) in differences(file, objects).items()
         if not (name in decided and old is None)
-        # in the file, a dataclass is given by its fields
+        # the configuration file gives a dataclass by its fields
         and not (old is None and any(key.startswith(f"{name}.") for key in file))
         and not _is_foreign(name, objects)
         and not _is_same(old, new)
@@ -363,7 +388,7 @@ def misfits(written: Config, made: Config) -> list[str]:
 
 
 def _is_foreign(name: str, objects: Config) -> bool:
-    """Return whether a setting is part of an object whose arguments were not recorded."""
+    """Return whether a setting belongs to an object with unrecorded constructor arguments."""
     parts = name.split(".")
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(
@@ -372,9 +397,9 @@ def _is_foreign(name: str, objects: Config) -> bool:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Return whether two notations have the same value, such as a set and a sorted list."""
+    """Return whether two descriptions mean the same value, such as a set and a sorted list."""
     if isinstance(old, list) and isinstance(new, list):
-        # a set is described as a sorted list
+        # the description of a set is a sorted list
         return new == sorted(new, key=repr) and sorted(map(str, old)) == sorted(map(str, new))
     if isinstance(old, str) and old.startswith("range(") and isinstance(new, list):
         return True

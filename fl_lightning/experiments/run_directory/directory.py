@@ -25,7 +25,7 @@ Config = dict[str, Any]
 LOCK = ".lock"
 """Name of the file in a run's folder that a process locks while it trains there."""
 
-_GLANCE = 0.1  # seconds; a process that only checks the lock releases it within this time
+_GLANCE = 0.1  # seconds; a process that only checks the lock keeps it for a shorter time
 
 
 class _File:
@@ -48,22 +48,26 @@ class Attempt:
 
     path: Path
 
-    config = _File("config.yaml")  # the resolved configuration
-    identity = _File("run.json")  # name and tags, and facts that the configuration lacks
-    metrics = _File("metrics.jsonl")  # one line per logged round
+    config = _File("config.yaml")  # all settings of the run, including defaults
+    identity = _File("run.json")  # the run's name and tags, and facts that config.yaml lacks
+    metrics = _File("metrics.jsonl")  # the metrics of the run, one line per logged round
     result = _File("result.json")  # the result of the finished run
-    partition = _File("partition.json")  # each client's number of samples of each class
-    policy = _File("policy.json")  # the treatment of each kind of state, by round
-    participation = _File("participation.csv")  # samples, rounds and steps of each client
-    histograms = _File("histograms.json")  # histograms of the run's reports; the keys are names
-    partition_picture = _File("partition.png")  # the samples of each class at each client
-    learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
-    wandb_id = _File("wandb_id")  # the run's id at W&B; a resumed run keeps it
-    error = _File("error.txt")  # the traceback if an error ended the run
+    partition = _File("partition.json")  # the number of samples of each class at each client
+    policy = _File("policy.json")  # treatment of each kind of state over the run
+    # numbers of samples, rounds and local steps of each client
+    participation = _File("participation.csv")
+    histograms = _File("histograms.json")  # histograms from the methods' reports, by name
+    partition_picture = _File("partition.png")  # picture of partition.json
+    learning_curve = _File("learning_curve.png")  # picture of accuracy and loss over the rounds
+    wandb_id = _File("wandb_id")  # the run's id at Weights & Biases; a resumed run has the same id
+    error = _File("error.txt")  # traceback of the error that ended the run, if any
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints, ``checkpoints`` unless ``checkpoint.dirpath`` is set."""
+        """Folder of the run's checkpoints.
+
+        This is ``checkpoints`` in the run's folder unless ``checkpoint.dirpath`` is set.
+        """
         config = self.read_config() if self.config.is_file() else {}
         elsewhere = (config.get("checkpoint") or {}).get("dirpath")
         return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
@@ -104,7 +108,8 @@ class Attempt:
         Raises:
             ConfigurationError: Another process holds the lock.
         """
-        file = self.path / LOCK  # lock a file: other nodes do not see the lock of a folder
+        # lock a file instead of the folder: other nodes do not see the lock of a folder
+        file = self.path / LOCK
         with ExitStack() as held:
             try:
                 try:
@@ -145,7 +150,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """All attempts at one configuration and seed.
+    """All attempts at a run: the folders of one configuration and one seed.
 
     Args:
         root: ``runs/<name>``.
@@ -202,7 +207,8 @@ class RunDirectory:
                     return newest
         while True:
             new = self.new_attempt()
-            with suppress(ConfigurationError, FileNotFoundError):  # another process has just locked it
+            with suppress(ConfigurationError, FileNotFoundError):
+                # another process has locked this folder in the meantime
                 held.enter_context(new.lock())
                 return new
 
@@ -222,7 +228,7 @@ class RunDirectory:
         return next((attempt for attempt in known if attempt.checkpoints.resolve() == folder), None)
 
     def other_checkpoint(self, name: str) -> Path | None:
-        """Return the newest checkpoint file of this name among runs with the same run name."""
+        """Return the newest checkpoint file with this file name in any run of the same name."""
         others = self.root.glob(f"*/checkpoints/{name}")
         return max(others, key=lambda path: path.stat().st_mtime, default=None)
 

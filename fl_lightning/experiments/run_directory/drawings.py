@@ -79,7 +79,7 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
 
 @contextmanager
 def harmless(what: Path | str) -> Iterator[None]:
-    """Print an error instead of raising it, as a missing picture must not stop a run."""
+    """Print an error of the block instead of raising it: a missing picture must not stop a run."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  # any error of matplotlib, the disk or users' code

@@ -51,7 +51,7 @@ class Result(TypedDict):
 
 
 def metric_values(result: Result) -> dict[str, float]:
-    """Return the metrics of a result by name; a metric has a slash, as in ``test/accuracy``."""
+    """Return the metrics in a result: the entries with a slash, such as ``test/accuracy``."""
     return {name: cast("float", value) for name, value in result.items() if "/" in name}
 
 

@@ -1,4 +1,4 @@
-"""Finished and unfinished runs, read from their folders."""
+"""Reading of runs from their folders. The runs may be finished or unfinished."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from fl_lightning.files import user_path
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run that ``load_run`` reads from its folder. Each file is read at its first use.
+    """A run, as returned by ``load_run``. Each file is read at its first use.
 
     Attributes:
         path: The run directory.
@@ -27,7 +27,7 @@ class LoadedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has finished, so that ``result.json`` exists."""
+        """Whether the run has finished. Only a finished run has the file ``result.json``."""
         return Attempt(self.path).result.is_file()
 
     @cached_property
@@ -63,7 +63,7 @@ class LoadedRun:
 
     @property
     def values(self) -> dict[str, float]:
-        """The metrics of the result by name, such as ``test/accuracy``."""
+        """The final metrics by name, such as ``test/accuracy``, from ``result.json``."""
         return metric_values(self.result)
 
     def frame(self) -> Any:
@@ -104,8 +104,8 @@ def frame_of(rows: Sequence[Mapping[str, object]], plain: str) -> Any:
 
     Args:
         rows: Values of each row by column.
-        plain: Name of an attribute that has the same values. The error message recommends it if
-            pandas is missing.
+        plain: Name of an attribute with the same values. If pandas is missing, the error message
+            recommends this attribute.
 
     Raises:
         ConfigurationError: pandas is not installed.

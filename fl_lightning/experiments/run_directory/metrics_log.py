@@ -30,7 +30,7 @@ class JSONLinesLogger(Logger):
         save_dir: The run's folder.
     """
 
-    name = version = ""  # empty, so that Lightning makes no subfolders
+    name = version = ""  # with an empty name, Lightning makes no subfolders
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ class JSONLinesLogger(Logger):
         if "round" not in metrics:
             self._waiting |= {name: value for name, value in metrics.items() if name != "epoch"}
             return
-        row = {"round": 0} | plain({**self._waiting, **metrics})  # makes "round" the first key
+        # "round" becomes the first key of the row
+        row = {"round": 0} | plain({**self._waiting, **metrics})
         self._waiting = {}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
@@ -72,7 +73,7 @@ class JSONLinesLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Sync the rows of the file to the disk."""
+        """Sync the file to the disk."""
         if self.path.exists():
             with open(self.path, "ab", opener=no_link) as file:
                 os.fsync(file.fileno())

@@ -40,7 +40,8 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
     lines, images = ["index,target,prediction,probability"], 0
     for scores, (_, targets) in zip(outputs, batches, strict=True):
         if scores.ndim == 4 and targets.ndim == 3:
-            scores = enlarged(scores, targets)  # to the labels' size, as in evaluations
+            # enlarge scores to the size of the labels, as evaluations do
+            scores = enlarged(scores, targets)
         if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
             raise ConfigurationError(
                 f"predict writes predicted classes, but outputs {tuple(scores.shape)} and targets {tuple(targets.shape)} "
@@ -71,7 +72,7 @@ def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:
 
 @torch.no_grad()
 def overlays(module: FederatedModule, title: Sequence[str]) -> "Figure | None":
-    """Draw the first evaluation images with labels and predictions, for a segmentation.
+    """Draw the first evaluation images of a segmentation, with their labels and predictions.
 
     Return None for other tasks, and if there are no evaluation data.
     """

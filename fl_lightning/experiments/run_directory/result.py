@@ -49,7 +49,10 @@ def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | 
 
 
 def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]) -> Result:
-    """Return the content of ``result.json``; metrics of the clients' own models come first."""
+    """Return the content of ``result.json``.
+
+    The metrics of the clients' own models come first.
+    """
     record = module.record
     kinds = [*([f"{prefix}_{module.task.quality}"] for prefix in PERSONAL), module.evaluation.metrics]
     order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))

@@ -26,10 +26,16 @@ _NO_NUMBERS = frozenset(
         *("cli", "experiments", "pictures", "testing", "verification"),
     }
 )
-"""Files and folders of the package that affect no results; everything else is the core."""
+"""Files and folders of the package whose code does not affect results.
+
+All other code is the core.
+"""
 
 _BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
-"""Prefixes of the names of shipped modules that affect only the runs that use these modules."""
+"""Name prefixes of the packages of methods and data modules.
+
+A module in these packages affects only runs that use it.
+"""
 
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
 
@@ -77,7 +83,10 @@ def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
 
 
 def _files(names: Iterable[str]) -> dict[str, Path]:
-    """Return the files outside the core that define some names, and the files that these import."""
+    """Return the files that define the given names, and all files that these files import.
+
+    Files of the core are left out.
+    """
     files: dict[str, Path] = {}
     waiting = [_module(name) for name in names if _may_count(name)]
     while waiting:
@@ -103,7 +112,11 @@ def _may_count(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """Return the defining module of a name that a shipped package exports; otherwise the name."""
+    """Return the full name of an object in the module that defines it.
+
+    A shipped package may export the object under a shorter name. Any other name is returned
+    unchanged.
+    """
     if name.startswith(_BY_USE):
         package, _, rest = name.removeprefix("fl_lightning.").partition(".")
         exported = getattr(import_module(f"fl_lightning.{package}"), rest.partition(".")[0], None)
@@ -112,7 +125,10 @@ def _home(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """Return the module of a class or function: the longest prefix of its name that is a module."""
+    """Return the module in the full name of a class or function.
+
+    This is the longest prefix of the name that is a module.
+    """
     module = _home(name)
     if module == name:
         module = name.rpartition(".")[0]
@@ -122,7 +138,10 @@ def _module(name: str) -> str:
 
 
 def _imports(path: Path, module: str) -> tuple[str, ...]:
-    """Return the full names of all modules and objects that a module imports, also in functions."""
+    """Return the full names of all modules and objects that a module imports.
+
+    Imports inside functions are included.
+    """
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     return _imports_of(path.read_bytes(), package)
 
@@ -141,7 +160,10 @@ def _imports_of(content: bytes, package: str) -> tuple[str, ...]:
 
 
 def _origin(module: str) -> str:
-    """Return a module's file; empty if the module has no file or does not exist."""
+    """Return the path of a module's file, or an empty string.
+
+    The string is empty if the module does not exist or has no file.
+    """
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None) or ""
     try:
@@ -151,7 +173,7 @@ def _origin(module: str) -> str:
 
 
 def _dotted_names(tree: Any) -> set[str]:
-    """Return all strings in the tree that may name a class or function."""
+    """Return all strings in a configuration that may be the name of a class or function."""
     names, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()
@@ -178,7 +200,7 @@ def _core() -> bytes:
 
 
 def _code(path: Path) -> bytes:
-    """Return a file's syntax tree as bytes, without docstrings, comments and formatting."""
+    """Return the syntax tree of a Python file as bytes, without docstrings and comments."""
     return _code_of(path.read_bytes())
 
 

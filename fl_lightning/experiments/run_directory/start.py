@@ -1,4 +1,4 @@
-"""Start of a run: files that identify the run, and the printed policy."""
+"""Start of a run: writing the files that identify the run, and printing the policy."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,12 +42,12 @@ class RunStart(L.Callback):
         self.config, self.made, self.header = config, made, header
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write ``config.yaml``, ``run.json``, partition and policy; draw the partition."""
+        """Write ``config.yaml``, ``run.json``, the partition and the policy; draw the partition."""
         assert isinstance(pl_module, FederatedModule)
         self.start = trainer.strategy.broadcast(replace(self.start, attempt=None))
         self._note_origin(pl_module)
         if self.start.differs:
-            # replace the earlier settings, which the checkpoint has restored
+            # the checkpoint has restored the old settings: replace them by the new ones
             groups = trainer.optimizers[0].param_groups, pl_module.configure_optimizers().param_groups
             for group, new in zip(*groups, strict=True):
                 group.update({name: value for name, value in new.items() if name != "params"})
@@ -66,9 +66,10 @@ class RunStart(L.Callback):
             draw_partition(self.attempt, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record how the round was computed.
+        """Record the executor and other facts that affect the rounding errors of the round.
 
-        This may change during a run: an executor halves its blocks if GPU memory is full.
+        These facts may change during a run: an executor computes fewer clients at once if GPU
+        memory is full.
         """
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
@@ -87,7 +88,10 @@ class RunStart(L.Callback):
             )
 
     def _note_origin(self, module: FederatedModule) -> None:
-        """Record settings and code for checkpoints; print changes since the resumed checkpoint."""
+        """Record the settings and the code of the run, which checkpoints contain.
+
+        In a resumed run, print what has changed since the checkpoint.
+        """
         record, start = module.record, self.start
         record.description, computes = deciding_settings(self.made), provenance(self.made)
         last = record.provenance[-1] if record.provenance else {}
@@ -95,13 +99,14 @@ class RunStart(L.Callback):
         if changed:
             print(f"code or versions changed after round {start.round}: {', '.join(changed)}", flush=True)
         elif last.keys() <= computes.keys():
-            del record.provenance[-1:]  # the last entry is equal or lacks methods: replace it
+            # replace the last entry: it is equal, or it lacks only digests of methods
+            del record.provenance[-1:]
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:
             record.continue_from(start.checkpoint, start.round, start.differs)
         before, now = record.computed_by, describe_computing(module)
-        # the executor's name does not matter: block_size determines the rounding
+        # ignore the executor's name: only block_size affects rounding errors
         other = [
             f"{name} {before[name]} -> {now.get(name)}"
             for name in before
@@ -117,7 +122,7 @@ class RunStart(L.Callback):
 
 
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
-    """Print the policy; print executor and compilation if they were chosen automatically."""
+    """Print the policy. Print executor and compilation if the run has chosen them automatically."""
     rows = {
         state_label(kind): f"{stages_in_words(stages)}{_tensors(module, kind)}"
         for kind, stages in policy.items()
@@ -134,7 +139,10 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
 
 
 def _tensors(module: FederatedModule, kind: str) -> str:
-    """Return the tensors of a part of the model as text; empty if ``name`` is a kind of state."""
+    """Return a text that names the tensors of a part of the model.
+
+    The text is empty for a kind of state.
+    """
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])
@@ -142,7 +150,7 @@ def _tensors(module: FederatedModule, kind: str) -> str:
 
 
 def _remove_results(attempt: Attempt) -> None:
-    """Remove the result of an earlier, shorter training in this folder."""
+    """Remove the result files that an earlier fit with fewer rounds has left in this folder."""
     pictures = (*attempt.path.glob("class_*.png"), attempt.path / "overlays.png")
     for path in (attempt.result, attempt.error, *pictures):
         path.unlink(missing_ok=True)

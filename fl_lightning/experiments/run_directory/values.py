@@ -1,6 +1,7 @@
-"""Description of objects by numbers, strings, lists and dicts, as in a YAML configuration.
+"""Description of objects in the format of a YAML configuration.
 
-An object is described by the arguments of its constructor. If the arguments were not recorded, the
+The format has numbers, strings, lists and dicts. An object is described by the arguments of its
+constructor. If the arguments were not recorded, the
 object is described by a digest of its state.
 """
 
@@ -38,7 +39,7 @@ _NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
 
 _OF_A_RUN = frozenset({"trainer", "_trainer", MARK})
 
-_DEPTH = 100  # levels of nested objects; a deeper object is described by its class only
+_DEPTH = 100  # largest depth of nested objects; of deeper objects, only the class is described
 
 
 class Walk:
@@ -48,7 +49,8 @@ class Walk:
     """
 
     def __init__(self) -> None:
-        self._met: dict[int, tuple[int, Any]] = {}  # keep the object alive: its id must not be reused
+        # keep the object alive, as Python could reuse its id for a new object
+        self._met: dict[int, tuple[int, Any]] = {}
         self._numbers = itertools.count()
         self._depth = 0
 
@@ -97,7 +99,7 @@ def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
     if isinstance(thing, enum.Enum):
         as_value = any(_takes(hint, kind) for kind in (int, float, str)) and not _takes(hint, type(thing))
         return as_plain(thing.value, hint) if as_value else str(thing.name)
-    for kind in (bool, int, float, str):  # convert values of subclasses: YAML has only these types
+    for kind in (bool, int, float, str):  # YAML has only these types: convert values of their subclasses
         if isinstance(thing, kind):
             decimal = kind is int and _takes(hint, float) and not _takes(hint, int)
             return float(thing) if decimal else kind(thing)
@@ -159,7 +161,8 @@ def _layer(layer: nn.Module, walk: Walk) -> Any:
     children = list(layer._modules)
     settings = {name: x for name, x in vars(layer).items() if name not in _NOT_A_SETTING}
     if isinstance(layer, _BatchNorm):
-        settings["training"] = layer.training  # in eval mode, running statistics are frozen
+        # a layer in eval mode does not update its running statistics
+        settings["training"] = layer.training
     tensors = {
         name: None if x is None or is_lazy(x) else [list(x.shape), str(x.dtype), x.requires_grad]
         for name, x in (*layer._parameters.items(), *layer._buffers.items())
@@ -170,9 +173,10 @@ def _layer(layer: nn.Module, walk: Walk) -> Any:
 
 
 def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
-    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # the class, from jsonargparse
+    # jsonargparse passes the class as an argument
+    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]
     maker = makers[0] if makers else thing.func
-    if not (isinstance(maker, type) or inspect.isroutine(maker)):  # an object with __call__
+    if not (isinstance(maker, type) or inspect.isroutine(maker)):  # an object that defines __call__
         return {
             "called": as_plain(maker, None, walk),
             "with": as_plain([*thing.args, thing.keywords], None, walk),
@@ -190,7 +194,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
         return _partial(make, walk)
     try:
         optimizer = make([nn.Parameter(torch.zeros(1))])
-    except ValueError:  # the factory selects parameters by name or shape, and rejects this dummy
+    except ValueError:  # the factory needs certain parameters
         return _function(make, walk)
     kind: Any = type(optimizer)
     settings = group_settings(optimizer)[0]
@@ -202,7 +206,10 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each parameter group as a dict from the optimizer's argument names to values."""
+    """Return the settings of each parameter group of an optimizer as a dict.
+
+    The keys are the names of the optimizer's arguments.
+    """
     kind: Any = type(optimizer)
     known = parameters(kind) if _is_of_torch(kind) else None
     return [
@@ -224,7 +231,7 @@ def _function(function: Any, walk: Walk | None) -> Any:
 
 
 def _by_state(thing: Any, walk: Walk | None) -> Any:
-    """Describe an object by its class and its state, as its arguments were not recorded."""
+    """Describe an object by its class and its state if its arguments were not recorded."""
     if _says_itself(thing):
         return str(thing)
     kind: Any = type(thing)
@@ -243,7 +250,7 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
 
 
 def _says_itself(thing: Any) -> bool:
-    """Return whether the text of an object identifies it, as for a path, a dtype or a device."""
+    """Return whether an object is described by its text, as a path, a dtype or a device is."""
     cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
     return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
 
@@ -300,7 +307,10 @@ def tree_digest(tree: Any) -> str:
 
 
 def _code_of_local(maker: Any, walk: Walk | None = None) -> dict[str, str]:
-    """Return ``code_digest`` of a class or function that cannot be imported; otherwise empty."""
+    """Return a dict with the ``code_digest`` of a class or function that cannot be imported.
+
+    For all other classes and functions, the dict is empty.
+    """
     return {"code_digest": tree_digest(_code(maker, walk or Walk()))} if is_local(maker) else {}
 
 
