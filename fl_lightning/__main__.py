@@ -68,11 +68,12 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments without the program's name; None for ``sys.argv[1:]``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a run must not end because the terminal cannot show a name
+        # a name that the terminal cannot show must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(list(sys.argv[1:] if args is None else args))
-    except KeyboardInterrupt:  # Ctrl-C during the import of torch; later, commands handle signals
+    except KeyboardInterrupt:
+        # handles Ctrl-C during the import of torch; later, commands handle signals
         if not launched_rank():
             print("stopped by Ctrl-C; nothing new is kept", file=sys.stderr)
         sys.exit(130)
@@ -111,9 +112,9 @@ def _run(arguments: list[str]) -> None:
 
 
 def _check_files(arguments: list[str]) -> None:
-    """Exit with a one-line message if a check without PyTorch finds a mistake.
+    """Check the arguments without importing PyTorch. Exit with a message if there is a mistake.
 
-    All other errors are ignored.
+    The message is one line. All other errors are ignored here.
     """
     if launched_rank() or os.environ.get("FL_LIGHTNING_TRACEBACK"):
         return

@@ -30,13 +30,13 @@ class _Same(Loader):
         self.module, self.spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the loaded module."""
+        """Return the already loaded module instead of a new one."""
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec.
+        """Restore the module's original spec.
 
-        The import system has replaced it by the spec of the alias.
+        The import system has replaced it by the spec of the old name.
         """
         module.__spec__ = self.spec
 
@@ -103,7 +103,8 @@ def _named(path: str) -> object:
 
     If the import of the object fails, return the error message.
     """
-    from pydoc import ErrorDuringImport, locate  # imported here, because this import is slow
+    # import here and not at the top, because this import is slow
+    from pydoc import ErrorDuringImport, locate
 
     try:
         return locate(path)

@@ -28,13 +28,13 @@ class Diverged(ConfigurationError):
 
 
 class OtherData(ConfigurationError):
-    """A checkpoint whose run was trained on other data than the present run."""
+    """A checkpoint whose run was trained on different data than the current run."""
 
     exit_status = 4
 
 
 class CannotVectorize(ConfigurationError):
-    """A model or batches that ``torch.func.vmap`` cannot compute for all clients at once.
+    """A model, or batches, that ``torch.func.vmap`` cannot compute for all clients at once.
 
     Such clients must be computed one after the other.
     """
@@ -49,7 +49,10 @@ _EXTRAS = {
     "timm": "timm",
     "wandb_workspaces": "dashboard",
 }
-"""Name of the extra (``fl_lightning[EXTRA]``) that installs each package."""
+"""Optional packages of fl_lightning. Each package has the extra that installs it.
+
+An extra is installed with ``fl_lightning[EXTRA]``.
+"""
 
 
 def missing_module(name: str, owner: str = "") -> str:

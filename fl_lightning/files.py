@@ -46,12 +46,12 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
-        with suppress(OSError):  # the file is renamed already, or was never created
+        with suppress(OSError):  # the temporary file is already renamed, or was never created
             temporary.unlink()
 
 
 def unwritable(path: Path, error: OSError) -> ConfigurationError:
-    """Return the error for a file that cannot be written."""
+    """Return the exception to raise if a file cannot be written."""
     return ConfigurationError(
         f"{path} cannot be written: {error.strerror}; free space or choose another folder"
     )
@@ -160,14 +160,14 @@ def folder_below(root: str | os.PathLike[str], name: str) -> Path:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return the missing folders among a folder and its parents, innermost first."""
+    """Return a folder and its parents, except those that exist. The innermost folder is first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
     """Remove folders in the given order; skip folders that are not empty."""
     for folder in folders:
-        with suppress(OSError):  # not empty, or already removed
+        with suppress(OSError):  # the folder is not empty, or is already removed
             folder.rmdir()
 
 
@@ -198,7 +198,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """Convert a tree of values for JSON: tensors to numbers, non-finite floats to strings."""
+    """Convert nested values for JSON: tensors become numbers, non-finite floats become strings."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -211,7 +211,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Convert the strings of non-finite floats, such as ``"NaN"``, in a tree back to floats."""
+    """Convert strings of non-finite floats, as ``"NaN"``, in nested values back to floats."""
     if isinstance(value, dict):
         return {key: restored(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -24,5 +24,6 @@ def launched_rank() -> int:
 def silence() -> None:
     """Discard all further output and warnings of this rank, as another rank prints the same."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # either may have been redirected
+    # each of the two may have been redirected
+    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)
     warnings.filterwarnings("ignore")

@@ -36,7 +36,7 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
 
 
 def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """Return a CPU generator; its seed is :func:`derive_seed` of the same arguments."""
+    """Return a CPU generator whose seed is :func:`derive_seed` of the same arguments."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *coordinates))
 
 
@@ -62,7 +62,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of torch (all devices), numpy and Python from one integer."""
     if _has_accelerator():
         torch.manual_seed(seed)
-    else:  # torch.manual_seed has the same effect, but is slow: it stores a traceback for each device
+    else:  # not torch.manual_seed, which is slow because it stores a traceback for each device
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

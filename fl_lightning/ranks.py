@@ -1,4 +1,4 @@
-"""Ranks, the processes of a run: they divide its work and keep equal state."""
+"""The ranks of a run: processes that divide the run's work and keep equal state."""
 
 import pickle
 import time
@@ -16,9 +16,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fl_lightning.errors import ConfigurationError
 
-_LARGE = 200_000  # larger blocks, in bytes, are sent separately
-_SHORT = 4096  # bytes that each rank sends in the first all-gather of an exchange
-_GRACE = 10.0  # if a rank is lost, other ranks must report within these seconds
+_LARGE = 200_000  # size in bytes above which a block is sent separately
+_SHORT = 4096  # number of bytes that each rank sends in the first all-gather of an exchange
+_GRACE = 10.0  # seconds; after the loss of a rank, all running ranks must report within this time
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1, patience: float = 1800.0, here: int = 1) -> None:
         self.rank, self.size, self.patience, self.here = rank, size, patience, here
-        self._depth = 0  # depth of nested exchanges
+        self._depth = 0  # number of exchanges that are running now, one inside the other
 
     def share(self, count: int, rank: int | None = None) -> range:
         """Return the indices of a rank's share of ``count`` items.
@@ -83,7 +83,7 @@ class Ranks:
         """
 
         def computed() -> Result:
-            # ranks draw different random numbers here, and must continue with equal generators
+            # restore the generators: ranks draw different numbers here, but must stay equal
             gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # untyped in torch
             with torch.random.fork_rng(gpus):
                 return compute()
@@ -96,7 +96,8 @@ class Ranks:
             message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # all ranks raise the error of a nested exchange: keep only notes that all ranks have
+                # all ranks raise an error of a nested exchange; keep only the notes that are equal
+                # on all ranks
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
             mine, message = error, pickle.dumps((None, described(error), 0))
@@ -177,7 +178,7 @@ class Ranks:
         """
         if self.size == 1:
             return
-        # send bytes, as not every backend supports every dtype
+        # send the values as bytes, as not every backend supports every dtype
         blocks = [block.view(len(block), -1).view(torch.uint8) for block in blocks if block.numel()]
         large = [block for block in blocks if block.numel() > _LARGE]
         sent: list[Any] = []
@@ -192,7 +193,10 @@ class Ranks:
                 work.wait()
 
     def _complete_together(self, blocks: Sequence[Tensor]) -> None:
-        """Complete small blocks with a single all-gather, because each exchange has a latency."""
+        """Complete several small blocks with one all-gather.
+
+        This is faster than one for each block.
+        """
 
         def parts(rank: int) -> list[Tensor]:
             shares = [self.share(len(block), rank) for block in blocks]
@@ -246,13 +250,16 @@ class Ranks:
             while len(others) > 1 and time.monotonic() < until:
                 others = [rank for rank in others if not store.check([f"here {rank}"])]
                 time.sleep(0.05)
-        except (RuntimeError, ValueError):  # the store is gone with rank 0
+        except (RuntimeError, ValueError):  # the store is missing if rank 0 has ended
             return [0]
         return others
 
 
 def checksums(state: Mapping[str, object]) -> dict[str, int]:
-    """Return the checksum of each tensor and value in named trees, by name and path."""
+    """Return the checksums of all tensors and values in several trees.
+
+    The keys consist of a tree's name and the path in the tree.
+    """
     return {
         f"{name}{keystr(place)}": _number(leaf)
         for name, tree in state.items()
@@ -261,13 +268,13 @@ def checksums(state: Mapping[str, object]) -> dict[str, int]:
 
 
 def _number(leaf: Any) -> int:
-    if hasattr(leaf, "checksum"):  # a large object that keeps its own checksum up to date
+    if hasattr(leaf, "checksum"):  # a large object that updates its own checksum
         return int(leaf.checksum())
     if isinstance(leaf, Tensor):
         values = leaf.detach().cpu()
         values = values if values.layout == torch.strided else values.to_dense()
         return zlib.crc32(values.contiguous().flatten().view(torch.uint8).numpy().data)
-    if isinstance(leaf, set | frozenset):  # sort: the order of a set differs between processes
+    if isinstance(leaf, set | frozenset):  # sorted, as the order of a set differs between processes
         leaf = sorted(map(repr, leaf))
     return zlib.crc32(repr(leaf).encode())
 
@@ -297,7 +304,10 @@ def described(error: Exception) -> tuple[bool, str, list[str], str]:
 
 
 def failure_of(rank: int, mistake: bool, message: str, notes: Sequence[str], trace: str) -> Exception:
-    """Rebuild another rank's exception from its description by :func:`described`."""
+    """Make an exception of this rank from the description of another rank's exception.
+
+    The description is a return value of :func:`described`.
+    """
     failure: Exception = ConfigurationError(message) if mistake else RuntimeError(message)
     for note in notes:
         failure.add_note(note)

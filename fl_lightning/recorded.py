@@ -93,9 +93,12 @@ def records(*deciding_files: str) -> Callable[[Item], Item]:
 
 
 def record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Record how an object was made; ignore objects that cannot have attributes."""
+    """Record how an object was made, in an attribute of the object.
+
+    An object that cannot have new attributes gets no record.
+    """
     try:
-        # bypass nn.Module's __setattr__: a module among the arguments must not become a child
+        # not nn.Module's __setattr__, which would make a module among the arguments a child
         object.__setattr__(made, _RECORD, (maker, _copied([*args]), _copied(dict(kwargs))))
     except (AttributeError, TypeError):
         return
@@ -137,7 +140,10 @@ def parameters(maker: Any) -> dict[str, inspect.Parameter]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a dict or list, since an object may modify its arguments."""
+    """Return a copy of a dict or list, because an object may modify its arguments.
+
+    Any other value is returned unchanged.
+    """
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value

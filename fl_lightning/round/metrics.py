@@ -17,11 +17,14 @@ MetricSetting = Callable[[], Metric]
 """A torchmetrics class, a function that makes a metric, or a metric object."""
 
 State = dict[str, Any] | tuple[Tensor, Tensor]
-"""State of a metric: its tensors and lists of tensors by name, or a batch's outputs and targets."""
+"""State of a metric.
+
+This is a dict of tensors and lists of tensors, or a pair of a batch's outputs and targets.
+"""
 
 
 def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str, MetricSetting]:
-    """Check the names of the user's metrics, and return the settings.
+    """Check the names in the setting ``model.metrics``, and return the setting as a dict.
 
     Raises:
         ConfigurationError: The task already has a metric with one of the names, or a name is not an
@@ -57,8 +60,9 @@ def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
         raise ConfigurationError(
             f"model.metrics.{name}: {type(metric).__name__} is no metric; give a class of torchmetrics"
         )
-    metric.sync_on_compute = metric._to_sync = False  # ServerEvaluation exchanges the states
-    # not set_dtype, which would convert integer counts too
+    # the class ServerEvaluation exchanges the states between ranks
+    metric.sync_on_compute = metric._to_sync = False
+    # set_dtype is not used here, as it would also convert integer counts
     metric._apply(lambda x: x.double() if x.is_floating_point() else x)
     return metric
 
@@ -72,7 +76,8 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
         try:
             return make(num_classes=num_classes)
         except (TypeError, ValueError) as second:
-            # the second error may only say that the metric has no argument num_classes
+            # raise the first error: the second may only say that the metric has no argument
+            # num_classes
             raise (error if "num_classes" in str(second) else second) from None
 
 
@@ -98,20 +103,23 @@ def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> 
         shapes = f"outputs {[*given.shape]} and targets {[*targets.shape]}"
         with _errors_of(name, f"{type(metric).__name__} cannot be computed from {shapes}: "):
             metric.update(given, targets)
-        # copy lists, as reset clears them in place
+        # copy lists, as the metric's reset empties them in place
         state = {key: [*x] if isinstance(x, list) else x for key, x in metric.metric_state.items()}
         states[name] = state if _merges(metric) else (given, targets)
     return states
 
 
 def sums_integers(metric: Metric) -> bool:
-    """Return whether all states are integer sums, so that the order of batches does not matter."""
+    """Return whether all states of a metric are integer sums.
+
+    Such sums do not depend on the order of the batches.
+    """
     sums = _merges(metric) and all(reduction is dim_zero_sum for reduction in metric._reductions.values())
     return sums and not any(isinstance(x, list) or x.is_floating_point() for x in metric._defaults.values())
 
 
 def _merges(metric: Metric) -> bool:
-    reductions = [*metric._reductions.values()]  # empty for a wrapper of another metric
+    reductions = [*metric._reductions.values()]  # a metric that wraps a metric has no reductions
     return metric.full_state_update is False and bool(reductions) and all(map(callable, reductions))
 
 
@@ -121,7 +129,7 @@ def compute(metric: Metric, name: str, states: Sequence[State]) -> dict[str, flo
     The states are merged in the order of the batches.
 
     Returns:
-        The value under ``name``. A metric with several values has each value under
+        A dict with the value under the key ``name``. If the metric has several values, the keys are
         ``<name>_<key>``. Tensors with several elements become nested lists.
 
     Raises:
@@ -153,7 +161,10 @@ def _plain(value: Any) -> float | list[Any]:
 
 @contextmanager
 def _errors_of(name: str, words: str = "") -> Iterator[None]:
-    """Name the metric in errors of torchmetrics; hide warnings about memory use and absent classes."""
+    """Name the metric in errors that torchmetrics raises in the block.
+
+    Warnings of torchmetrics about memory use and absent classes are hidden.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)

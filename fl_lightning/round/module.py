@@ -276,13 +276,16 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the model that the policies of methods name in any round."""
+        """Names of the parts of the model that a method treats separately in at least one round."""
         if self._parts is None:
             self._parts = declared_parts(self.model, self.federated_callbacks, self.total_rounds or 1)
         return self._parts
 
     def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
-        """Call a hook of every method, with random generators seeded by method, hook and round."""
+        """Call a hook of every method.
+
+        Random generators are seeded by method, hook, round and step.
+        """
         hooks.call(self, hook, cohort, *step)
 
     @property
@@ -292,11 +295,14 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def joint_method(self) -> str | None:
-        """Name of the method that needs a joint forward pass of all clients, or None."""
+        """Name of the method that needs a joint forward pass over all clients, if any."""
         return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Run a round in the precision of the weights; only the clients' passes use autocast."""
+        """Run a communication round in the precision of the weights.
+
+        Only the clients' forward and backward passes use autocast.
+        """
         try:
             with torch.autocast(self.device.type, enabled=False):
                 communication_round(self)
@@ -333,11 +339,14 @@ class FederatedModule(Recorded, L.LightningModule):
         return cohort
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some rows at a local step, on the device of the run."""
+        """Return the batches of some clients at a local step, on the device of the run.
+
+        ``indices`` are the clients' rows in the cohort.
+        """
         return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches that ``plan`` gives to some clients at a local step."""
+        """Return the batches that some clients use at a local step, according to ``plan``."""
         sources = plan.sources(clients, self.round, step)
         batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
@@ -366,7 +375,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
 
     def server_step(self) -> None:
-        """Take a step of the server optimizer on the pseudo-gradient."""
+        """Take a step of the server optimizer. Its gradient is the pseudo-gradient of the round."""
         optimizer = self.optimizers()
         assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
         optimizer.step()
@@ -376,19 +385,20 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def setup(self, stage: str) -> None:
-        """Convert weights to the run's precision, plan the rounds, and let methods swap BN."""
-        # correct the rank: in separate runs of a scheduler, Lightning takes the scheduler's rank
+        """Convert weights to the run's precision, plan the rounds, and let methods swap BN layers.
+        """
+        # correct the rank: if a scheduler starts separate runs, Lightning uses the scheduler's rank
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         hooks.extend_model(self.model, self.federated_callbacks, self.seed)
-        # convert now: Lightning would first load float64 weights into float32 tensors
+        # convert before Lightning loads a checkpoint, else float64 weights become float32 tensors
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
             for metric in (child for child in self.modules() if isinstance(child, Metric)):
-                # do not exchange: every rank has every batch
+                # metrics need no exchange between ranks: every rank has every batch
                 metric.sync_on_compute = metric._to_sync = False
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
         for layer, training in self._modes.items():
-            layer.training = training  # an exception in an evaluation may have left eval mode on
+            layer.training = training  # after an exception, a layer may still be in eval mode
         self._parts = None
         layers = batch_norm_layers(self.model).values()
         self.tracking_layers = [layer for layer in layers if layer.training] or list(layers)
@@ -399,12 +409,12 @@ class FederatedModule(Recorded, L.LightningModule):
         require_clients(self.data)
         self.plan = self.make_plan(self.data)
         self.plan.check((self.aggregator, self.statistics.rule))
-        restore_batch_norm(self.model)  # a failed fit may have left swapped layers
+        restore_batch_norm(self.model)  # a failed fit may not have restored its layers
         check_together(self.federated_callbacks)
         hooks.configure_batch_norm(self, self.federated_callbacks)
 
     def make_plan(self, data: FederatedDataModule) -> RoundPlan:
-        """Return the plan of a run on data that are set up."""
+        """Return the plan of a run on these data, which must be set up already."""
         return RoundPlan(
             data,
             self.local_steps,
@@ -418,12 +428,18 @@ class FederatedModule(Recorded, L.LightningModule):
         )
 
     def prepare_metrics(self) -> None:
-        """Make the metrics of ``model.metrics``; some need the data's number of classes."""
+        """Make the metrics that the setting ``model.metrics`` asks for.
+
+        Some of them need the data's number of classes.
+        """
         classes = self.data.num_classes if self.task_metrics else None
         self.task.measured = make_metrics(self.task_metrics, classes)
 
     def on_fit_start(self) -> None:
-        """Load initial weights and plan the number of rounds; a resumed run keeps both."""
+        """Load the initial weights and plan the number of rounds.
+
+        A resumed run has the weights and the number of rounds of its checkpoint.
+        """
         if self.initial_weights is not None and self.total_rounds is None:
             self.print(load_weights(self.model, self.initial_weights))
         rounds = self._fix_rounds()
@@ -436,7 +452,7 @@ class FederatedModule(Recorded, L.LightningModule):
         usual = self.plan.usual()
         clients, steps = usual.trained(1)
         if self.chooses_executor:
-            self.executor.close()  # an error may have ended the previous fit without closing it
+            self.executor.close()  # an error in an earlier fit may have left it open
             self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
         self.record.compiled = decide_compilation(
@@ -452,7 +468,10 @@ class FederatedModule(Recorded, L.LightningModule):
         self._cohort = None
 
     def on_train_start(self) -> None:
-        """Check monitored metrics, outputs and first local steps; record digests of the data."""
+        """Check the monitored metrics, the model's outputs and the first local steps.
+
+        Also record digests of the data.
+        """
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
         check_monitors(self.trainer, self, row, self.data.fit_split)
@@ -468,11 +487,14 @@ class FederatedModule(Recorded, L.LightningModule):
             self.trainer.check_val_every_n_epoch = 1
 
     def on_train_epoch_end(self) -> None:
-        """Write the round's metrics before a checkpoint of the round is saved."""
+        """Pass the round's metrics to the loggers. A checkpoint of the round is saved later."""
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def on_train_end(self) -> None:
-        """Print which users' methods had no effect, if the run began in this fit."""
+        """Print the names of the user's methods that had no effect on the run.
+
+        They are known only if the run began in this fit.
+        """
         began = self.trainer.ckpt_path is None and self.record.samples
         for name in idle_methods(self) if began else ():
             self.print(
@@ -481,7 +503,7 @@ class FederatedModule(Recorded, L.LightningModule):
             )
 
     def on_fit_end(self) -> None:
-        """Restore the BN layers' train mode and original forward pass."""
+        """Restore the train mode and the original forward pass of the BN layers."""
         for layer in self.tracking_layers:
             layer.train()
         self._modes = {}
@@ -489,18 +511,20 @@ class FederatedModule(Recorded, L.LightningModule):
         self.executor.close()
 
     def teardown(self, stage: str) -> None:
-        """Restore the trainer's ``check_val_every_n_epoch``."""
+        """Restore the trainer's ``check_val_every_n_epoch``, which the last round may have changed.
+        """
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
     def _fix_rounds(self) -> int:
-        """Set and return the planned number of rounds; a resumed run keeps its number.
+        """Set and return the planned number of rounds. A resumed run keeps its number.
 
         Raises:
             ConfigurationError: Neither ``max_epochs`` nor ``budget_epochs`` is set.
         """
         trainer = self.trainer
-        if not self._resumed and not trainer.current_epoch:  # discard the results of an earlier fit
+        if not self._resumed and not trainer.current_epoch:
+            # discard the totals of an earlier fit of this module
             self.total_rounds, self.record = None, RunRecord()
         self._resumed = False
         limit = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
@@ -563,7 +587,7 @@ class FederatedModule(Recorded, L.LightningModule):
             self.print(f"checkpoint {path} has no record of its data; the data of this run may differ")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
-        """Return exactly the server model's state."""
+        """Return the state of the server model, and nothing else."""
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -583,14 +607,14 @@ class FederatedModule(Recorded, L.LightningModule):
         """
         logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         self.record.add(name, value)
-        # log_dict passes None for each argument that is not given
+        # log_dict passes None for each argument that its caller has not given
         given = {key: setting for key, setting in kwargs.items() if setting is not None}
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
         # without sync_dist, Lightning prints a warning
         super().log(name, value, **{**defaults, **given, "sync_dist": True})
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
-        """Log metrics of this round that are plain numbers, at a lower cost than :meth:`log`.
+        """Log metrics of this round that are plain numbers. This is faster than :meth:`log`.
 
         Args:
             metrics: Numbers by name.
@@ -639,7 +663,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def on_validation_epoch_start(self) -> None:
-        """Start the evaluation and its clock."""
+        """Start an evaluation of the server model, and its clock."""
         self._evaluation_started = time.perf_counter()
         self.label_weights.forget()
         self.evaluation.start()
@@ -647,7 +671,7 @@ class FederatedModule(Recorded, L.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Log the evaluation; an evaluation before training is logged as round 0."""
+        """Log the metrics of the evaluation. An evaluation before training is logged as round 0."""
         metrics = self._evaluated(self.data.fit_split)
         if self.trainer.sanity_checking:
             line = {**self.record.finish_line(0), **metrics}

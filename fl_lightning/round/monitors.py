@@ -16,10 +16,10 @@ from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.tasks import Task
 
 _ROUND = ("client/", "clients/", "comm/", "server/", "statistics/", "time/")
-"""Prefixes of metrics that any run may log in a round, in addition to ``train/loss``."""
+"""Prefixes of metrics that every run may log in a round. ``train/loss`` is not among them."""
 
 _COUNTERS = ("epoch", "step")
-"""Counters that Lightning's ``ModelCheckpoint`` can monitor."""
+"""Names of counters that Lightning's ``ModelCheckpoint`` can monitor like metrics."""
 
 
 def check_monitors(
@@ -48,7 +48,7 @@ def check_monitors(
     names = ["train/loss", *evaluated]
     starts = {*_ROUND, *(start for method in methods for start in method.logs)}
     starts |= set() if evaluated else {f"{split}/"}
-    variants = [f"{name}_" for name in evaluated if methods]  # variants are first evaluated in round 1
+    variants = [f"{name}_" for name in evaluated if methods]  # variants have no values before round 1
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         asks = isinstance(callback, Checkpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
@@ -77,7 +77,10 @@ def check_quality(task: Task, row: Mapping[str, float], split: str) -> None:
 
 
 def _is_known(thing: object) -> bool:
-    """Return whether an object logs only known metrics, unlike an object of a user's class."""
+    """Return whether the metrics that an object logs are known.
+
+    They are unknown if the object's class is a user's.
+    """
     if isinstance(thing, LambdaCallback | LearningRateMonitor):
         return False
     return type(thing).__module__.partition(".")[0] in ("fl_lightning", "lightning")

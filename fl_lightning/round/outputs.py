@@ -30,7 +30,7 @@ class OutputCheck:
 
     def __init__(self, applies: bool) -> None:
         self.applies = applies
-        self._passed: int | None = None  # number of classes in the last check that passed
+        self._passed: int | None = None  # number of classes in the last check without error
 
     def check(self, run: RunContext, outputs: Any, targets: Any) -> None:
         """Check the number of a model's outputs.
@@ -74,7 +74,7 @@ class OutputCheck:
             return
         labelled: tuple[Any, Any] | None = None
         clients, _ = replace(run.plan, failures=None).trained(1)
-        with isolate_rng(), suppress(Exception):  # ignore errors: round 1 raises them again, and says where
+        with isolate_rng(), suppress(Exception):  # ignore errors here: round 1 raises them again
             batch = run.data.cohort_batch(clients[:1], [0]).map(run.on_device).batches()[0]
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
                 return
@@ -92,7 +92,7 @@ class OutputCheck:
                 measure(measured, *run.task.measurable(run.task.scores(outputs), targets))
 
     def _classes(self, run: RunContext) -> int | None:
-        """Return the required number of outputs; None if it is unknown."""
+        """Return the number of outputs that the model must have; None if it is unknown."""
         if not self.applies or type(run.task) not in (Classification, Segmentation):
             return None
         data = getattr(getattr(run, "_trainer", None), "datamodule", None)

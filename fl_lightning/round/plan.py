@@ -16,9 +16,9 @@ from fl_lightning.randomness import permutation
 from fl_lightning.round.failures import ClientFailures
 
 Weighting = Literal["examples", "uniform", "samples"]
-"""Quantity to which aggregation weights are proportional; for ``"uniform"``, it is a constant."""
+"""Quantity to which aggregation weights are proportional. For ``"uniform"``, weights are equal."""
 
-_MOST_IDLE = 10_000  # this number of consecutive skipped rounds is an error
+_MOST_IDLE = 10_000  # so many skipped rounds in succession are an error
 
 
 @dataclass
@@ -80,28 +80,31 @@ class RoundPlan:
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]
 
     def cohort(self, round_number: int) -> list[int]:
-        """Return the clients of a round; empty if too few clients report (the round is skipped)."""
+        """Return the clients of a round. If too few clients report, the round is skipped.
+
+        The list of a skipped round is empty.
+        """
         clients = self.reporting(round_number)
         return clients if len(clients) >= self.min_clients else []
 
     def full_steps(self, client_id: int) -> int:
-        """Return a client's number of local steps in a round without failures or a budget."""
+        """Return how many local steps a client takes in a round without failures and budget."""
         if self.local_steps is not None:
             return self.local_steps
         assert self.local_epochs is not None
         return self.local_epochs * self.data.steps_per_epoch(client_id)
 
     def steps(self, client_id: int, round_number: int) -> int:
-        """Return a client's number of local steps in a round."""
+        """Return how many local steps a client takes in a round."""
         steps = self.full_steps(client_id)
         if self.failures is not None:
             steps = self.failures.steps(steps, client_id, self.seed, round_number)
         return min(steps, self.last_round_steps or steps) if round_number == self.last_round else steps
 
     def first_step(self, client_id: int, round_number: int) -> int:
-        """Return the position of a client's first batch in a round, (round - 1) x E.
+        """Return the position of a round's first batch in a client's series of batches.
 
-        The position also advances in rounds in which the client is absent.
+        The position is (round - 1) x E. It also advances in rounds in which the client is absent.
         """
         return (round_number - 1) * self.full_steps(client_id)
 
@@ -208,7 +211,7 @@ class RoundPlan:
 
 
 def _accepted(num_clients: int, rules: Collection[Aggregator]) -> bool:
-    """Return whether all rules accept a number of clients in a round."""
+    """Return whether all aggregation rules accept this number of clients in a round."""
     try:
         for rule in rules:
             rule.check(num_clients)
@@ -223,7 +226,7 @@ def check_local_work(
     budget_epochs: float | None,
     participation: int | float,
 ) -> None:
-    """Check the settings of local work and participation.
+    """Check the settings for local steps, local epochs, the budget and participation.
 
     Raises:
         ConfigurationError: Both or neither of ``local_steps`` and ``local_epochs`` are given, or a

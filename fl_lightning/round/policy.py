@@ -11,16 +11,20 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
 
 UNNAMED = "as its kinds"
-"""Text in tables for a part of the model in rounds in which no policy names the part."""
+"""Text in tables for a part of the model that no policy treats separately in a round."""
 
 Stage = tuple[int | str, str]
-"""First round of a treatment, and the treatment.
+"""Pair: the first round of a treatment, and the treatment.
 
-If a method determines the round during training, the method's class name replaces the round.
+If a method determines the round during training, the pair has the name of the method's class
+instead of the round.
 """
 
 _EXCLUSIVE = ("local", "pooled", "reset")
-"""Treatments that callbacks implement; only one callback can declare them for a kind of state."""
+"""Treatments that methods implement themselves.
+
+For each kind of state, only one method can declare such a treatment.
+"""
 
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 

@@ -75,11 +75,14 @@ class RunRecord:
         self._logging_seconds: float | None = None
 
     def add(self, name: str, value: Any) -> None:
-        """Add a metric of the current round."""
+        """Add a metric to the metrics of the current round."""
         self._pending[name] = float(value.compute() if isinstance(value, Metric) else value)
 
     def diverge(self, round_number: int, diverged: bool = True) -> None:
-        """Flag the run as diverged if ``diverged`` is True; keep the first round of divergence."""
+        """Flag the run as diverged if ``diverged`` is True.
+
+        The first diverged round is recorded.
+        """
         if diverged and not self.diverged:
             self.diverged, self.diverged_round = True, round_number
 
@@ -103,7 +106,7 @@ class RunRecord:
         self.spend(seconds, costs)
 
     def holding(self, block: str) -> list[int]:
-        """Return the clients that have received a frozen block."""
+        """Return the clients that have received a frozen block of parameters or buffers."""
         return self.holders.get(block, self.holders.get("", []))
 
     def spend(self, seconds: float, costs: Mapping[str, float]) -> None:
@@ -137,7 +140,8 @@ class RunRecord:
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
         """Store the metrics of a round as the newest ones, and pass them to the loggers."""
         if self._logging_seconds is not None:
-            # the time to log the previous line, as the time to log this line is not known yet
+            # this is the time to log the previous round; the time to log this round is not known
+            # yet
             line["time/logging_s"] = self._logging_seconds
         started = time.perf_counter()
         self.metrics = line
@@ -208,14 +212,14 @@ class RunRecord:
         return trained is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals and the newest metrics."""
+        """Return the totals of the run and the newest metrics, to be saved in a checkpoint."""
         saved = (name for name in vars(self) if not name.startswith("_") and name != "acting")
         public = {name: copy(getattr(self, name)) for name in saved}
         return {"row" if name == "metrics" else name: value for name, value in public.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the totals and the newest metrics of a checkpoint."""
-        self.compiled = False  # checkpoints of versions without compilation lack this entry
+        self.compiled = False  # older checkpoints lack this entry
         if isinstance(state.get("holders"), list):
             state = {**state, "holders": {"": state["holders"]}}
         for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Logged metrics of finished and skipped rounds: loss, learning rates, traffic and time."""
+"""Logging of finished and skipped rounds: loss, learning rates, traffic and time."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -41,7 +41,7 @@ def log_skipped_round(
     Args:
         run: The run.
         dropped: Number of clients that were left out because of a non-finite update.
-        sent: Return value of each method's ``on_round_skipped``, by method.
+        sent: For each method, the value that its ``on_round_skipped`` has returned.
     """
     size = next(p for p in run.model.parameters() if p.requires_grad).element_size()
     beside = {
@@ -74,7 +74,10 @@ def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
 
 
 def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
-    """Log the numbers of reporting and dropped clients, if clients can fail or be dropped."""
+    """Log the numbers of reporting and dropped clients.
+
+    Nothing is logged if clients can neither fail nor be dropped.
+    """
     dropping = run.on_divergence == "drop"
     if run.plan.failures is None and not dropping:
         return
@@ -96,7 +99,7 @@ def round_communication(
     Args:
         cohort: The round's clients, after their local steps.
         callbacks: The run's methods.
-        holding: Function of a frozen block's name. It returns the clients that have already
+        holding: Function that maps the name of a frozen block to the clients that have already
             received this block. Default: no clients.
     """
     each: dict[str, UpDown] = {}

@@ -18,7 +18,7 @@ def communication_round(run: RunContext) -> None:
     """Run a round: broadcast, local steps, aggregation, server step."""
     cohort = run.start_round()
     run.call_hook("on_round_start", cohort)
-    part = cohort.part()  # the clients of this rank
+    part = cohort.part()  # the clients that this rank computes
     counts = run.ranks.exchange(lambda: take_local_steps(run, cohort, part))
     with run.clock.part("gather"):
         samples = [number for count in counts for number in count]
@@ -30,7 +30,7 @@ def communication_round(run: RunContext) -> None:
         cohort, failed = check_updates(run, cohort)
         update_server(cohort, run.aggregator, run.statistics, strict=run.on_divergence == "error")
         mark_trained([run.model, *run.federated_callbacks])
-    with isolate_rng():  # draws in hooks must not change the draws of the server optimizer
+    with isolate_rng():  # random draws of hooks must not affect the server optimizer
         run.call_hook("on_after_aggregate", cohort)
     with run.clock.part("aggregation"):
         run.server_step()
@@ -55,7 +55,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
     """
     last = max(cohort.local_steps) - 1
     for step in range(last + 1):
-        # all ranks must take part in a joint step: a rank without clients computes row 0
+        # in a joint step, every rank must compute a client: a rank without clients computes row 0
         joint = step == 0 and run.joint_method is not None
         compute_gradients(run, cohort.part(slice(0, 1)) if joint and not part else part, step)
         run.call_hook("on_after_local_backward", part, step)
@@ -63,7 +63,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
             part.take_step()
         run.call_hook("on_local_step_end", part, step)
         part.finish_step(step, last)
-        # the progress bars of Lightning have no method local_step
+        # Lightning's own progress bars have no method local_step
         show = getattr(run.trainer.progress_bar_callback, "local_step", None)
         if show is not None:
             show(step + 1, last + 1)
@@ -71,7 +71,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
 
 
 def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
-    """Run forward and backward passes of the clients that take a local step.
+    """Run the forward and backward passes of the clients that still take local steps.
 
     The passes set the gradients and the buffers of these clients.
     """
@@ -91,7 +91,7 @@ def skip_round(run: RunContext, skipped: RoundSkipped) -> None:
     """End a round that has too few clients; the server keeps its state."""
     run.print(str(skipped))
     for parameter in run.model.parameters():
-        parameter.grad = None  # the server optimizer ignores parameters without gradient
+        parameter.grad = None  # without gradients, the server optimizer changes no parameter
     run.server_step()
     sent = call_skipped(run)
     end_round(run)

@@ -87,7 +87,10 @@ def aggregate(
 
 
 def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
-    """Set the server's copies of local parameters to the aggregate, for evaluations only."""
+    """Set local parameters at the server to the aggregate of the clients.
+
+    Only evaluations of the server model use these values.
+    """
     for name, block in cohort.params.blocks.items():
         if cohort.treatment(name) == "local":
             mean = aggregator(block, cohort.weights)
@@ -96,7 +99,7 @@ def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
 
 
 def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator) -> None:
-    """Set the server's buffers to the clients' aggregate, bypassing the server optimizer.
+    """Set the server's buffers to the clients' aggregate. The server optimizer is not used.
 
     Counters and other integer buffers become the maximum over the clients. Frozen, pooled and reset
     buffers do not change.
@@ -156,7 +159,7 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
             continue
         for name, rows in variances.items():
             negative = (rows < 0).any(1).tolist()
-            if any(negative):  # not the case if the minimum above is NaN
+            if any(negative):  # False if the minimum above is NaN
                 raise ConfigurationError(
                     f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
                     f"{name.rpartition('.')[0]!r}; {remedy}"

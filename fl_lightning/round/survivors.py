@@ -25,7 +25,9 @@ class RoundSkipped(Exception):
 
 
 def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
-    """Drop clients with a non-finite update if ``on_divergence`` is ``drop``; return the rest.
+    """Return the clients to aggregate.
+
+    If ``on_divergence`` is ``drop``, clients with a non-finite update are left out.
 
     Raises:
         RoundSkipped: Too few clients remain.
@@ -124,7 +126,7 @@ def not_finite(cohort: RoundCohort) -> dict[int, str]:
     kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
     statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
     blocks = [*cohort.params.blocks.values(), *statistics]
-    # fast check: if the sum is finite, all terms are finite
+    # fast check: if the sum of all values is finite, all values are finite
     if bool(torch.stack([block.sum() for block in blocks]).sum().isfinite()):
         return {}
     finite = torch.stack([block.isfinite().all(1) for block in blocks]).all(0).tolist()
@@ -149,7 +151,7 @@ def _without(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str]) ->
 
 
 def _withstood(run: RunContext, cohort: RoundCohort) -> bool:
-    """Return whether robust rules aggregate all of the non-finite state."""
+    """Return whether all non-finite values are aggregated by robust rules."""
     parameters = isinstance(run.aggregator, RobustAggregator)
     if not parameters and not all(bool(block.isfinite().all()) for block in cohort.params.blocks.values()):
         return False
@@ -162,12 +164,12 @@ def _statistics(cohort: RoundCohort) -> list[str]:
 
 
 def _first_layer(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the layer of the first non-finite tensor; None if all tensors are finite."""
+    """Return the name of the layer with the first non-finite tensor; None if all are finite."""
     return next((n.rpartition(".")[0] for n, value in tensors.items() if not value.isfinite().all()), None)
 
 
 def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], consequence: str) -> None:
-    """Count each client's non-finite updates; print a line for the first one of each client."""
+    """Count the non-finite updates of each client, and print a line at a client's first one."""
     for row, layer in failed.items():
         client, counted = cohort.client_ids[row], run.record.not_finite
         if client not in counted:

@@ -14,7 +14,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
 
 Counts = dict[str, Tensor]
-"""Integer tensors by name, summed over batches and ranks."""
+"""Counts of a batch: integer tensors by name. They are summed over batches and ranks."""
 
 
 class Task(Recorded, ABC):
@@ -56,32 +56,41 @@ class Task(Recorded, ABC):
         """Return the mean loss of a batch, a scalar."""
 
     def scores(self, outputs: Any) -> Any:
-        """Return the output to evaluate; of several outputs, the first."""
+        """Return the model output that is evaluated.
+
+        If there are several, this is the first one.
+        """
         if isinstance(outputs, Mapping):
             outputs = [*outputs.values()]
         return outputs[0] if isinstance(outputs, Sequence) else outputs
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return a bool mask of the targets that are not ignored, in the shape of ``targets``."""
-        return targets.long() != self.ignored  # long: uint8 cannot represent -100
+        return targets.long() != self.ignored  # int64, as uint8 cannot represent -100
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the predictions and targets for ``model.metrics``; by default, the arguments."""
+        """Return the predictions and targets that ``model.metrics`` get.
+
+        By default, the arguments are returned unchanged.
+        """
         return scores, targets
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return counts of a batch, to be summed over batches; by default, no counts."""
+        """Return the counts of a batch, which are then summed over batches.
+
+        By default, there are none.
+        """
         return {}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return metrics from the summed counts; by default, no metrics.
+        """Return the metrics, computed from the summed counts. By default, there are none.
 
         A metric without samples is left out.
         """
         return {}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Return the number of samples and the quality of each class; by default, no classes.
+        """Return the number of samples and the quality of each class; by default, two empty lists.
 
         The quality of a class without samples is None.
         """
@@ -134,7 +143,7 @@ class Classification(Task):
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return the mask of the valid labels: those in [0, classes) except ``ignored``."""
-        labels = targets.long()  # long: uint8 cannot represent -100
+        labels = targets.long()  # int64, as uint8 cannot represent -100
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,10 +171,11 @@ class Classification(Task):
                 "the model with 2 outputs, or give targets of floating point, which have a loss and no accuracy, or a task of your own"
             )
         classes, counted = scores.shape[1], self.counted(scores, targets)
-        labels = targets.long().where(counted, classes)  # long: uint8 cannot represent 256
+        # int64, as uint8 cannot represent the number 256
+        labels = targets.long().where(counted, classes)
         guesses = scores.argmax(1).where(counted & scores.isfinite().all(1), classes)
         right = labels.where(labels == guesses, classes)
-        # not torchmetrics' bincount, which waits for the GPU
+        # count with index_add, as torchmetrics' bincount waits for the GPU
         none = labels.new_zeros(classes + 1)
         sums = [
             none.index_add(0, x, torch.ones_like(x)) for x in map(Tensor.flatten, (labels, guesses, right))
@@ -178,12 +188,12 @@ class Classification(Task):
         return {} if share is None else {"accuracy": share.float().item()}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Return the samples and the accuracy of each class."""
+        """Return the number of samples and the accuracy of each class."""
         samples, _, right = counts["by class"].tolist() if counts else ([], [], [])
         return samples, [x / total if total else None for x, total in zip(right, samples, strict=True)]
 
     def _share(self, counts: Counts) -> Tensor | None:
-        """Return the share of correct samples, float64; None without samples."""
+        """Return the fraction of correct predictions, float64; None if there are no samples."""
         samples, _, right = counts["by class"].sum(1).double() if counts else torch.zeros(3)
         return right / samples if samples else None
 
@@ -254,7 +264,7 @@ class Segmentation(Classification):
             ConfigurationError: A label is not the number of a class.
         """
         classes, counted = scores.shape[1], targets != self.ignored
-        # no check on a GPU: the check would have to wait for the result
+        # no check on a GPU, as the check would wait for the GPU's result
         if targets.device.type == "cpu" and bool((targets[counted] >= classes).any()):
             raise ConfigurationError(
                 f"Segmentation: label {int(targets[counted].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
@@ -281,7 +291,10 @@ class Segmentation(Classification):
 SHIPPED: tuple[type[Task], ...] = (Classification, Segmentation)
 
 QUALITIES = {task.quality: task.shown[task.quality] for task in SHIPPED}
-"""Mapping from the main metric of each shipped task to the metric's label in figures."""
+"""Main metric of each shipped task: the keys are the metrics' names, the values their labels.
+
+Figures show the labels.
+"""
 
 
 def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +313,10 @@ def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Ten
 
 
 def enlarged(scores: Tensor, targets: Tensor) -> Tensor:
-    """Interpolate scores ``[b, classes, h, w]`` to the size of targets ``[b, H, W]``."""
+    """Return class scores ``[b, classes, h, w]`` in the size of the targets ``[b, H, W]``.
+
+    Scores of a different size are interpolated bilinearly.
+    """
     if scores.shape[-2:] == targets.shape[-2:]:
         return scores
     return interpolate(scores, targets.shape[-2:], mode="bilinear", align_corners=False)

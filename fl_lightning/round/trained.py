@@ -1,4 +1,4 @@
-"""Marks on trained models and methods, since a new run must not start from trained state."""
+"""Marks on trained models and methods. A new run refuses marked objects."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,11 +14,12 @@ MARK = "_trained_by_a_run"
 def mark_trained(objects: Iterable[Any]) -> None:
     """Mark models and methods as trained."""
     for trained in objects:
-        object.__setattr__(trained, MARK, True)  # nn.Module and frozen classes override setattr
+        # object.__setattr__, as nn.Module and frozen classes override setattr
+        object.__setattr__(trained, MARK, True)
 
 
 def refuse_trained(methods: Iterable[Any], model: nn.Module | None = None) -> None:
-    """Check that the model and the methods are not marked as trained; ignore observers.
+    """Check that the model and the methods are not marked as trained. Observers are not checked.
 
     Raises:
         ConfigurationError: The model or a method is marked as trained.

@@ -38,10 +38,13 @@ _REFUSED: dict[type[L.Callback], str] = {
     ThroughputMonitor: "would count rounds as batches; read time/samples_per_s of each round",
     SpikeDetection: "gets no loss of a batch; use EarlyStopping with check_finite, or model.on_divergence",
 }
-"""Callbacks of Lightning that a round does not support; the text gives the reason and a remedy."""
+"""Callbacks of Lightning that a round does not support, each with the reason and a remedy."""
 
 _NEVER_CALLED = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
-"""Hooks of Lightning that are never called, as an executor runs the clients' backward passes."""
+"""Hooks of Lightning that are never called.
+
+An executor runs the backward passes of the clients, and does not call these hooks.
+"""
 
 
 def check_trainer(trainer: L.Trainer) -> None:
@@ -50,7 +53,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     Raises:
         ConfigurationError: A setting or a callback is not supported.
     """
-    given: Any = trainer  # Any: mypy does not know attributes that helpers of the trainer set
+    given: Any = trainer  # typed as Any, as mypy does not know all attributes of the trainer
     _check_callbacks(given.callbacks)
     synchronised = given._accelerator_connector._layer_sync is not None
     of_ranks = isinstance(given.strategy, SingleDeviceStrategy | CohortStrategy)

@@ -261,8 +261,8 @@ class Training:
             path: The checkpoint; None for a new run.
             weights_only: Whether to refuse a checkpoint that holds more than tensors, numbers,
                 strings, lists and dicts.
-            settings: The trainer arguments that the user has set. held: Exit stack that releases
-            the lock of the folder at its end.
+            settings: The trainer arguments that the user has set.
+            held: Exit stack that releases the lock of the folder at its end.
         """
         writes = not settings.get("fast_dev_run")
         if path is None:
