@@ -20,7 +20,7 @@ OLD_NAMES = ("callbacks", "datamodules", "configs")
 
 
 class _Same(Loader):
-    """A loader that makes an already loaded module available under its old name.
+    """A module loader that makes an already loaded module available under its old name.
 
     Args:
         module: The module under its new name.
@@ -42,7 +42,7 @@ class _Same(Loader):
 
 
 class _OldNames(MetaPathFinder):
-    """A finder that resolves the old names of packages.
+    """A module finder that resolves the old names of packages.
 
     The finder is the first in ``sys.meta_path``. In a checkout, Python's own finder would load the
     folders of these packages a second time.

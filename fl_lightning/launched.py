@@ -14,8 +14,8 @@ def launched_rank() -> int:
     """Return the rank that ``torchrun``, Slurm or the user has given this process; default 0.
 
     Without a launcher, the user sets ``NODE_RANK`` on each node. If the ranks of a node are not
-    forks, the user also sets ``LOCAL_RANK``. In this case, several ranks may have the same result,
-    but only the first rank has the result 0.
+    forks, the user also sets ``LOCAL_RANK``. In this case, this function may return the same number
+    on several ranks, but returns 0 only on the first rank.
     """
     names = ("RANK",) if under_torchrun() else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return max(int(os.environ.get(name, "0")) for name in names)

@@ -238,9 +238,9 @@ class Ranks:
     def _lost(self) -> list[int]:
         """Return the ranks that are lost.
 
-        This rank reports to the process group's store and leaves the group, which wakes ranks that
-        wait in the group. The other running ranks then do the same. Ranks that do not report in
-        time are lost.
+        This rank reports to the store of the process group, and then leaves the group. Ranks that
+        wait in the group are woken by this, and also report. A rank that does not report in time is
+        lost.
         """
         try:
             store: Any = dist.distributed_c10d._get_default_store()
@@ -280,7 +280,7 @@ def _number(leaf: Any) -> int:
 
 
 def is_shared(error: BaseException) -> bool:
-    """Return whether every rank raises this exception. If so, a single rank reports it."""
+    """Return whether every rank raises this exception. In this case, only one rank reports it."""
     return hasattr(error, "shared_by_ranks")
 
 

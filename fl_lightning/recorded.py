@@ -66,14 +66,19 @@ class Recorded:
             cls.__new__ = recorded  # type: ignore[method-assign,assignment]  # accepts the same arguments
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Record the arguments before ``__init__`` runs; ``__init__`` keeps its signature."""
+        """Record the constructor's arguments before ``__init__`` runs.
+
+        ``__init__`` keeps its signature.
+        """
         made = super().__new__(cls)
         record(made, cls, args, kwargs)
         return made
 
 
 def records(*deciding_files: str) -> Callable[[Item], Item]:
-    """Decorate a function that makes objects, such as models; calls then record their arguments.
+    """Decorate a function that makes objects, such as models.
+
+    Each object then has a record of the arguments of the call that made it.
 
     Args:
         deciding_files: Names of arguments that are paths of files; the files affect results.
@@ -105,7 +110,7 @@ def record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 def making(made: object) -> Making | None:
-    """Return how an object was made; None if this was not recorded."""
+    """Return the class or function that made an object, with its arguments; None if unrecorded."""
     try:
         maker, args, kwargs = object.__getattribute__(made, _RECORD)
     except AttributeError:

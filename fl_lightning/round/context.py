@@ -35,7 +35,7 @@ class RunContext(ClientTask, Protocol):
         tf32: Whether a GPU may compute in TF32.
         task: Task with its loss and metrics.
         total_rounds: Planned number of rounds, set at round 1; None before.
-        plan: Participation and local steps of every round.
+        plan: Clients that take part in each round, and their local steps.
         record: Metrics and totals of the run.
         clock: Time of each stage of a round.
         communication: Bytes and exchanges of the newest round.

@@ -17,8 +17,9 @@ class Declarations:
         paper: The method's paper, for tables; empty for a new method.
         claims: Equalities that the method promises in addition to the rules for all methods.
             ``verify`` checks them.
-        examples: Constructor settings for pages, tests and ``verify``. The first example has
-            typical settings. With the last example, a run of a few rounds shows most of the method.
+        examples: Constructor settings with which pages, tests and ``verify`` make the method. The
+            first example has typical settings. The settings of the last example suit a run of a few
+            rounds, and use most of the method.
         needs_joint_forward: Whether the first local step of a round is one forward pass over all
             clients, so that layers can exchange values between clients (see
             ``fl_lightning.batch_norm.joint.cohort_mean``).

@@ -385,8 +385,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def setup(self, stage: str) -> None:
-        """Convert weights to the run's precision, plan the rounds, and let methods swap BN layers.
-        """
+        """Convert weights to the run's precision, plan the rounds, and let methods swap layers."""
         # correct the rank: if a scheduler starts separate runs, Lightning uses the scheduler's rank
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         hooks.extend_model(self.model, self.federated_callbacks, self.seed)
@@ -511,8 +510,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.executor.close()
 
     def teardown(self, stage: str) -> None:
-        """Restore the trainer's ``check_val_every_n_epoch``, which the last round may have changed.
-        """
+        """Restore the trainer's ``check_val_every_n_epoch``, which the last round may change."""
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
@@ -555,7 +553,7 @@ class FederatedModule(Recorded, L.LightningModule):
         """Load the planned rounds and the run's record.
 
         Raises:
-            ConfigurationError: The data differ, or the checkpoint belongs to another module.
+            ConfigurationError: The data differ, or the checkpoint belongs to the wrong module.
         """
         state = checkpoint.get("fl_lightning")
         if state is None:

@@ -40,10 +40,13 @@ class RunRecord:
         diverged: Whether an aggregated update or an evaluation has been non-finite.
         diverged_round: First round in which the run diverged; None if it is unknown, or if the run
             has not diverged.
-        not_finite: Number of non-finite updates by client, including updates that were left out.
-        clients: Number of rounds, number of local steps, and last mean training loss, by client.
-        holders: Clients that have received each frozen block, by the block's name. Checkpoints of
-            older versions have one list for all blocks, under ``""``.
+        not_finite: Number of non-finite updates of each client. Updates that were left out are
+            counted.
+        clients: For each client, its number of rounds, its number of local steps, and its mean
+            training loss in its last round.
+        holders: For each frozen block of parameters or buffers, the clients that have received it.
+            Checkpoints of older versions have one list of clients for all blocks, with the key
+            ``""``.
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
         description: Settings that affect results, by dotted name; may be empty.
         computed_by: The executor and other facts that affect rounding errors; empty if unknown.

@@ -61,7 +61,8 @@ def aggregate(
 
     Args:
         cohort: The clients.
-        rows: Pairs (name of a parameter block, values ``[C, columns]``). The keys are arbitrary.
+        rows: For each key, a pair: the name of a parameter block, and the values of the clients,
+            ``[C, columns]``. The keys may be chosen freely.
         aggregator: The rule.
         weights: The clients' weights ``[C]``, with sum 1. Default: the round's weights.
 

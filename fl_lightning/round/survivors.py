@@ -42,8 +42,8 @@ def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, di
     :func:`check_aggregate` checks the aggregate.
 
     Returns:
-        The clients to aggregate, and a dict with the first non-finite layer of each row with a
-        non-finite update.
+        The clients to aggregate, and a dict. The keys of the dict are the rows with a non-finite
+        update. Each value is the first non-finite layer of the row.
 
     Raises:
         Diverged: A client's update is not finite.
@@ -119,7 +119,9 @@ def robust_rules(run: RunContext) -> str:
 
 
 def not_finite(cohort: RoundCohort) -> dict[int, str]:
-    """Return the first non-finite layer of each row with non-finite parameters or statistics.
+    """Return the rows with non-finite parameters or statistics as the keys of a dict.
+
+    Each value is the name of the row's first non-finite layer.
 
     Other buffers may hold infinities, as an attention mask does.
     """

@@ -1,4 +1,4 @@
-"""Division of a method's ``state_dict`` into the server's part and a part for each client."""
+"""Division of a method's ``state_dict`` into a part of the server and a part of each client."""
 
 import re
 from typing import Any

@@ -28,27 +28,27 @@ class Round:
         shares: Expected aggregation weights n_i / n, ``[C]``.
         policy: Treatment of each kind of state, and of parts that the method names.
         treatments: Treatment of each tensor of the model.
-        undecided: Treatments that begin in a round that is known only during training, by kind of
+        undecided: Treatments whose first round is known only during training. The keys are kinds of
             state.
         broadcast: The server's state at the start of the round.
         start: The clients' rows before their first local step, ``[C, *shape]``.
         sent: The clients' rows before aggregation, ``[C, *shape]``.
         aggregated: The server's state after a step of SGD(lr=1) on the aggregate.
-        corrected: The server's state after a step of SGD(lr=1) on the aggregate that
-            ``on_after_aggregate`` has corrected.
+        corrected: As ``aggregated``, but after the method's hook ``on_after_aggregate``, which may
+            correct the aggregate.
         server: The server's state at the end of the round.
         memory: The method's ``state_dict`` after the round.
         payload: Result of ``extra_payload``.
         exchanges: Result of ``extra_exchanges``.
         loss: Mean training loss.
-        received: Number of floats of optimizer state that are equal at all clients at the start
-            of the round. The server must have sent these floats.
+        received: Number of floats of the client optimizer's state that the server must have sent,
+            because they are equal at all clients at the start of the round.
         steps: Number of local steps of each client.
         trained: The clients' rows after their last local step, including ``scratch`` buffers.
         losses: The clients' losses, ``[C]``.
         grads: The clients' gradients of each local step, ``[C, *shape]`` by name.
-        late: Text that names an entry of ``cohort.extra`` and a client, if the entry changed after
-            the client's last step; otherwise empty.
+        late: Empty if no entry of ``cohort.extra`` has changed after a client's last step.
+            Otherwise a text that names the entry and the client.
     """
 
     clients: list[int]

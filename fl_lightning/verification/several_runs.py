@@ -305,10 +305,10 @@ def beside_fedavg(trials: Trials) -> str:
 
 
 def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> None:
-    """Check that a disturbance of one client does not affect other clients in a round.
+    """Check that a disturbance of one client does not affect the other clients in a given round.
 
     Raises:
-        Violated: Another client starts from different state, or sends different state.
+        Violated: The disturbance changes the state that an undisturbed client starts from or sends.
     """
     first, second = (run.rounds[number - 1] for run in (trials.run(), trials.run(disturbance=disturbance)))
     kind = " or ".join(disturbance.what) + (" state" if disturbance.what != ("data",) else "")

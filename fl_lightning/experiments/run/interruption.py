@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, SIGTERM and SIGHUP: a run finishes its round and prints the saved round."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP: a run stops after its current round."""
 
 import os
 import signal

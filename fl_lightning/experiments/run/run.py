@@ -40,8 +40,9 @@ class Run:
         checkpoint: Settings of the checkpoints. Default: ``RoundCheckpoint()``.
         wandb: Mode of Weights & Biases, as ``wandb.mode`` on the command line.
         threads: Number of CPU threads, from 1 to 1024. With more than 1 thread, the run has one
-            rank by default. Default on CPUs: 1 per rank. Default on a GPU: torch's default. After a
-            fit, the previous number is restored.
+            rank unless the trainer's arguments set another number. Default on CPUs: 1 thread per
+            rank. Default on a GPU: torch's default. After a fit, the previous number of threads is
+            restored.
         trainer: Arguments of Lightning's ``Trainer``; ``max_epochs`` is the number of rounds.
 
     Attributes:

@@ -201,7 +201,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """Write into the checkpoint folder that it belongs to this run.
 
         Raises:
-            ConfigurationError: The folder belongs to another run.
+            ConfigurationError: The folder already belongs to a different run.
         """
         if self.attempt is None or self.in_the_run:
             return

@@ -66,8 +66,8 @@ def find_start(
         ckpt_path: The checkpoint file.
         checkpoint: Content of the file.
         made: Description of the built objects.
-        resumed: Attempt at this run whose last checkpoint is ``ckpt_path``; None if a new attempt
-            is needed.
+        resumed: Attempt to resume, whose last checkpoint is ``ckpt_path``. None if a new attempt is
+            needed.
         held: Exit stack that holds the lock of a new attempt.
 
     Raises:

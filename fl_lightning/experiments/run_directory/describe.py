@@ -76,9 +76,9 @@ def identity(module: FederatedModule) -> dict[str, object]:
 
 
 def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
-    """Return ``label`` and ``best`` of each metric of a task; the main metric is the first one.
+    """Return a dict with ``label`` and ``best`` for each metric of a task.
 
-    ``best`` is ``"max"`` if large values are better, else ``"min"``.
+    The main metric comes first. ``best`` is ``"max"`` if large values are better, else ``"min"``.
     """
     return {
         name: {"label": task.shown.get(name, name.replace("_", " ")), "best": best}

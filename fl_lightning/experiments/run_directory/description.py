@@ -1,8 +1,9 @@
-"""Description of a run from YAML or Python as a tree of dicts, lists, numbers and strings.
+"""Description of a run, which may come from YAML or Python, as nested dicts and lists.
 
-The tree has the structure of a configuration: ``model``, ``data`` and ``trainer``, with
-``class_path`` and ``init_args`` for each object. The run's hash, its provenance and the changed
-settings of a resumed run are computed from the tree.
+The description is a tree with the structure of a configuration. Its entries are ``model``, ``data``
+and ``trainer``; each object has ``class_path`` and ``init_args``. All other values are numbers and
+strings. The run's hash, its provenance and the changed settings of a resumed run are computed from
+the tree.
 """
 
 import hashlib
@@ -66,7 +67,7 @@ _SHOWING = (RoundCheckpoint, ProgressBar)
 
 
 def description_of(config: Config) -> Config:
-    """Return a configuration with full class names and without the settings that the hash ignores.
+    """Return the settings of a configuration that can affect results, with full class names.
 
     Args:
         config: A resolved configuration or a description. ``dict_kwargs`` are merged into
