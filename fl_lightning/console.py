@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:
-    """Print names and values in two columns; wrap long values on a terminal.
+    """Print a table of names and values. On a terminal, long values are wrapped.
 
     Args:
         title: Line above the table; bold on a terminal.

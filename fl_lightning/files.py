@@ -165,7 +165,7 @@ def missing_folders(path: Path) -> list[Path]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders in the given order; skip folders that are not empty."""
+    """Remove the given folders in their order. Folders that are not empty stay."""
     for folder in folders:
         with suppress(OSError):  # the folder is not empty, or is already removed
             folder.rmdir()
@@ -190,7 +190,7 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
 
 
 def write_json(path: Path, obj: Any) -> None:
-    """Write an object as indented JSON atomically; NaN and infinities become strings."""
+    """Write an object atomically as indented JSON. NaN and infinities become strings."""
     write_text(path, json.dumps(plain(obj), indent=2, allow_nan=False) + "\n")
 
 

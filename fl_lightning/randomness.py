@@ -70,7 +70,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed all global generators for the block; restore their states afterwards."""
+    """Seed all global random generators for the block, and restore their states after it."""
     with isolate_rng():
         seed_everything(seed)
         yield

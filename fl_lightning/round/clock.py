@@ -29,7 +29,7 @@ class RoundClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to the stage ``name``."""
+        """Measure the duration of the block, and add it to the stage ``name``."""
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started

@@ -64,7 +64,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks (processes) of the run."""
+        """The ranks of the run. Each rank is a process."""
 
     @property
     def round(self) -> int:

@@ -1,4 +1,4 @@
-"""Evaluation of the server model on the server's data."""
+"""Evaluation of the server model on validation or test data."""
 
 from collections.abc import Callable, Collection, Iterable
 from operator import itemgetter

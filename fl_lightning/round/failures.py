@@ -83,7 +83,7 @@ class ClientFailures(Recorded):
                     )
 
     def reports(self, client_id: int, seed: int, round_number: int) -> bool:
-        """Return whether a client of the cohort reports in a round."""
+        """Return whether a client of the cohort reports in a round, that is, does not drop out."""
         absences = (self.schedule or {}).get(client_id, [])
         if any(first <= round_number <= last for first, last in absences):
             return False

@@ -1,4 +1,4 @@
-"""Check of the executor: comparison of two local steps with plain PyTorch."""
+"""Check of an executor: its first two local steps must equal those of plain PyTorch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,9 +106,9 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
 
 
 def _rate(cohort: RoundCohort) -> float:
-    """Return the learning rate with which the norm of a step is a tenth of the parameters' norm.
+    """Return the learning rate for which the norm of a step is a tenth of the parameters' norm.
 
-    A norm of the parameters below 1 counts as 1.
+    If the norm of the parameters is below 1, it is taken to be 1.
     """
     blocks = [
         (cohort.params.blocks[n].double(), cohort.grads.blocks[n].double()) for n in cohort.trained_blocks

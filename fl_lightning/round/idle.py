@@ -1,4 +1,4 @@
-"""Detection of users' methods that have no effect; a fit prints their names at its end."""
+"""Detection of users' methods that have no effect. At its end, a fit prints their names."""
 
 from functools import cache
 from typing import Any

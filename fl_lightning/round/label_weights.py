@@ -85,7 +85,10 @@ class LabelWeights:
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
 def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """Return the weight of each label, with mean 1; None if the loss is not a weighted mean."""
+    """Return the weight of each label in the loss; None if the loss is not a weighted mean.
+
+    The mean of the weights is 1.
+    """
     classes, places = outputs.shape[1], [1] * (outputs.dim() - 2)
     if classes < 2 or classes > torch.iinfo(targets.dtype).max:
         return None

@@ -255,7 +255,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of the run; a single rank if the strategy is not this project's."""
+        """The ranks of the run. With a strategy of Lightning, there is a single rank."""
         return getattr(self.trainer.strategy, "ranks", Ranks())
 
     @property
@@ -270,7 +270,10 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def planned_rounds(self) -> int:
-        """Planned number of rounds, set at round 1; milestones given as fractions refer to it."""
+        """Planned number of rounds. It is set at round 1.
+
+        If a milestone such as T* is given as a fraction, it is a fraction of this number.
+        """
         assert self.total_rounds is not None
         return self.total_rounds
 
@@ -368,7 +371,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.plan.usual().weight_share(cohort.client_ids, self.round)
 
     def usual_weights(self, cohort: Cohort) -> Tensor:
-        """Return the cohort's weights ``[C]`` as in a round without failures.
+        """Return the cohort's aggregation weights ``[C]``, as they would be without failures.
 
         Methods use these weights for means over several rounds.
         """

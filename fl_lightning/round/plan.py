@@ -109,7 +109,7 @@ class RoundPlan:
         return (round_number - 1) * self.full_steps(client_id)
 
     def trained(self, round_number: int) -> tuple[list[int], list[int]]:
-        """Return the clients whose models a round trains, and their numbers of local steps.
+        """Return the clients whose models are trained in a round, and the local steps of each.
 
         In a centralised run, client 0 represents the cohort. If the round is skipped, both lists
         are empty.
@@ -138,7 +138,7 @@ class RoundPlan:
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
     def usual(self) -> "RoundPlan":
-        """Return a copy of the plan without failures and without a budget."""
+        """Return a copy of the plan without client failures and without a budget."""
         return replace(self, failures=None, last_round=None)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:

@@ -200,7 +200,7 @@ def treatment_table(
 
 
 def stages_in_words(stages: Iterable[Stage]) -> str:
-    """Return the pairs of :func:`policy_table` as text: ``"averaged; frozen from round 51"``."""
+    """Return a list from :func:`policy_table` as text: ``"averaged; frozen from round 51"``."""
     return "; ".join(
         treatment
         if start == 1

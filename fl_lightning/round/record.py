@@ -1,4 +1,4 @@
-"""Record of a run: metrics of the newest round, and totals since round 1."""
+"""Record of a run: metrics of the newest round, and totals over all rounds."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -88,7 +88,7 @@ def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
 
 
 def skip_round(run: RunContext, skipped: RoundSkipped) -> None:
-    """End a round that has too few clients; the server keeps its state."""
+    """End a round that has too few clients to aggregate. The server model does not change."""
     run.print(str(skipped))
     for parameter in run.model.parameters():
         parameter.grad = None  # without gradients, the server optimizer changes no parameter

@@ -1,4 +1,4 @@
-"""Aggregation of the clients' rows into the server's pseudo-gradient and statistics."""
+"""Aggregation of the clients' parameters and statistics for the update of the server."""
 
 from collections.abc import Mapping
 

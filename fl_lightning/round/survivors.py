@@ -113,7 +113,7 @@ def too_few(run: RunContext, reported: int, dropped: int = 0) -> RoundSkipped:
 
 
 def robust_rules(run: RunContext) -> str:
-    """Return the names of the run's robust aggregators as text; empty if there are none."""
+    """Return a text with the names of the run's robust aggregators. Without any, it is empty."""
     rules = (rule for rule in (run.aggregator, run.statistics.rule) if isinstance(rule, RobustAggregator))
     return " and ".join(dict.fromkeys(type(rule).__name__ for rule in rules))
 

@@ -65,7 +65,10 @@ class Task(Recorded, ABC):
         return outputs[0] if isinstance(outputs, Sequence) else outputs
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return a bool mask of the targets that are not ignored, in the shape of ``targets``."""
+        """Return a bool mask with the shape of ``targets``, True for targets that count.
+
+        Targets equal to the attribute ``ignored`` do not count.
+        """
         return targets.long() != self.ignored  # int64, as uint8 cannot represent -100
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +145,10 @@ class Classification(Task):
         return cross_entropy(outputs, targets, ignore_index=self.ignored)
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return the mask of the valid labels: those in [0, classes) except ``ignored``."""
+        """Return a mask that is True for valid labels.
+
+        Valid labels are those in [0, classes), except the label ``ignored``.
+        """
         labels = targets.long()  # int64, as uint8 cannot represent -100
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
 

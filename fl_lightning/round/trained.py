@@ -8,7 +8,7 @@ from torch import nn
 from fl_lightning.errors import ConfigurationError
 
 MARK = "_trained_by_a_run"
-"""Attribute that marks a model or method as trained; copies keep the attribute."""
+"""Name of the attribute that marks a model or a method as trained. Copies have it, too."""
 
 
 def mark_trained(objects: Iterable[Any]) -> None:

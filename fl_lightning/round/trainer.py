@@ -1,4 +1,4 @@
-"""Check of the trainer's settings."""
+"""Check that the trainer's settings and callbacks suit communication rounds."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -33,7 +33,7 @@ class Certificate:
 
     @property
     def failed(self) -> list[Finding]:
-        """Findings of the rules and claims that failed."""
+        """The findings with status "failed", on rules and on claims."""
         return [finding for finding in (*self.rules, *self.claims) if finding.status == "FAILED"]
 
 

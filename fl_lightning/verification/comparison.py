@@ -16,11 +16,11 @@ Status = Literal["PASSED", "FAILED", "does not apply"]
 
 
 class Violated(Exception):
-    """Exception for a violated rule or claim; the message gives the difference and the tensor."""
+    """Exception for a violated rule or claim. Its message gives the difference and the tensor."""
 
 
 class NotApplicable(Exception):
-    """Exception for a rule or claim that does not apply to a method; the message is the reason."""
+    """Exception for a rule or claim that does not apply to a method. Its message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> s
 def distance(
     first: Mapping[str, object], second: Mapping[str, object], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
-    """Return the largest difference between two mappings, and the name of the differing entry.
+    """Return the largest difference between the entries of two mappings, and the entry's name.
 
     ``names`` are the entries to compare. By default, these are all entries.
     """

@@ -34,7 +34,10 @@ def knows_no_client(trials: Trials) -> bool:
 
 
 def memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Compare a method's memory after two rounds; return the largest difference and its path."""
+    """Compare the method's memory in two records of rounds.
+
+    Return the largest difference, and the path of the value that differs.
+    """
     return distance(leaves(first.memory), leaves(second.memory))
 
 

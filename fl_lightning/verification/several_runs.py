@@ -169,7 +169,7 @@ def pooled_weights(trials: Trials) -> str:
     ]
     if not pooled or "union_statistics" in trials.make().claims:
         raise NotApplicable("no statistics are pooled" if not pooled else "union_statistics is claimed")
-    identities = (0, 1, 1)  # the second client has twice the data of the first
+    identities = (0, 1, 1)  # the second client has the data of the first client twice
     two = trials.run(identities=identities, script=((0, 1, 2),) * 4, weighting="uniform")
     one = trials.run(identities=identities[:2], script=((0, 1),) * 4)
     gap, name = distance(one.rounds[0].server, two.rounds[0].server, pooled)

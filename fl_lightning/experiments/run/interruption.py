@@ -97,7 +97,7 @@ class FinishRound(L.Callback):
         _listen(note)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop all ranks after the round if one of them has received a signal.
+        """Stop all ranks at the end of a round if one of them has received a signal.
 
         A stop inside the round would skip a batch.
         """

@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
 
 _REFRESH_SECONDS = 0.1
-_RECENT = 20  # number of recent rounds; the median of their times predicts the remaining time
+_RECENT = 20  # number of recent rounds whose median time is used to predict the remaining time
 
 
 class RoundProgress(Recorded, ProgressBar):
@@ -72,7 +72,7 @@ class RoundProgress(Recorded, ProgressBar):
         self._evaluation_started_at = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Subtract the time of an evaluation from the time of the round."""
+        """Stop the clock of an evaluation, whose time does not count as time of the round."""
         seconds = time.monotonic() - self._evaluation_started_at
         self._round_started_at += seconds
         if not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf"):

@@ -83,7 +83,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
 
 
 def is_launched(settings: Config) -> bool:
-    """Return whether another program may start the ranks, such as ``torchrun`` or Slurm."""
+    """Return whether a launcher such as ``torchrun`` or Slurm may start the ranks."""
     asked = settings.get("devices", "auto") not in ("auto", 1, "1") or settings.get("num_nodes", 1) != 1
     return asked or under_torchrun()
 

@@ -20,7 +20,9 @@ from fl_lightning.models.weights import load_whole, misfit_error, misfits
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Checkpoint plugin for local paths; an interrupted write leaves the old file unchanged.
+    """Lightning plugin that writes checkpoints atomically, to local paths only.
+
+    If a write is interrupted, the old file does not change.
 
     Pass it as ``Trainer(plugins=[AtomicCheckpointIO()])``.
     """

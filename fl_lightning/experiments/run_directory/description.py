@@ -313,7 +313,8 @@ def _resolved(path: str) -> str:
 def _hashed(path: str) -> str:
     """Return a class's name for the hash.
 
-    For a shipped class, this is its path in older versions, so that hashes stay the same.
+    For a shipped class, this is the import path that the class had in older versions. Therefore,
+    hashes do not depend on the version.
     """
     package, _, name = path.partition(".")
     if package in OLD_NAMES:  # a user's package with the name of an old package

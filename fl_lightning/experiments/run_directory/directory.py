@@ -23,7 +23,7 @@ Config = dict[str, Any]
 """Settings of a run as in its YAML file, including defaults."""
 
 LOCK = ".lock"
-"""Name of the file in a run's folder that a process locks while it trains there."""
+"""Name of the lock file in a run's folder. A process locks it while it trains in the folder."""
 
 _GLANCE = 0.1  # seconds; a process that only checks the lock keeps it for a shorter time
 
@@ -51,7 +51,7 @@ class Attempt:
     config = _File("config.yaml")  # all settings of the run, including defaults
     identity = _File("run.json")  # the run's name and tags, and facts that config.yaml lacks
     metrics = _File("metrics.jsonl")  # the metrics of the run, one line per logged round
-    result = _File("result.json")  # the result of the finished run
+    result = _File("result.json")  # the final metrics of a finished run
     partition = _File("partition.json")  # the number of samples of each class at each client
     policy = _File("policy.json")  # treatment of each kind of state over the run
     # numbers of samples, rounds and local steps of each client
@@ -139,7 +139,8 @@ class Attempt:
                 return False
         except BlockingIOError:
             return True
-        except OSError:  # the folder was just removed, or another user owns the file
+        except OSError:
+            # the folder was removed in the meantime, or the file belongs to a different user
             return False
 
     def kept_nothing(self) -> bool:
@@ -220,7 +221,7 @@ class RunDirectory:
     def attempt_of(self, checkpoint: Path) -> Attempt | None:
         """Return the attempt that owns a checkpoint; None if the file is in no run directory.
 
-        The attempt may be of another run.
+        This may be an attempt at a different run.
         """
         folder = checkpoint.resolve().parent
         around = Attempt(folder.parent)

@@ -15,7 +15,7 @@ from fl_lightning.round.record import Origin
 
 @with_config(extra="allow", strict=True)
 class Result(TypedDict):
-    """Content of ``result.json``, except the metrics and the entries of reports.
+    """Content of ``result.json``, without the metrics and without the entries that reports add.
 
     Metrics are the entries with a slash in their name, such as ``test/accuracy``.
     """

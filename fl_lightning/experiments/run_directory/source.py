@@ -1,4 +1,7 @@
-"""Digests of the source code that computes a run; comments and docstrings are ignored."""
+"""Digests of the source code that computes a run.
+
+Comments and docstrings have no effect on them.
+"""
 
 import ast
 import hashlib

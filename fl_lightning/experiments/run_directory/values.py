@@ -256,7 +256,7 @@ def _says_itself(thing: Any) -> bool:
 
 
 def _state(thing: Any, walk: Walk) -> Any:
-    """Describe a value by its content; describe locks and files by their class."""
+    """Describe a value by its content. Locks and open files are described by their class only."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, Mapping):
