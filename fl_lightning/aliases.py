@@ -16,7 +16,7 @@ from types import ModuleType
 _PACKAGE = __name__.partition(".")[0]
 
 OLD_NAMES = ("callbacks", "datamodules", "configs")
-"""Packages of ``fl_lightning`` that were once top-level."""
+"""Names of packages that are now in ``fl_lightning`` and were once top-level packages."""
 
 
 class _Same(Loader):
@@ -77,7 +77,7 @@ def _is_shipped(spec: ModuleSpec) -> bool:
 
 
 def install() -> None:
-    """Install the finder of old names, once per process."""
+    """Install the finder of old names. In each process, it is installed only once."""
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _OldNames())
 

@@ -135,7 +135,7 @@ def shipped(path: str, folder: Path = Path()) -> Path | None:
 
 
 def user_file(setting: str, text: str | os.PathLike[str]) -> Path:
-    """Return a user's path for a file to write.
+    """Return a user's path of a file that is to be written.
 
     Raises:
         ConfigurationError: The path is a folder, or :func:`user_path` raises an error.

@@ -118,7 +118,7 @@ class Ranks:
         return [result for result, *_ in everyone]
 
     def _all_gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks.
+        """Send a message to all ranks, and return the messages of all ranks.
 
         If a message is long, a second all-gather sends its rest.
         """

@@ -21,7 +21,7 @@ class Making(NamedTuple):
     Attributes:
         maker: The class or function.
         arguments: All arguments by name, including defaults.
-        again: Function without arguments that makes an equal object.
+        again: Function without arguments. It makes a new object in the same way.
     """
 
     maker: Callable[..., Any]

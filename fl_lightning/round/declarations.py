@@ -7,7 +7,7 @@ from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.round.context import RunContext
 
 ROLES = ("method", "attack", "observer")
-"""Roles of callbacks, in the order in which their hooks are called."""
+"""Roles of callbacks. Hooks are called in the order of these roles."""
 
 
 class Declarations:
@@ -89,9 +89,9 @@ class Declarations:
         return 0, 0
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
-        """Return how many additional floats single clients send and receive, by client id.
+        """Return how many additional floats single clients send and receive.
 
-        The clients need not be in the cohort.
+        The keys are client ids. The clients need not be in the cohort.
         """
         return {}
 

@@ -141,7 +141,7 @@ class ServerEvaluation:
             entries.append((self._batch, state))
 
     def finish(self) -> dict[str, float]:
-        """Return the metrics since :meth:`start`; all ranks must call this method.
+        """Return the metrics of all batches since :meth:`start`. All ranks must call this method.
 
         A second call without new batches returns the same metrics.
         """

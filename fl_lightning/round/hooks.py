@@ -40,7 +40,7 @@ def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
 
 
 def configure_batch_norm(run: RunContext, methods: Iterable[Any]) -> None:
-    """Let methods swap BN modules.
+    """Let methods replace BN layers of the model by their own.
 
     Raises:
         ConfigurationError: A method adds parameters, which the model would lose after the run.

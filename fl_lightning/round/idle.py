@@ -49,7 +49,7 @@ def idle_methods(run: RunContext) -> list[str]:
 
 @cache
 def _only_rounds(kind: Any) -> bool:
-    """Return whether a class is a user's method that acts only by its policy and round hooks."""
+    """Return whether a class is a user's method that has only a policy and hooks of rounds."""
     base = next(cls for cls in kind.__mro__ if cls.__module__.startswith("fl_lightning."))
     state = ("on_save_checkpoint", "on_load_checkpoint")
     hooks = [name for name in vars(L.Callback) if name.startswith(("on_", "setup")) and name not in state]

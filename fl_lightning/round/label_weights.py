@@ -46,7 +46,10 @@ class LabelWeights:
         self._shares: dict[int, Tensor | None] = {}
 
     def forget(self) -> None:
-        """Discard the measured weights, as they may change between evaluations."""
+        """Discard the measured label weights.
+
+        A loss may change its weights between evaluations.
+        """
         self._shares = {}
 
     def of(self, outputs: Any, targets: Any, ignored: int) -> tuple[Any, Tensor | None]:

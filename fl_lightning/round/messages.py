@@ -30,7 +30,7 @@ class Sent(NamedTuple):
     rule: Aggregator
 
     def rows(self) -> Tensor:
-        """Return the vectors of all clients, ``[C, d]``."""
+        """Return the vectors of all clients as one tensor, ``[C, d]``."""
         pairs = zip(self.pieces, self.reference, strict=True)
         return torch.cat([piece - reference for piece, reference in pairs], 1)
 

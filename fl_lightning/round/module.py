@@ -161,7 +161,7 @@ class FederatedModule(Recorded, L.LightningModule):
         statistics_aggregator: Aggregator | None = None,
         statistics_domain: Domain | None = None,
         weighting: Weighting = "examples",
-        # nn.Module in the type lets the command line accept torch's losses by class name
+        # with nn.Module in the type, the command line accepts torch's losses by class name
         loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
         task: Task | None = None,
         metrics: dict[str, MetricSetting] | None = None,
@@ -483,7 +483,7 @@ class FederatedModule(Recorded, L.LightningModule):
             self.ranks.exchange(lambda: check_first_steps(self))
 
     def on_train_epoch_start(self) -> None:
-        """Request an evaluation after the last round, whatever ``check_val_every_n_epoch`` is."""
+        """Request an evaluation in the last round, even if none is due there."""
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1

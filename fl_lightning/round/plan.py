@@ -74,7 +74,7 @@ class RoundPlan:
         self.min_clients = next((number for number in numbers if _accepted(number, rules)), size)
 
     def reporting(self, round_number: int) -> list[int]:
-        """Return the sampled clients of a round that do not drop out."""
+        """Return the clients that are sampled for a round and do not drop out."""
         drawn = sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number)
         failures = self.failures
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]

@@ -113,7 +113,10 @@ class RunRecord:
         return self.holders.get(block, self.holders.get("", []))
 
     def spend(self, seconds: float, costs: Mapping[str, float]) -> None:
-        """Add a duration in seconds, and traffic in bytes by metric name, to the totals."""
+        """Add a duration in seconds and traffic in bytes to the totals.
+
+        Traffic has metric names as keys.
+        """
         self.seconds += seconds
         self.upload_bytes += int(costs["comm/upload_bytes"])
         self.download_bytes += int(costs["comm/download_bytes"])
@@ -135,7 +138,7 @@ class RunRecord:
             )
 
     def finish_line(self, round_number: int) -> dict[str, float]:
-        """Return the metrics of a round, and start an empty collection for the next round."""
+        """Return the metrics of a finished round, and start with none for the next round."""
         line = {"round": round_number, **self._pending}
         self._pending = {}
         return line

@@ -53,7 +53,7 @@ class Task(Recorded, ABC):
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the mean loss of a batch, a scalar."""
+        """Return the mean loss of a batch as a scalar tensor."""
 
     def scores(self, outputs: Any) -> Any:
         """Return the model output that is evaluated.
@@ -189,7 +189,7 @@ class Classification(Task):
         return {"by class": torch.stack(sums)[:, :classes]}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return ``accuracy``."""
+        """Return the metric ``accuracy``, the fraction of correct predictions."""
         share = self._share(counts)
         return {} if share is None else {"accuracy": share.float().item()}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 TOLERANCE = 1e-10
-"""Largest difference at which two float64 values count as equal."""
+"""Tolerance of checks in float64: values that differ by at most this number count as equal."""
 
 Status = Literal["PASSED", "FAILED", "does not apply"]
 
@@ -72,7 +72,7 @@ def distance(
 
 
 def apart(one: Any, other: Any) -> float:
-    """Return the largest difference between two leaves.
+    """Return the largest difference between two values, such as tensors or numbers.
 
     The difference is infinite if types or shapes differ, or if only one of two values is NaN.
     """

@@ -123,7 +123,7 @@ class Run(FederatedModule):
         )
 
     def start_round(self) -> RoundCohort:
-        """Start a round, and record the server's state."""
+        """Start a round, and record the server's state before it."""
         if self.method is not None and len(self.rounds) + 1 == self.memory_of_server:
             memory = deepcopy(contents(self.method.state_dict()))
             if large_of_server(memory):

@@ -1,4 +1,4 @@
-"""Rules that check single runs: treatment of state, memory of clients, restored model."""
+"""Rules that need only a single run each, for example on the treatment of state."""
 
 from itertools import pairwise
 
@@ -278,7 +278,10 @@ def model_comes_back(trials: Trials) -> str:
 
 
 def _form(model: nn.Module) -> Leaves:
-    """Return the structure of a model by name: types, shapes, flags and hooks, without values."""
+    """Return the structure of a model: types, shapes, flags and hooks, but no values.
+
+    The keys are the names of modules and tensors.
+    """
     form: Leaves = {f"{name} in state_dict": "yes" for name in model.state_dict()}
     for name, module in model.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)

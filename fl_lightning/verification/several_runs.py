@@ -1,4 +1,4 @@
-"""Rules that compare two runs of a method. The runs differ in one respect."""
+"""Rules that compare two runs of a method. The two runs differ in one respect, as the executor."""
 
 import pickle
 from typing import Any

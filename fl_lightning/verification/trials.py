@@ -47,7 +47,7 @@ class Observer(FederatedCallback):
         self.method = method
 
     def look(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int = 0) -> None:
-        """Read all rows, and draw from all generators."""
+        """Read the rows of all clients, and draw a random number from each generator."""
         for rows in (*cohort.params.values(), *cohort.buffers.values()):
             rows.double().sum()
         torch.rand(3)
@@ -66,7 +66,7 @@ class Observer(FederatedCallback):
 class Disturb(FederatedCallback):
     """Callback that changes one client's state after its local steps.
 
-    It must run before the method under test.
+    Its hooks must be called before those of the method under test.
     """
 
     def __init__(self, disturbance: Disturbance) -> None:

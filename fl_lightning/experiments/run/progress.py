@@ -158,6 +158,6 @@ class RoundProgress(Recorded, ProgressBar):
             return ""
         seconds = median(self._rounds) * (total - done)
         if self._evaluations and (every := self.trainer.check_val_every_n_epoch):
-            # the last round is always evaluated
+            # the last round always has an evaluation
             seconds += median(self._evaluations) * ((total - 1) // every + 1 - int(done) // every)
         return f"ETA {timedelta(seconds=round(seconds))}"

@@ -95,7 +95,7 @@ def _devices(accelerator: Any, ranks: int) -> int:
 
 
 def on_cpu(accelerator: Any) -> bool:
-    """Return whether a run with this ``trainer.accelerator`` computes on CPUs."""
+    """Return whether a run with this value of ``trainer.accelerator`` computes on CPUs."""
     has_gpu = CUDAAccelerator.is_available() or MPSAccelerator.is_available()
     return accelerator == "cpu" or (accelerator == "auto" and not has_gpu)
 

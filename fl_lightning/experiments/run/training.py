@@ -273,7 +273,7 @@ class Training:
         owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
         resumed = owner if writes and owner in self.directory.attempts() else None
         if resumed is not None:
-            held.enter_context(resumed.lock())  # lock before reading the checkpoint
+            held.enter_context(resumed.lock())  # lock the folder before the checkpoint is read
         checkpoint = load_run(path, weights_only)
         extend_model(self.module.model, as_list(settings.get("callbacks")), self.module.seed)
         check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
@@ -287,7 +287,7 @@ class Training:
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
-        # RunStart comes first: it prints before the progress bar opens its line
+        # RunStart is the first callback, so that it prints before the progress bar opens its line
         beginning = RunStart(self.start, self.config, self.made, self.header)
         callbacks = [beginning, *callbacks, interruption, self.keeper]
         self.keeper.attempt = attempt = self.start.attempt
@@ -352,12 +352,12 @@ def quiet_host() -> None:
     # LightningCLI 2.6 uses deprecated functions of jsonargparse: users need no warning about this
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     for message in (
-        ".*LightningCLI's args parameter.*",  # this project passes args on purpose
-        ".*does not have many workers.*",  # in-memory data need no workers
+        ".*LightningCLI's args parameter.*",  # this project passes the argument args on purpose
+        ".*does not have many workers.*",  # data in memory need no data workers
         ".*isinstance\\(treespec, LeafSpec\\).*",  # harmless warning of Lightning 2.6 with torch >= 2.12
         "Implicitly cleaning up <TemporaryDirectory",  # W&B causes this warning when it uploads pictures
         ".*The `srun` command is available.*",  # a run on a cluster's login node does not need srun
         ".*is smaller than the logging interval.*",  # an epoch is one round, and has one training step
-        ".*Total length of `list` across ranks is zero.*",  # a federation may lack evaluation data
+        ".*Total length of `list` across ranks is zero.*",  # a federation may have no evaluation data
     ):
         warnings.filterwarnings("ignore", message)

@@ -150,7 +150,7 @@ def _is_same(now: Any, given: Any) -> bool:
 
 
 def without_decided(tree: Config, data: FederatedDataModule) -> Config:
-    """Return a copy of a description without the model arguments that the data determine."""
+    """Copy a description without the model arguments that the data module determines."""
     configured = copy.deepcopy(tree)
     settings = configured["model"].get("init_args", configured["model"])
     arguments = settings["model"]["init_args"]
@@ -165,8 +165,9 @@ def without_decided(tree: Config, data: FederatedDataModule) -> Config:
 
 
 def _digests(module: FederatedModule) -> Config:
-    """Return digests of layers and weights that the arguments and the seed do not determine."""
-    model = getattr(module.model, "_orig_mod", module.model)  # unwrap a compiled model
+    """Return digests of layers and weights that the model's arguments and the seed do not fix."""
+    # use the original model if the model is compiled
+    model = getattr(module.model, "_orig_mod", module.model)
     made = making(model)
     known = module.initial_weights is None and not any(map(is_lazy, model.parameters()))
     weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}

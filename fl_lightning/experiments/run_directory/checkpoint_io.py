@@ -22,9 +22,8 @@ from fl_lightning.models.weights import load_whole, misfit_error, misfits
 class AtomicCheckpointIO(CheckpointIO):
     """Lightning plugin that writes checkpoints atomically, to local paths only.
 
-    If a write is interrupted, the old file does not change.
-
-    Pass it as ``Trainer(plugins=[AtomicCheckpointIO()])``.
+    If a write is interrupted, the old file does not change. Use the plugin as
+    ``Trainer(plugins=[AtomicCheckpointIO()])``.
     """
 
     def save_checkpoint(

@@ -150,13 +150,16 @@ class RoundCheckpoint(Recorded, Checkpoint):
         The file is searched in the folder of ``path``. The result is None if the file is missing.
         """
         for candidate in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
-            with contextlib.suppress(ConfigurationError):  # skip a missing or damaged file
+            with contextlib.suppress(ConfigurationError):  # ignore a missing or damaged file
                 if AtomicCheckpointIO().load_checkpoint(candidate)["callbacks"].get(self.state_key) == state:
                     return candidate
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best score if the folder has ``best.ckpt``; else start without a score."""
+        """Restore the best score if the folder has ``best.ckpt``.
+
+        Otherwise start without a best score.
+        """
         if self.dirpath is not None and (self.dirpath / "best.ckpt").is_file():
             self.best_score, self.best_round = state_dict["best_score"], state_dict["best_round"]
             self.best_model_path = str(self.dirpath / "best.ckpt")
@@ -215,7 +218,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         write_text(note, f"{this_run}\n")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock of ``every_n_seconds``, and forget the rounds of an earlier fit."""
+        """Start the clock of ``every_n_seconds``; discard the saved rounds of earlier fits."""
         self._complete_round = self.saved_round = None
         self._saved_at = time.monotonic()
 
@@ -336,7 +339,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
 
 def kept_name(round_number: int) -> str:
-    """Return the file name of a checkpoint for ``keep_rounds``."""
+    """Return the file name of the checkpoint that is kept for a round in ``keep_rounds``."""
     return f"round_{round_number}.ckpt"
 
 

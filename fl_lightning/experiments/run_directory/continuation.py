@@ -91,6 +91,6 @@ def find_start(
 def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
     """Compare with a checkpoint: return old and new value of each setting that affects results."""
     before = checkpoint["fl_lightning"]["record"].get("description")
-    if not before:  # an earlier version has written this checkpoint
+    if not before:  # a checkpoint of an older version has no description
         return {"settings": ["unknown", "those of config.yaml"]}
     return differences(before, deciding_settings(made))

@@ -111,7 +111,8 @@ def model_name(module: FederatedModule) -> str:
 def run_title(module: FederatedModule) -> list[str]:
     """Return the lines of a picture's title.
 
-    The first line is the method. The second is model, data and seed. A further line is added for
+    The first line names the method. The second line names model, data and seed. A further line is
+    added for
     each checkpoint from which the run continued.
     """
     norms = norm_names(module.model)
@@ -167,7 +168,7 @@ def describe_computing(module: FederatedModule) -> dict[str, object]:
 
 
 def describe_environment() -> dict[str, str | None]:
-    """Return versions, platform and git commit.
+    """Return the versions of the software, the platform and the git commit of a run.
 
     The commit ends in ``-dirty`` if files have changed since the commit. Without git, the commit is
     None.

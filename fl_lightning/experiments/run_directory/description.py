@@ -54,7 +54,7 @@ OUTSIDE_THE_HASH = frozenset(
 """Trainer settings that do not affect the weights, the metrics or the traffic of a round."""
 
 _TASK = full_name(Classification)
-"""The default task of a run."""
+"""Full name of the task that a run has by default."""
 
 _PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 """Aliases of Lightning's names for precisions, with the name of each.

@@ -73,7 +73,7 @@ class Attempt:
         return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
 
     def read_config(self) -> Config:
-        """Return the resolved configuration.
+        """Return all settings of the run, as in ``config.yaml``.
 
         Raises:
             ConfigurationError: The file cannot be read.
@@ -163,7 +163,7 @@ class RunDirectory:
     stem: str
 
     def attempts(self) -> list[Attempt]:
-        """Return the existing attempts, newest first."""
+        """Return the attempts whose folders exist. The newest attempt is the first one."""
         pattern = re.compile(re.escape(self.stem) + r"(?:\.([1-9][0-9]*))?")
         matches = ((pattern.fullmatch(path.name), path) for path in self.root.glob(f"{self.stem}*/"))
         numbers = {int(match[1] or 1): Attempt(path) for match, path in matches if match}

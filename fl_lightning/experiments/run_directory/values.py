@@ -151,7 +151,7 @@ def layers(model: nn.Module, walk: Walk | None = None) -> str:
     walk, model = walk or Walk(), getattr(model, "_orig_mod", model)
     shared: dict[int, str] = {}
     ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
-    # describe() ends cycles: a hook of a layer may refer to the model
+    # use walk.describe, which ends cycles: a hook of a layer may refer to the model
     return str(
         walk.describe(model, lambda: tree_digest([ties, [_layer(layer, walk) for layer in model.modules()]]))
     )
