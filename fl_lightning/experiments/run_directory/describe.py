@@ -112,8 +112,7 @@ def run_title(module: FederatedModule) -> list[str]:
     """Return the lines of a picture's title.
 
     The first line names the method. The second line names model, data and seed. A further line is
-    added for
-    each checkpoint from which the run continued.
+    added for each checkpoint from which the run continued.
     """
     norms = norm_names(module.model)
     model = model_name(module) + (f" ({', '.join(norms)})" if norms else "")

@@ -1,8 +1,7 @@
 """Description of objects in the format of a YAML configuration.
 
 The format has numbers, strings, lists and dicts. An object is described by the arguments of its
-constructor. If the arguments were not recorded, the
-object is described by a digest of its state.
+constructor. If the arguments were not recorded, the object is described by a digest of its state.
 """
 
 import copyreg
