@@ -1,4 +1,4 @@
-"""Check of an executor: its first two local steps must equal those of plain PyTorch."""
+"""Check of an executor, which compares two local steps with plain PyTorch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,7 +90,7 @@ def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
 
 
 def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchStack]) -> float:
-    """Take the local steps of all clients with the run's executor, and return the learning rate."""
+    """Take the cohort's local steps with the run's executor, and return the learning rate."""
     part, rate = cohort.part(), 0.0
     for step, batch in enumerate(batches):
         joint = run.joint_method if step == 0 else None

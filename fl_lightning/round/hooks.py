@@ -1,4 +1,4 @@
-"""Calls of the methods' hooks in a fixed order, and storage of what methods keep for clients."""
+"""Calls of the methods' hooks in a fixed order, and files of the methods' client memories."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -588,7 +588,7 @@ class FederatedModule(Recorded, L.LightningModule):
             self.print(f"checkpoint {path} has no record of its data; the data of this run may differ")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
-        """Return the state of the server model, and nothing else."""
+        """Return the state of the server model. Other state of this module is not included."""
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(

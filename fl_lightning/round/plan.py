@@ -18,7 +18,7 @@ from fl_lightning.round.failures import ClientFailures
 Weighting = Literal["examples", "uniform", "samples"]
 """Quantity to which aggregation weights are proportional. For ``"uniform"``, weights are equal."""
 
-_MOST_IDLE = 10_000  # so many skipped rounds in succession are an error
+_MOST_IDLE = 10_000  # this number of skipped rounds in succession is an error
 
 
 @dataclass

@@ -138,7 +138,7 @@ class RunRecord:
             )
 
     def finish_line(self, round_number: int) -> dict[str, float]:
-        """Return the metrics of a finished round, and start with none for the next round."""
+        """Return the metrics of a finished round, and clear them for the next round."""
         line = {"round": round_number, **self._pending}
         self._pending = {}
         return line

@@ -76,7 +76,7 @@ def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
 def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
     """Log the numbers of reporting and dropped clients.
 
-    Nothing is logged if clients can neither fail nor be dropped.
+    If clients can neither fail nor be dropped, the numbers are not logged.
     """
     dropping = run.on_divergence == "drop"
     if run.plan.failures is None and not dropping:

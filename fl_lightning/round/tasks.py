@@ -81,12 +81,12 @@ class Task(Recorded, ABC):
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
         """Return the counts of a batch, which are then summed over batches.
 
-        By default, there are none.
+        By default, the dict is empty.
         """
         return {}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return the metrics, computed from the summed counts. By default, there are none.
+        """Return the metrics, computed from the summed counts; by default, an empty dict.
 
         A metric without samples is left out.
         """

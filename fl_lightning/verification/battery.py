@@ -80,7 +80,7 @@ REMEDIES: dict[str, str] = {
 """Advice for each failed rule: how to change the method."""
 
 NEEDED = ("trains", "runs repeat")
-"""Names of two rules. If a method breaks one of them, its other findings mean nothing."""
+"""Names of two rules. If a method breaks one of them, all other findings are meaningless."""
 
 
 def certify(

@@ -44,8 +44,8 @@ def memory_apart(first: Round, second: Round) -> tuple[float, str]:
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
     """Compare the memories of the default run and a renumbered run; return the largest difference.
 
-    If the memories are not equal as they are, each client's memory is compared to the memory under
-    the client's new number.
+    If the two memories differ, each client's memory is compared to the memory under the client's
+    new number.
     """
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))

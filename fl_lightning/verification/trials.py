@@ -66,7 +66,7 @@ class Observer(FederatedCallback):
 class Disturb(FederatedCallback):
     """Callback that changes one client's state after its local steps.
 
-    Its hooks must be called before those of the method under test.
+    Its hooks must be called before the hooks of the method under test.
     """
 
     def __init__(self, disturbance: Disturbance) -> None:

@@ -330,7 +330,7 @@ def _shows(path: str) -> bool:
 
 @cache
 def _threads_only_read(path: str) -> bool:
-    """Return whether a data module inherits the setting ``threads`` from a shipped data module.
+    """Return whether a data module has the setting ``threads`` of a shipped data module.
 
     This setting does not affect results. A user's setting ``threads`` might affect them.
     """
