@@ -96,8 +96,7 @@ class Ranks:
             message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # all ranks raise an error of a nested exchange; keep only the notes that are equal
-                # on all ranks
+                # all ranks raise an error of a nested exchange: keep only the notes that all have
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
             mine, message = error, pickle.dumps((None, described(error), 0))

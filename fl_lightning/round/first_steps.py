@@ -234,8 +234,7 @@ def _compare(
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # floor of the tolerance: a tensor without exact change, as a bias before BN, changes by
-        # rounding
+        # floor of the tolerance: a bias before BN, for example, changes only by rounding
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)

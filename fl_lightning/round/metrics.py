@@ -76,8 +76,7 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
         try:
             return make(num_classes=num_classes)
         except (TypeError, ValueError) as second:
-            # raise the first error: the second may only say that the metric has no argument
-            # num_classes
+            # raise the first error: the second may only say that num_classes is unknown
             raise (error if "num_classes" in str(second) else second) from None
 
 

@@ -146,8 +146,7 @@ class RunRecord:
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
         """Store the metrics of a round as the newest ones, and pass them to the loggers."""
         if self._logging_seconds is not None:
-            # this is the time to log the previous round; the time to log this round is not known
-            # yet
+            # the time to log the previous round, as the time to log this round is still unknown
             line["time/logging_s"] = self._logging_seconds
         started = time.perf_counter()
         self.metrics = line

@@ -299,8 +299,7 @@ class Training:
             loggers.append(self._wandb)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                # by default, Lightning would write the checkpoints to a logger's folder, such as
-                # W&B's
+                # without this, Lightning would write checkpoints to the folder of a logger
                 callback.dirpath = str(attempt.checkpoints.resolve())
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 

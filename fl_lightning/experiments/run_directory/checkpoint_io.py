@@ -42,8 +42,7 @@ class AtomicCheckpointIO(CheckpointIO):
             with atomic_write(target) as file:
                 torch.save(checkpoint, file)
         except RuntimeError as error:
-            # torch's zip writer raises a RuntimeError; the operating system's error is its
-            # __context__
+            # torch's zip writer raises a RuntimeError in place of the system's error
             if isinstance(error.__context__, OSError):
                 raise unwritable(target, error.__context__) from error
             raise
