@@ -110,7 +110,7 @@ class VariantEvaluation(FederatedCallback):
     ) -> None:
         """Evaluate every variant on a batch. This does not affect the evaluation of the server."""
         with isolate_rng():
-            # the turn divides the variants of a batch among the ranks, because batches may be few
+            # a batch's variants are divided among the ranks by their number in this loop
             for turn, (name, tensors) in enumerate(self._tensors.items()):
                 evaluate = partial(self.evaluate, pl_module, tensors)
                 self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)

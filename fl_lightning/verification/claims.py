@@ -119,7 +119,7 @@ def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
 
     The results are equal if means over clients use the weights ``n_i / n``.
     """
-    one, two = (0, 1), (0, 1, 1)  # identities: the second client has the data of the first client twice
+    one, two = (0, 1), (0, 1, 1)  # two: client 2 is a copy of client 1, with the same data
     alike = trials.run(identities=two, script=((0, 1, 2),) * 4, weighting="uniform")
     return _rounds_apart(trials.run(identities=one, script=(one,) * 4), alike)
 

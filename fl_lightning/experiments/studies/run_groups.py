@@ -184,8 +184,8 @@ def _hash_of(attempt: Attempt, config: Config) -> str:
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
     """Group the runs of a configuration. The runs in a group have different seeds.
 
-    If all runs have different seeds, they form one group. Otherwise the runs in each folder form a
-    group. If two runs in one folder have equal seeds, each run forms a separate group.
+    If all runs have different seeds, they form one group. Otherwise there is one group per folder,
+    unless two runs of a folder have equal seeds. In this case every run is a group by itself.
     """
     newest: dict[Path, tuple[int, Attempt]] = {}
     for seed, attempt in attempts:

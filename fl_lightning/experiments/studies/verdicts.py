@@ -132,10 +132,12 @@ class Comparison(NamedTuple):
 def p_of(tests: Sequence[Comparison]) -> float | None:
     """Return the two-sided p-value of a claim; None if all tests have only one pair.
 
-    A claim holds if all of its tests hold. The p-value for the claim is therefore the largest
-    p-value of its tests. A claim does not hold if one of its tests does not hold. The p-value
-    against the claim is therefore the smallest p-value of its tests, multiplied by the number of
-    tests.
+    The result is twice the smaller of two one-sided p-values, at most 1:
+
+    - To show that the claim holds, all of its tests must hold. So the p-value is the largest of the
+      tests.
+    - To show that the claim does not hold, one of its tests must fail. So the p-value is the
+      smallest of the tests, times the number of tests.
     """
     if all(test.pairs < 2 for test in tests):
         return None
