@@ -1,5 +1,6 @@
 """Calls of the methods' hooks in a fixed order, and files of the methods' client memories."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,22 @@ def in_order(callbacks: Iterable[Any]) -> list[Any]:
 def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
     """Let methods add their layers to a model.
 
-    A class of methods adds its layers to a model only once. Random numbers are drawn with ``seed``.
+    Each method adds its layers only once, also if the model is used again with a new object of the
+    method's class. A second object of the same class in one run is a method of its own. Random
+    numbers are drawn with ``seed``.
     """
     extended = vars(model).setdefault("_extended_by", set())
+    seen: Counter[type] = Counter()
     for method in in_order(callbacks):
-        name = f"{type(method).__name__}.extend_model"
-        if name not in extended:
-            with doing(name), seeded(derive_seed(seed, name)):
+        kind = type(method)
+        name = f"{kind.__name__}.extend_model"
+        purpose = f"{name} {seen[kind]}" if seen[kind] else name
+        key = (kind.__module__, kind.__qualname__, seen[kind])
+        seen[kind] += 1
+        if key not in extended:
+            with doing(name), seeded(derive_seed(seed, purpose)):
                 method.extend_model(model)
-            extended.add(name)
+            extended.add(key)
 
 
 def configure_batch_norm(run: RunContext, methods: Iterable[Any]) -> None:

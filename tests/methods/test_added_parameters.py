@@ -16,6 +16,7 @@ from fl_lightning import (
     swap_batch_norm,
 )
 from fl_lightning.__main__ import main
+from fl_lightning.round.hooks import extend_model
 from fl_lightning.verification import certify
 
 FACTORS = ("1.factor", "4.factor")
@@ -121,3 +122,28 @@ def test_commands_know_added_parameters(capsys):
     assert torch.equal(tested.model.state_dict()["features.2.factor"], factor)
     further = run_command(*norm, "--ckpt_path", "last", "--trainer.max_epochs", "3")
     assert not torch.equal(further.model.state_dict()["features.2.factor"], factor)
+
+
+class Scaled(FederatedCallback):
+    """A learnable factor after one layer."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def extend_model(self, model):
+        model[self.layer].scale = nn.Parameter(torch.ones(1))
+
+
+def test_two_objects_of_a_class_and_two_classes_of_a_name_each_add_their_layers():
+    model = small_cnn()
+    other = type("Scaled", (Scaled,), {"__module__": "elsewhere"})
+    for _ in range(2):  # with new objects and the same model: nothing is added again
+        extend_model(model, [Scaled(1), Scaled(4), other(8)], seed=0)
+        assert [name for name, _ in model.named_parameters() if "scale" in name] == [
+            "1.scale",
+            "4.scale",
+            "8.scale",
+        ]
+    kept = model[1].scale
+    extend_model(model, [Scaled(1)], seed=0)
+    assert model[1].scale is kept
