@@ -77,6 +77,7 @@ class ClassifierBias(FederatedCallback):
 
     paper = "(an observer: evaluation only)"
     role = "observer"
+    logs = ("val/predicted_share_", "test/predicted_share_")
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
 
     def __init__(self, mean_of: int = 5, train_samples: int = 2000, checkpoints: Sequence[str] = ()) -> None:

@@ -281,6 +281,19 @@ def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
     assert len(ran) == 1
 
 
+@pytest.mark.parametrize("metric", ["test/predicted_share_0", "test/accuracy_calibrated", "test/train_loss"])
+def test_metrics_of_an_observer_are_columns(metric, ran):
+    write(
+        metrics={metric: "seen"},
+        axes={"method": {"BN": {"trainer.callbacks": ["ClassifierBias"]}}},
+        without=[],
+        published=[],
+        claims=[],
+    )
+    study("--dry-run")
+    assert ran == []
+
+
 @pytest.mark.slow
 def test_the_metric_of_a_label_or_a_choice_that_no_run_has_ends_the_study_at_its_first_cell(ran, capsys):
     lr, nothing = "model.client_optimizer.lr", {"without": [], "published": [], "claims": []}
