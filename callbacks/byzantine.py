@@ -113,7 +113,7 @@ class Byzantine(FederatedCallback):
         return type(self.attack).messages is not Attack.messages
 
     def rows(self, cohort: Cohort) -> list[int]:
-        """Return the rows of the attackers in a cohort. Before ``start_round`` there are none."""
+        """Return the rows of the attackers in a cohort. Before ``start_round`` the list is empty."""
         active = cohort.round >= self.start_round
         return [row for row, client in enumerate(cohort.client_ids) if active and client in self.attackers]
 

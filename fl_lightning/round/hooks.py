@@ -29,9 +29,9 @@ def in_order(callbacks: Iterable[Any]) -> list[Any]:
 def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
     """Let methods add their layers to a model.
 
-    Each method adds its layers only once, also if the model is used again with a new object of the
-    method's class. A second object of the same class in one run is a method of its own. Random
-    numbers are drawn with ``seed``.
+    A model remembers which methods have added their layers, so a later run on the same model adds
+    nothing twice. Two methods of the same class in one run both add layers. Random numbers are
+    drawn with ``seed``.
     """
     extended = vars(model).setdefault("_extended_by", set())
     seen: Counter[type] = Counter()
