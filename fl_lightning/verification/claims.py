@@ -30,7 +30,7 @@ Gap = tuple[float, str]
 
 
 def own_twin(trials: Trials) -> Gap:
-    """Compare federated (E = 1, equal batch sizes) and centralised training, both with the method.
+    """Compare the method's federated run with its centralised run, at E = 1 and equal batch sizes.
 
     Each client takes one local step per round (E = 1), and all clients have the same batch size.
     """
@@ -38,7 +38,7 @@ def own_twin(trials: Trials) -> Gap:
 
 
 def own_twin_when_frozen(trials: Trials) -> Gap:
-    """Compare as ``own_twin`` does, but only in rounds with frozen statistics.
+    """Compare the method's federated and centralised run in rounds with frozen statistics.
 
     The centralised run resumes from the last federated round before the freeze.
     """
@@ -51,7 +51,7 @@ def own_twin_when_frozen(trials: Trials) -> Gap:
 
 
 def own_twin_without_bn(trials: Trials) -> Gap:
-    """Compare as ``own_twin`` does, on a model with Group Normalization instead of BN.
+    """Compare the method's federated and centralised run on a model with GN instead of BN.
 
     In such a model, the gradient on the union of the batches is the mean of the clients' gradients.
     """
@@ -59,7 +59,7 @@ def own_twin_without_bn(trials: Trials) -> Gap:
 
 
 def centralised_bn(trials: Trials) -> Gap:
-    """Compare federated training (E = 1, equal batch sizes) with centralised training of plain BN.
+    """Compare the method's federated run with centralised BN, at E = 1 and equal batch sizes.
 
     Each client takes one local step per round (E = 1), and all clients have the same batch size.
     Centralised training computes each step on the union of the clients' batches. Weights and
@@ -90,7 +90,7 @@ def union_statistics(trials: Trials) -> Gap:
 
 
 def weights_of_fedavg(trials: Trials) -> Gap:
-    """Compare weights, gamma and beta bit for bit to FedAvg with BN.
+    """Compare all trainable parameters bit for bit to FedAvg with BN.
 
     The claim holds for any number E of local steps and for any participation.
     """
@@ -100,7 +100,7 @@ def weights_of_fedavg(trials: Trials) -> Gap:
 
 
 def fedavg_on_identical_clients(trials: Trials) -> Gap:
-    """Compare to FedAvg with BN on clients that have the same data, and hence the same weights."""
+    """Compare the method to FedAvg with BN on clients that all have the same data."""
     alike = USUAL.but(identities=(1,) * len(CLIENTS), script=EVERYONE)
     return _rounds_apart(trials.run(alike), trials.run(alike, bare=True))
 
@@ -115,7 +115,7 @@ def one_client_is_plain_training(trials: Trials) -> Gap:
 
 
 def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
-    """Compare one client of weight 2p to two clients of weight p with the same data.
+    """Compare a client of weight 2p to two copies of this client, each of weight p.
 
     The results are equal if means over clients use the weights ``n_i / n``.
     """
@@ -125,7 +125,7 @@ def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
 
 
 def moments_of_the_mixture(trials: Trials) -> Gap:
-    """Compare the server's statistics to mean and variance of the mixture of the clients.
+    """Compare the server's statistics to the mean and variance of a mixture of all clients.
 
     Client i sends mean mu_i and variance sigma_i^2, and has weight p_i. The mixture has the mean
     ``mu = sum p_i mu_i`` and the variance ``sum p_i (sigma_i^2 + mu_i^2) - mu^2``.

@@ -63,7 +63,7 @@ def between_rounds(trials: Trials) -> str:
 
 
 def server_state(trials: Trials) -> str:
-    """Check that averaged and local state at the server is the clients' weighted mean.
+    """Check that the server's averaged and local state is the clients' weighted mean.
 
     The mean is ``sum p_i x_i`` with ``p_i = n_i / n``; the server optimizer is ``SGD(lr=1)``.
     Only ``on_after_aggregate`` may correct this state. A counter must be the largest counter of the

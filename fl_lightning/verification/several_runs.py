@@ -157,7 +157,7 @@ def learning_rate_0(trials: Trials) -> str:
 
 
 def pooled_weights(trials: Trials) -> str:
-    """Check that pooled statistics weight clients by ``n_i / n``.
+    """Check that pooled statistics weight each client by ``n_i / n``, its share of the samples.
 
     If a client is replaced by two clients, each with the same data and half the weight, the
     statistics must be the same. A method that weights batches by their number of values claims
