@@ -28,7 +28,7 @@ STATE = {"weight": "W", "affine": "A", "mean": "S", "var": "S"}
 COLUMNS = {"averaged": ("averaged", "max"), "local": ("local",), "frozen": ("frozen",), "pooled": ("pooled",)}
 LEGEND = """\
 - W: all trainable parameters except those of BN. A: gamma and beta of BN. S: running means and variances of BN.
-- Last layer: all state of the last layer. In rows with this entry, W, A and S are state of the other layers.
+- Last layer: all state of the last layer. In rows with this entry, W, A and S leave out the last layer.
 - State that a row does not name is neither sent nor kept between rounds.
 - MB: megabytes per client and round of ResNet-20 in float32. "Then" separates the values before and after T*.
 - Exchanges: the number of times in a round that all clients wait for the server."""
