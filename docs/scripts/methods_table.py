@@ -30,8 +30,8 @@ LEGEND = """\
 - W: all trainable parameters except those of BN. A: gamma and beta of BN. S: running means and variances of BN.
 - Last layer: all state of the last layer. In rows with this entry, W, A and S leave out the last layer.
 - State that a row does not name is neither sent nor kept between rounds.
-- MB: megabytes per client and round of ResNet-20 in float32. "Then" separates the values before and after T*.
-- Exchanges: the number of times in a round that all clients wait for the server."""
+- MB: megabytes per client and round, for ResNet-20 in float32. "Then" separates the values before and after T*.
+- Exchanges: how often all clients wait for the server in a round."""
 
 
 def methods() -> dict[str, type[FederatedCallback]]:
