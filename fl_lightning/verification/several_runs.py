@@ -133,8 +133,8 @@ def learning_rate_0(trials: Trials) -> str:
     """Check that a client learning rate of 0 changes no weights, at clients or at the server.
 
     A correction in ``on_after_aggregate`` may change the server's weights. The rule does not apply
-    to attacks. It does not apply to methods that draw random numbers either, since noise may change
-    weights at any learning rate.
+    to attacks, or to methods that draw random numbers: noise may change weights at any learning
+    rate.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attackers move weights at any learning rate")
