@@ -45,7 +45,7 @@ def runs_repeat(trials: Trials) -> str:
 
 
 def resume(trials: Trials) -> str:
-    """Check that a run resumed after any round ends with the same results, bit for bit.
+    """Check that resuming after any round gives the same results, bit for bit.
 
     The results are the model, the state of the server optimizer, the method's memory and all
     metrics. The server optimizer has momentum.
@@ -91,7 +91,7 @@ def ranks(trials: Trials) -> str:
 
 
 def observers(trials: Trials) -> str:
-    """Check that callbacks which only read state and draw random numbers do not change the run.
+    """Check that a run does not change if other callbacks read its state and draw random numbers.
 
     The numbers are drawn from the global generators, and from generators of the method.
     """
@@ -261,7 +261,7 @@ def exchange_in_a_round(trials: Trials) -> str:
 
 
 def clients_own_state(trials: Trials) -> str:
-    """Check that state which a client does not send affects neither server nor other clients.
+    """Check that a client's unsent state affects neither the server nor other clients.
 
     A client does not send local, frozen and reset state. It sends optimizer state only if
     ``extra_payload`` counts that state.
