@@ -1,4 +1,4 @@
-"""Values of a study as plain numbers. Each combination of labels and seed has one row."""
+"""Table of a study's values, with one row for each run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,25 +8,22 @@ from fl_lightning.experiments.studies.found import Found, Group, Labels, RunFoun
 _COSTS = (
     "rounds", "samples", "upload_bytes", "download_bytes", "exchanges", "train_seconds", "diverged",
 )  # fmt: skip
-"""Keys that are copied from a run's findings to the run's row in the table of cells."""
 
 
 @dataclass(frozen=True)
 class StudyCell:
-    """A cell of a study, which is one combination of labels with one seed.
+    """A cell of a study: one run, with one label of each axis and one seed.
 
     Attributes:
         labels: Label of each axis.
         seed: Seed of the run.
         phase: Phase of the run, such as ``"done"``, ``"failed"`` or ``"missing"``.
-        values: Values keyed by the metric's name, such as ``test/accuracy``; empty without a
-            result. If ``metric`` is set, its value is stored under the name of the study's first
-            metric.
-        metric: Metric that replaces the study's first metric for this cell; None without such a
-            metric.
+        values: Value of each metric, such as ``test/accuracy``; empty without a result. The value
+            of ``metric`` is stored under the name of the study's first metric.
+        metric: Metric that replaces the study's first metric for this cell, or None.
         published: Published value of the combination, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
-        directory: Run directory, which ``load_run`` accepts.
+        directory: Run directory. ``load_run`` can read it.
         run: All findings of the run.
     """
 
@@ -60,7 +57,7 @@ class StudyCell:
 
 
 def study_cells(found: Found) -> list[StudyCell]:
-    """Return the cells of a study's table, in the order of its rows."""
+    """Return the cells of a study, in the order of the table's rows."""
     return [_cell(group, run) for group in found["groups"] for run in group["runs"]]
 
 

@@ -25,7 +25,8 @@ Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 """Phase of a cell.
 
 - ``done``: The cell has a result.
-- ``stale``: The result was computed with source code, package versions or data that have changed.
+- ``stale``: The result was computed with source code, package versions or data that have changed
+  since.
 - ``running``: A process trains the cell.
 - ``stopped``: The cell is not running, but can resume from a checkpoint.
 - ``failed``: The newest attempt ended with an error.
@@ -34,11 +35,11 @@ Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 Attempts that continue another run are ignored."""
 
 RUNS = "cells"
-"""Name of the folder with the runs of all studies. Studies that have the same cell share its run.
+"""Name of the folder with the runs of all studies.
 
-The folder has one subfolder for each number of rounds."""
+If two studies have equal cells, they share the run. Each number of rounds has a subfolder."""
 
-_TAIL = 1 << 16  # number of bytes to read from the end of metrics.jsonl: enough for the last row
+_TAIL = 1 << 16  # bytes to read from the end of metrics.jsonl, enough for the last row
 
 
 class State(NamedTuple):
@@ -48,10 +49,8 @@ class State(NamedTuple):
         phase: Phase of the cell.
         attempt: Attempt that determines the phase, or None.
         result: Content of the attempt's ``result.json``, or None.
-        why: Reason for the phase in words. For a stale result, the reason is what has changed. For
-            a failed cell or a damaged result, it is the error. If all attempts continue another
-            run, the reason is a description of that run.
-        round: Last logged round.
+        why: Reason for the phase, such as an error message; ``""`` if no reason is known.
+        round: Last logged round (default 0).
     """
 
     phase: Phase
@@ -72,7 +71,7 @@ class Cell:
         parent: Cell that trains the first ``shared_rounds`` rounds for this cell, or None.
         shared_rounds: Number of rounds shared with the parent.
         keep_rounds: Rounds whose checkpoints are kept because other cells continue from them.
-        data: Digests of the data on which a result must be computed; None if unknown.
+        data: Digests that the data of a result must have; None for no requirement.
     """
 
     labels: dict[str, str]
@@ -118,11 +117,11 @@ class Cell:
 
     @property
     def rounds(self) -> int:
-        """Planned number of rounds; 0 if a budget of epochs determines it."""
+        """Planned number of rounds; 0 if a budget of epochs determines the number."""
         return max(int(self.config["trainer"]["max_epochs"]), 0)
 
     def state(self, accept_stale: bool = False) -> State:
-        """Read the state from the run directories.
+        """Return the cell's state, read from its run directories.
 
         Args:
             accept_stale: Whether a stale result counts as ``done``.
@@ -161,10 +160,10 @@ class Cell:
         return newest.checkpoints / "last.ckpt"
 
     def _attempts(self) -> tuple[list[Attempt], str]:
-        """Return the cell's attempts, newest first, and a text about omitted attempts.
+        """Return the usable attempts, newest first, and why an attempt was left out.
 
-        Attempts that continue another run are omitted. The text describes the run that the newest
-        omitted attempt continues. If no attempt is omitted, the text is empty.
+        Attempts that continue another run are left out. The reason describes this other run. It is
+        ``""`` if no attempt was left out.
         """
         every = self.directory.attempts()
         origins = [other_origin(_origins(attempt), self.config, self.directory.root) for attempt in every]
@@ -172,7 +171,7 @@ class Cell:
         return counted, next(filter(None, origins), "")
 
     def branch(self, accept_stale: bool = False) -> Path | None:
-        """Return the parent's checkpoint after the shared rounds; None if the parent is not done.
+        """Return the parent's checkpoint after the shared rounds; None without a usable one.
 
         If the checkpoint is damaged, print a message and return None. The cell then trains the
         shared rounds itself.
@@ -193,7 +192,6 @@ class Cell:
         return path
 
     def _other_data(self, result: Result) -> str:
-        """Describe which data have changed since a result was computed; ``""`` if none have."""
         digests = result.get("data", {})
         names = [name for name, digest in (self.data or {}).items() if digests.get(name) != digest]
         return f"other data than newer cells: {', '.join(names)}" if names else ""
@@ -207,7 +205,7 @@ class Cell:
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
-    """Return the checkpoints from which an attempt continued; an empty list while it runs."""
+    """Return the checkpoints from which an attempt continued; an empty list while it is locked."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"
@@ -216,8 +214,6 @@ def _origins(attempt: Attempt) -> list[Origin]:
 
 
 class _Source(TypedDict):
-    """Provenance of a checkpoint, and a list of the checkpoints from which its run continued."""
-
     provenance: list[dict[str, str]]
     continued_from: list[Origin]
 
@@ -226,8 +222,7 @@ class _Source(TypedDict):
 def _record(checkpoint: Path, written: int) -> _Source | None:
     """Return the provenance that a checkpoint records; None if the checkpoint cannot be read.
 
-    ``written`` is the time at which the checkpoint was written. Results are cached by path and
-    time, so a checkpoint that was written again is read again.
+    The cache also depends on the modification time ``written``, so that a rewritten file is read.
     """
     try:
         record = load_run(checkpoint)["fl_lightning"]["record"]

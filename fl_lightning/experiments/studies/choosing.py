@@ -1,4 +1,4 @@
-"""Choice of a label on validation data. Examples of such a label are a learning rate and T*."""
+"""Choice of a setting, such as a learning rate, by its metric on validation data."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf, isfinite
@@ -15,10 +15,10 @@ from fl_lightning.round.directions import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
-    """Return the trials of a choice: combinations of labels to evaluate on validation data.
+    """Return the trials of a choice, as combinations of labels.
 
-    The trials are grouped by the labels of the axes ``choice.by``. Each group has one trial for
-    each label of the axis ``choice.axis``.
+    The keys are labels of the axes ``choice.by``. Each entry has one trial for each label of the
+    axis ``choice.axis``.
     """
     first = {axis: next(iter(labels)) for axis, labels in study.axes.items()}
     fixed = {
@@ -33,11 +33,12 @@ def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
 
 
 def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[Cell]]:
-    """Return the trial cells of each choice.
+    """Return the cells that train the trials of each choice.
 
     Raises:
-        ConfigurationError: A cell has no validation data, a combination has no trial, the trials'
-            seed is a seed of the table, or two labels to choose from give the same run.
+        ConfigurationError: A cell has no validation data, or the seed of the trials is a seed of
+            the table. The error is also raised if a combination has no trial, or if two labels give
+            the same run.
     """
     cells_of_choices = []
     for choice in study.choices:
@@ -77,12 +78,14 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 def chosen(
     study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
 ) -> list[ChoiceFound]:
-    """Return each choice with the chosen label: the label of the trial with the best metric.
+    """Return each choice with the chosen label, whose trial has the best metric.
 
     The best loss is the smallest loss. The best accuracy is the largest accuracy. Among equal
-    values, the first label is chosen. A diverged trial ranks last. No label is chosen while a trial
-    has no result and has not diverged. If a label sets a metric, such as ``test/accuracy_silobn``,
-    the choice uses this metric on validation data.
+    values, the first label is chosen. A diverged trial ranks last. No label is chosen until all
+    trials have ended.
+
+    A label can set a metric, such as ``test/accuracy_silobn``. The choice then uses the same metric
+    on validation data.
 
     Args:
         study: The study.
@@ -129,15 +132,15 @@ def chosen(
 
 
 def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
-    """Add a value to each grid of learning rates whose chosen value is at the grid's edge.
+    """Add one learning rate to each grid whose chosen value is at an edge.
 
-    The new value lies beyond the edge. If ``a`` is the value at the edge and ``b`` its neighbour,
-    the new value is ``a * a / b``. If all trials diverged, the new value lies below the smallest
-    value. A grid gets at most ``extend`` new values.
+    The new value lies beyond the edge. For the edge value ``a`` and its neighbour ``b``, the new
+    value is ``a * a / b``. If all trials diverged, the new value lies below the smallest value.
+    Repeated calls add at most ``extend`` values to a grid.
 
     Args:
         study: The study.
-        choices: Its choices.
+        choices: Choices of the study, with the values of all trials.
 
     Returns:
         The study with the extended grids; ``study`` itself if no grid is extended.
@@ -159,9 +162,9 @@ def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
 
 
 def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
-    """Return the edge of the grid at which the chosen value lies; None for a value inside the grid.
+    """Return whether the chosen value is the smallest or the largest; None if neither.
 
-    If all trials diverged, the edge is ``"smallest"``, because even the smallest value is too
+    If all trials diverged, the result is ``"smallest"``, because even the smallest value is too
     large.
     """
     tried = [*choice["values"]]
@@ -185,7 +188,7 @@ def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> s
 
 
 def is_chosen(labels: Mapping[str, str], choices: Sequence[ChoiceFound]) -> bool:
-    """Return whether a combination has the labels that were chosen for it."""
+    """Return whether a combination has all labels that were chosen for it."""
     return all(
         labels[choice["axis"]] == choice["chosen"] for choice in choices if matches(labels, choice["for"])
     )

@@ -1,11 +1,11 @@
-"""Claims of a paper. The module defines their syntax and the combinations that they compare.
+"""Syntax of claims, and the runs that a claim compares.
 
 Examples of claims:
 
-- ``"FixBN > GN > BN"`` orders labels of an axis.
-- ``"GN > BN at E=1"`` names labels of other axes after ``at``.
-- ``"E=100 > E=1 at method=BN"`` names the axis of each label.
-- ``"FBN ~ centralised within 0.02"`` states equality up to a margin.
+- ``"FixBN > GN > BN"`` states that FixBN has the largest metric, and BN the smallest.
+- ``"GN > BN at E=1"`` compares only the runs with E=1.
+- ``"E=100 > E=1 at method=BN"`` also names the axis of each label.
+- ``"FBN ~ centralised within 0.02"`` states that the two differ by less than 0.02.
 """
 
 import re
@@ -22,9 +22,9 @@ class Claim(NamedTuple):
 
     Attributes:
         sides: Text of each side. For example, the sides of ``"GN > BN at E=1"`` are GN and BN.
-        constraints: For each side, the labels that it names. They are keyed by axis.
-        fixed: The labels that follow ``at``, keyed by axis.
-        margin: Margin of equality; None for an ordering.
+        constraints: Labels that each side names, keyed by axis.
+        fixed: Labels after ``at``, keyed by axis.
+        margin: Largest difference that counts as equality; None for an ordering.
     """
 
     sides: list[str]
@@ -41,7 +41,7 @@ def read_claim(claim: str, known: Mapping[str, Sequence[str]]) -> Claim:
         known: All labels, keyed by axis.
 
     Raises:
-        ConfigurationError: The claim cannot be read, or no runs could confirm or refute it.
+        ConfigurationError: The claim cannot be read or tested.
     """
     body, _, at = claim.partition(" at ")
     ordering, _, within = body.partition(" within ")
@@ -99,7 +99,9 @@ def _comparable(
 
 
 def difference(found: Found) -> Found:
-    """Return findings whose values are paired differences, for example of ``"GN - BN"``.
+    """Return findings whose values are differences, for example of GN and BN.
+
+    Each difference is between two runs with the same seed.
 
     Args:
         found: Findings of a study that has a ``difference``.
@@ -120,10 +122,9 @@ def difference(found: Found) -> Found:
 
 
 def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
-    """Yield pairs of combinations: one with the labels ``more`` and one with the labels ``less``.
+    """Yield pairs of combinations, the first with the labels ``more``, the second with ``less``.
 
-    The two combinations have the same labels on all other axes, except axes whose label is chosen
-    on validation data.
+    On all other axes, the labels of a pair are equal, unless they were chosen on validation data.
     """
     for group in found["groups"]:
         if more.items() <= group["labels"].items():

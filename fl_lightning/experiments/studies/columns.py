@@ -1,16 +1,11 @@
-"""Names of the columns of a study's tables.
-
-Methods whose clients keep state have further columns.
-"""
+"""Names of the columns of a study's tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from fl_lightning.errors import ConfigurationError, nearest
 
 UNITS = {"sent by clients": (1e6, "MB"), "training": (1.0, "s")}
-"""Size and name of the units in LaTeX tables, keyed by column.
-
-The unit is in the column's header and applies to all cells of the column."""
+"""Divisor and unit of a column's numbers in LaTeX tables, keyed by column."""
 
 TEXTS = ("learning rate", "seeds", "remarks")
 """Columns whose cells are text."""
@@ -22,10 +17,9 @@ FURTHER = ("published", "ours - published", "learning rate", "seeds", *COSTS, "r
 """Columns to the right of the labels and metrics, in the order of the table."""
 
 SERVER = "server/"
-"""Prefix of a metric's name. Metrics with this prefix are in the column ``server's model``.
+"""Prefix of the metric in the column ``server's model``.
 
-A label can replace the study's first metric with a metric of the clients' models. The column
-``server's model`` then shows the first metric."""
+A table has this column if another column shows the same metric for the clients' models."""
 
 COLUMNS = "columns after the labels in the tables, such as 'test accuracy, seeds, training'"
 """Help text of ``--columns``."""
@@ -34,19 +28,22 @@ TITLES = "show titles in the pictures (default: no titles); their captions are a
 """Help text of ``--titles``."""
 
 _MODELS = {"personal": "clients' models", "own": "clients' models on own data"}
-"""Names of the models that a metric evaluates, keyed by the first word of the metric's name."""
+"""Names of the models that a metric evaluates.
+
+A key is a prefix, as in ``test/personal_accuracy``."""
 
 
 def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of further columns for methods whose clients keep state, keyed by metric.
+    """Return the names of the columns for clients' models, keyed by metric.
+
+    Methods whose clients keep state have these columns.
 
     >>> [*local_metrics({"test/accuracy": "accuracy"}).values()]
     ["clients' models", "clients' models on own data", "server's model"]
 
     Args:
-        metrics: Names of the table's columns, keyed by metric. For the first metric, the name of a
-            further column is just the name of the models, such as ``clients' models``. For another
-            metric, it is, for example, ``loss of clients' models``.
+        metrics: Names of the table's columns, keyed by metric. New columns also name the metric, as
+            in ``loss of clients' models``, except for the first metric.
     """
     columns: dict[str, str] = {}
     for number, (metric, words) in enumerate(metrics.items()):
@@ -68,7 +65,7 @@ def models_of(metric: str) -> str:
 
 
 def of_any_model(metric: str) -> str:
-    """Return the server model's metric that corresponds to a metric of the clients' models."""
+    """Return the server model's metric. For ``test/personal_accuracy``, it is ``test/accuracy``."""
     split, _, name = metric.removeprefix(SERVER).rpartition("/")
     return f"{split}/{name.partition('_')[2] if models_of(metric) else name}"
 

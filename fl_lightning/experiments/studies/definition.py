@@ -1,7 +1,7 @@
-"""Definition of a study: its axes, seeds, published values and claims, at three scales.
+"""Types that define a study.
 
-These types are the schema of a study's file. pydantic checks the whole file against the schema.
-:mod:`fl_lightning.experiments.studies.reading` rewrites pydantic's error messages.
+pydantic checks a study's file against these types. :mod:`fl_lightning.experiments.studies.reading`
+rewrites pydantic's error messages.
 """
 
 import json
@@ -38,11 +38,11 @@ HEADLINE_CLAIMS = 3
 """Largest number of headline claims of a study."""
 
 SPECIAL = ("config", "metric", "seeds")
-"""Keys of a label's entry that are not settings of ``fit``.
+"""Keys with a special meaning among the settings of a label.
 
 - ``config``: Further configuration files.
-- ``metric``: Metric in place of the study's first metric.
-- ``seeds``: Seeds in place of the scale's seeds."""
+- ``metric``: Metric that replaces the study's first metric.
+- ``seeds``: Seeds that replace the scale's seeds."""
 
 
 def listed(value: Any) -> Sequence[Any]:
@@ -99,7 +99,7 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 class SettingsOfCells(TypedDict, total=False):
     """Settings of cells, keyed by dotted name.
 
-    The key ``config`` lists further configuration files. Their settings override the base's.
+    The key ``config`` lists configuration files. They override the files in ``base``.
     """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
@@ -107,7 +107,7 @@ class SettingsOfCells(TypedDict, total=False):
 
 
 class SettingsOfLabel(SettingsOfCells, total=False):
-    """Settings of a label, and optionally a metric and seeds that replace the study's."""
+    """Settings of a label. They may include a metric and seeds for the label's runs."""
 
     metric: Name
     seeds: Seeds
@@ -116,8 +116,8 @@ class SettingsOfLabel(SettingsOfCells, total=False):
 class Published(TypedDict):
     """A published value, optionally with a standard deviation.
 
-    Each further key is the name of an axis. Its entry gives the labels of the rows to which the
-    value belongs.
+    All other keys are names of axes. They map to one or more labels. The value belongs to the rows
+    with these labels.
     """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
@@ -158,16 +158,15 @@ class Scale:
 
     Attributes:
         base: Configuration files of all cells. A later file overrides an earlier file. Paths are
-            relative to the study's folder. Shipped files such as ``configs/quickstart.yaml`` can be
-            named as well.
+            relative to the study's folder. Shipped files such as ``configs/quickstart.yaml`` are
+            also allowed.
         settings: Settings of all cells, keyed by dotted name.
-        axes: Labels of each axis at this scale. They are a list, or a mapping from labels to
-            further settings. An axis that is named after a setting lists its values at this scale.
-            An axis without an entry keeps all its labels.
+        axes: Labels or values of each axis at this scale: a list, or a mapping from labels to
+            further settings. An axis without an entry keeps all labels.
         seeds: Seeds of the runs (default 0).
         cell_seconds: Measured seconds of a cell on one core, for estimates before the first result.
-        title: Title in place of the study's title, or None.
-        published: Published values in place of the study's values, or None.
+        title: Title that replaces the study's title, or None.
+        published: Published values that replace the study's published values, or None.
     """
 
     base: Annotated[Files, Field(min_length=1)]
@@ -190,8 +189,8 @@ class Choice:
         by: Names of axes. A separate choice is made for each combination of labels of these axes.
         at: Labels of the remaining axes during the trials. The default is the first label of each
             axis.
-        metric: Metric to maximize, or loss to minimize.
-        seed: Seed of the trials; no row of the table may have this seed.
+        metric: Metric to maximize, or loss to minimize (default ``val/accuracy``).
+        seed: Seed of the trials (default 1000). No row of the table may have this seed.
         extend: Largest number of values that are added to a grid of learning rates (default 2).
             Values are added while the chosen value is at the edge of the grid.
     """
@@ -211,23 +210,22 @@ class Definition:
     Attributes:
         title: Title in one line.
         paper: Paper and table or figure; empty if the study does not follow a paper.
-        axes: Axes, keyed by name. An axis is a mapping from labels to settings, or a list of
-            values. An axis with a list of values is named after the setting that has these values.
+        axes: Axes, keyed by name. An axis is a mapping from labels to settings, or a list of values
+            of one setting. An axis with a list is named after this setting.
         scales: Scales, keyed by name. The names are ``quick``, ``reduced`` and ``full``.
         settings: Settings of all cells at all scales.
         metrics: Names of the table's columns, keyed by metric.
         spread: Axis whose labels are the table's columns.
-        without: Omitted combinations. Each entry maps names of axes to a label or a list of labels,
-            and omits the combinations that have such labels on all these axes.
+        without: Omitted combinations. Each entry maps axes to a label or a list of labels. A
+            combination is omitted if it matches an entry on all axes of the entry.
         choose: Axes whose label is chosen on validation data.
-        published: Published values of the first metric. Each entry has a ``value``, and the labels
-            to which the value belongs, keyed by axis.
+        published: Published values of the first metric, see :class:`Published`.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
         claims: Claims in the syntax of :mod:`fl_lightning.experiments.studies.claims`.
-        report: Rule that says which evaluations give a run's value. The rules are ``last``,
-            ``best`` (optimistic on test data) and means such as ``mean of the last 5``.
-        headline: Headline claims, at most three. With five or more seeds, the headline claims are a
-            separate family for Holm's correction.
+        report: Rule for the value of a run. It is ``last`` (default), ``best`` (optimistic on test
+            data), or a mean such as ``mean of the last 5``.
+        headline: Most important claims, at most three. With five or more seeds, Holm's correction
+            for multiple tests treats them separately from the other claims.
     """
 
     title: Text
@@ -253,13 +251,13 @@ class Study:
     """A study at one scale.
 
     Attributes:
-        name: Stem of the study's file.
+        name: Name of the study's file without its suffix.
         folder: Folder of the file.
         definition: Content of the file at this scale.
         scale_name: Name of the scale, such as ``quick``.
         axes: Settings of each label, keyed by axis and then by label.
-        added: Values that were added to grids of learning rates. Each key is a pair of axis and
-            value. Its entry lists the labels of other axes for which the value was added.
+        added: Learning rates that were added to grids, keyed by axis and value. An entry lists
+            labels of other axes. Only combinations with these labels use the added value.
     """
 
     name: str
@@ -276,7 +274,7 @@ class Study:
 
     @property
     def choices(self) -> list[Choice]:
-        """The study's choices. A choice is left out if its axis has one label at this scale."""
+        """The study's choices, except choices of an axis that has one label at this scale."""
         return [choice for choice in self.definition.choose if len(self.axes[choice.axis]) > 1]
 
     def known_labels(self) -> dict[str, list[str]]:
@@ -295,7 +293,7 @@ class Study:
         return prod(map(len, self.axes.values())) * max(map(len, seeds))
 
     def has(self, *fixed: Mapping[str, object]) -> bool:
-        """Return whether the study has a combination with all labels in ``fixed``."""
+        """Return whether a combination of the study has all labels in ``fixed``."""
         return next(self.combinations(*fixed), None) is not None
 
     def combinations(self, *fixed: Mapping[str, object]) -> Iterator[Labels]:
@@ -316,7 +314,10 @@ class Study:
                 yield combination
 
     def extended(self, axis: str, value: float, by: Labels) -> "Study":
-        """Return the study with one more value on an axis, for rows with the labels ``by`` only."""
+        """Return the study with an additional value on an axis.
+
+        Only combinations with the labels ``by`` use the additional value.
+        """
         label = f"{value:g}"
         axes = {**self.axes, axis: {**self.axes[axis], label: {axis: value}}}
         added = {**self.added, (axis, label): [*self.added.get((axis, label), ()), by]}
@@ -343,12 +344,12 @@ class Study:
         return f"--config={(shipped(path, self.folder) or self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
-        """Return the metric of the first label that sets a metric; None if no label sets one."""
+        """Return the metric of the first label that sets a metric, or None."""
         metrics = (self.axes[axis][label].get("metric") for axis, label in labels.items())
         return next(filter(None, metrics), None)
 
     def seeds(self, labels: Mapping[str, str]) -> list[int]:
-        """Return the seeds of a combination: the scale's seeds, unless a label has other seeds."""
+        """Return the seeds of a combination. A label can replace the scale's seeds."""
         seeds = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
         return next(filter(None, seeds), self.scale.seeds)
 
@@ -359,7 +360,7 @@ class Study:
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
-    """Return whether a combination has a wanted label on each axis that ``wanted`` contains."""
+    """Return whether a combination has one of the wanted labels on each axis in ``wanted``."""
     return all(labels.get(axis) in [*map(str, listed(choices))] for axis, choices in wanted.items())
 
 

@@ -1,4 +1,4 @@
-"""Figures of a study: curves with bands over seeds, values against an axis, and heat maps."""
+"""Figures of a study: learning curves, values by label, and heat maps."""
 
 import re
 import statistics
@@ -81,10 +81,10 @@ def write_figures(folder: Path, found: Found, titles: bool = False) -> list[Path
 
 
 def pictures(found: Found) -> list[Picture]:
-    """Return the figures for which data exist: values against axes, heat maps and curves.
+    """Return the figures for which the study has data.
 
     Args:
-        found: Findings of a study. Their paths must lead to existing run directories.
+        found: Findings of a study. Learning curves are read from its run directories.
     """
     metric, axes = next(iter(found["metrics"].values())), varied(found)
     drawable = []
@@ -118,10 +118,10 @@ def pictures(found: Found) -> list[Picture]:
 
 
 def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
-    """Return a list with one heat map. The list is empty if fewer than two axes vary.
+    """Return one heat map if at least two axes have several labels, else an empty list.
 
-    The columns are the labels of the axis ``spread``. If ``spread`` does not vary, they are the
-    labels of the last axis. The rows are the labels of the remaining axis with the most labels.
+    The columns are the labels of the axis ``spread``, if it has several labels. Otherwise they are
+    the labels of the last axis. The rows are the labels of the other axis with the most labels.
     """
     axes, metric = varied(found), next(iter(found["metrics"].values()))
     if len(axes) < 2:
@@ -183,15 +183,16 @@ def curves_figure(
 
 @paper_style()
 def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
-    """Draw the study's first metric. The horizontal axis shows the labels of an axis of the study.
+    """Draw the study's first metric for each label of one of the study's axes.
 
-    If the labels are numbers, lines join the values. If they are words, each label has the same
-    colour and marker as in the figure of learning curves. Hollow markers show published values. The
-    vertical axis does not always include 0.
+    The labels are on the horizontal axis. Lines join the values if the labels are numbers. If the
+    labels are words, their colours and markers are those of the learning curves.
+
+    Hollow markers show published values. The vertical axis does not always include 0.
 
     Args:
         found: Findings of a study.
-        axis: Name of the study's axis whose labels are drawn horizontally.
+        axis: Name of the study's axis.
         title: Lines of the title.
     """
     grid, labels = Grid(found, title, axis), found["axes"][axis]
@@ -241,7 +242,7 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
 def heat_figure(
     found: Found, down: str, across: str, title: Sequence[str], *, signed: bool = False
 ) -> "Figure":
-    """Draw a heat map of the first metric by two axes.
+    """Draw a heat map of the first metric over the labels of two axes.
 
     Each combination of labels of the further axes has a panel.
 
@@ -286,11 +287,11 @@ def heat_figure(
 
 
 def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tuple[Series, Series]:
-    """Return the data of a band over seeds: x values ``[points]``, metrics ``[seeds, points]``.
+    """Return horizontal positions ``[points]`` and each seed's metric ``[seeds, points]``.
 
     The points are the rounds that all seeds have logged. Unfinished runs are used only if no run is
-    finished. If a label sets a metric, such as ``test/accuracy_silobn``, this metric replaces
-    ``metric``. It is measured on the data that ``metric`` names, such as validation data.
+    finished. A label can replace the metric, for example by ``test/accuracy_silobn``. If ``metric``
+    is a validation metric, the validation metric of the same name is drawn.
     """
     if own_metric := group.get("metric"):
         metric = f"{metric.partition('/')[0]}/{own_metric.partition('/')[2]}"
@@ -313,19 +314,19 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
 
 
 def _range_in_words(what: str, seeds: Sequence[int]) -> str:
-    """Describe what a band or bars show, such as ``"band: min to max of 3 seeds"``.
+    """Describe the range of a band or of bars, as in ``"band: min to max of 3 seeds"``.
 
-    If no values of seeds are drawn, the description is ``""``.
+    The text is ``""`` if ``seeds`` is empty.
     """
     counts = " to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))) if seeds else ""
     return f"{what}: min to max of {counts} seeds" if seeds else ""
 
 
 def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
-    """Return the metric to draw as curves; None if no run has logged a suitable metric.
+    """Return the metric of the learning curves; None if no run has logged a suitable one.
 
-    Suitable metrics are the study's first metric and related metrics. Of these metrics, the result
-    is the one that most runs have logged.
+    Suitable metrics are the study's first metric and related metrics. The metric that most runs
+    have logged is returned.
     """
     first = next(iter(found["metrics"]))
     related = [first.partition("/")[2], *QUALITIES, "loss"]

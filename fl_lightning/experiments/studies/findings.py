@@ -1,7 +1,4 @@
-"""Findings of a study: the values for each combination of labels and for each seed.
-
-The findings are stored in ``study.json``.
-"""
+"""Findings of a study: the values of all runs. They are stored in ``study.json``."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -92,9 +89,9 @@ def _group(
     diverged: Collection[Path],
     local: Collection[str],
 ) -> Group:
-    """Return the findings of a combination of labels. A combination has one cell for each seed.
+    """Return the findings of one combination of labels, from one cell for each seed.
 
-    ``local`` names the additional metrics of methods whose clients keep state between rounds.
+    ``local`` names the metrics of the columns for clients' models.
     """
     labels, first = cells[0].labels, cells[0].config["model"]
     names, published = [*study.definition.metrics], study.published(labels)
@@ -130,7 +127,6 @@ def _group(
 
 
 def _reads(group: Group) -> list[str | None]:
-    """Return a list of the combination's metric and the directories of the combination's runs."""
     return [group["metric"], *(run["directory"] for run in group["runs"])]
 
 
@@ -140,11 +136,9 @@ def run_found(seed: int, state: State, place: Path, error: str = "", diverged: b
     Args:
         seed: Seed of the run.
         state: State of the cell.
-        place: Folder of the first attempt. If no attempt exists, the findings name this folder as
-            the run's directory.
+        place: Folder of the first attempt. The findings name this folder if no attempt exists.
         error: Error that ended the run in this study.
-        diverged: Whether the error was a non-finite update in the round after the last logged
-            round.
+        diverged: Whether a non-finite update ended the run.
     """
     run: RunFound = {
         "seed": seed,

@@ -1,7 +1,7 @@
-"""First stages of runs. Several runs can share a first stage.
+"""First stages: rounds that several runs have in common.
 
-T* is the last round in which a method such as FixBN trains with batch statistics. If runs differ
-only in T*, they are equal up to the smallest T*. These rounds are their first stage.
+A method such as FixBN trains with batch statistics until round T*. Runs that differ only in T* are
+equal up to the smallest T*, and can share these rounds.
 """
 
 import json
@@ -23,13 +23,13 @@ from fl_lightning.round.record import Origin
 def first_stage(config: Config) -> float:
     """Return the smallest T* of a run's methods.
 
-    Up to and including this round, the run equals a run without the methods that have a T*.
+    Until the end of this round, the methods with a T* do not affect the run.
 
     Args:
         config: Resolved configuration of the run.
 
     Returns:
-        T* in rounds; infinity if the run ends before any T*.
+        The round T*; infinity if the run ends before any T*.
     """
     rounds = int(config["trainer"]["max_epochs"])
     known = [until for entry in _entries(config) if (until := _same_until(entry, rounds)) is not None]
@@ -39,8 +39,8 @@ def first_stage(config: Config) -> float:
 def family_of(config: Config) -> str:
     """Return a key that is equal for runs with a common first stage.
 
-    The key consists of the seed, the number of rounds, the source code, and the hash of the
-    configuration. Methods that have a T* do not affect the key.
+    The key depends on the seed, the number of rounds, the source code and the configuration.
+    Methods that have a T* do not affect the key.
     """
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
@@ -56,7 +56,7 @@ def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path)
     Args:
         continued_from: Checkpoints that the run continues, as in ``result.json``.
         config: Resolved configuration of the run.
-        folder: Folder with the directories of runs that may share a first stage with this run.
+        folder: Folder of the runs that may share a first stage with this run.
     """
     return "; ".join(
         origin_in_words([x for x in continued_from if x["differs"] and not _is_shared(x, config, folder)])
@@ -64,18 +64,17 @@ def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path)
 
 
 def _is_shared(entry: Origin, config: Config, folder: Path) -> bool:
-    """Return whether a run and the run that it continues are equal up to the checkpoint."""
+    """Return whether a run equals the run that it continues, up to the checkpoint."""
     try:
         source = Attempt(folder / Path(entry["checkpoint"]).parts[-3]).read_config()
         until = min(first_stage(source), first_stage(config))
         return family_of(source) == family_of(config) and entry["round"] <= until
-    # the configuration of the continued run is not in this folder
+    # this folder does not contain the configuration of the earlier run
     except (ConfigurationError, IndexError, KeyError, TypeError):
         return False
 
 
 def _entries(config: Config) -> list[str]:
-    """Return each callback of a configuration as JSON."""
     callbacks = config["trainer"]["callbacks"] or []
     entries = callbacks if isinstance(callbacks, list) else [callbacks]
     return [json.dumps(entry, sort_keys=True) for entry in entries]
@@ -83,10 +82,9 @@ def _entries(config: Config) -> list[str]:
 
 @cache
 def _same_until(entry: str, rounds: int) -> int | None:
-    """Return the T* of a method, which its function ``same_until`` computes.
+    """Return the T* of a callback; None if the callback is not a method.
 
-    ``entry`` is the configuration of a callback as JSON. If the callback is not a method, return
-    None.
+    ``entry`` is the callback's configuration as JSON.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--method", type=FederatedCallback)

@@ -13,7 +13,7 @@ class RunFound(TypedDict):
         seed: Seed of the run.
         directory: Run directory.
         phase: Phase such as ``"done"``, ``"failed"`` or ``"missing"``.
-        why: Error that ended the run. For a stale result: what has changed since it was computed.
+        why: Reason for the phase, such as an error message; ``""`` if no reason is known.
         exchanges: Number of exchanges with the server in all rounds together.
         origin: Descriptions of other runs that this run continues.
     """
@@ -47,15 +47,15 @@ class Group(TypedDict):
 
     Attributes:
         labels: Label of each axis.
-        metric: Metric that a label sets in place of the study's first metric, or None.
+        metric: Metric that replaces the study's first metric, or None.
         published: Published value of the first metric, or None.
         published_deviation: Published standard deviation over seeds, or None.
         learning_rate: Learning rate of the client optimizer; None if unknown.
         values: Values of the runs, keyed by metric and then by seed.
         runs: Findings of the runs.
         same_as: Labels of an earlier combination with the same runs and metric, or None.
-        costs_of: Labels of a combination that has the same runs, but uses the study's first metric.
-            None if this combination also uses the study's first metric.
+        costs_of: Labels of the combination with the same runs and the study's first metric. None if
+            ``metric`` is None or no such combination exists.
     """
 
     labels: Labels
@@ -73,15 +73,15 @@ ChoiceFound = TypedDict(
     "ChoiceFound",
     {
         "axis": str,
-        "sets": NotRequired[list[str]],  # names of all settings that the axis's labels set
-        "for": Labels,  # labels of the axes ``by``, for which this choice is made
-        "at": NotRequired[Labels],  # labels that the trials have on the other axes
+        "sets": NotRequired[list[str]],  # settings that differ between the labels
+        "for": Labels,  # labels of the axes ``by`` for this choice
+        "at": NotRequired[Labels],  # labels of the other axes in the trials
         "metric": str,
-        "seed": NotRequired[int],  # seed with which the trials run
+        "seed": NotRequired[int],  # seed of the trials
         "chosen": str | None,  # the chosen label; None until all trials are done
-        # the metric in each label's trial; None for a trial without a result
+        # metric of each label's trial; None without a result
         "values": dict[str, float | None],
-        "extended": NotRequired[list[str]],  # values by which the grid was extended
+        "extended": NotRequired[list[str]],  # values that were added to the grid
     },
 )
 """A choice of a label, made on validation data."""
@@ -96,11 +96,11 @@ class Verdict(TypedDict):
             ``one pair contradicts``.
         words: Reason for the verdict in words.
         p: Two-sided p-value.
-        adjusted: P-value after Holm's correction for all claims of the family.
-        family: Number of claims in the family.
-        headline: Whether the claim's family consists of the headline claims.
-        decides: Smallest difference or margin for which this number of seeds gives a verdict. Only
-            undecided claims have this key.
+        adjusted: P-value after Holm's correction for multiple claims.
+        family: Number of claims that are corrected together.
+        headline: Whether the claim is corrected together with the headline claims.
+        decides: Smallest difference or margin that these seeds can decide. Only undecided claims
+            have this key.
     """
 
     claim: str
@@ -126,14 +126,13 @@ class Found(TypedDict):
         spread: Axis whose labels are columns, or None.
         difference: Difference shown as a heat map, or None.
         metrics: Names of the table's columns, keyed by metric.
-        best: For each metric of the runs' tasks: ``"max"`` if large values are good, else
-            ``"min"``.
+        best: Direction of each metric: ``"max"`` if large values are good, else ``"min"``.
         groups: Combinations of labels with their runs.
         choices: Labels that were chosen on validation data, with their trials.
         known: All labels of each axis, including labels that only other scales have.
         claims: Verdicts on the claims.
-        report: Rule that says which evaluations give a run's value. In an old file without this
-            key, the value is from the last evaluation.
+        report: Rule that says which evaluations give a run's value. Older files lack this key and
+            use the last evaluation.
         options: Options of the command line that change results.
         command: Command line of the study.
     """

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Collection, Sequence
 
 RULES = "\n".join(rf"\providecommand{{\{rule}}}{{\hline}}" for rule in ("toprule", "midrule", "bottomrule"))
-"""First lines of a file with tables. If ``booktabs`` is not loaded, they define its commands."""
+"""First lines of a file with tables: commands of ``booktabs``, in case it is not loaded."""
 
 _ESCAPED = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
@@ -19,14 +19,14 @@ _ESCAPED = {
 }  # fmt: skip
 """LaTeX code for special characters.
 
-LaTeX would interpret some of these characters: for example, ``[`` and ``*`` at the start of a row.
-pdflatex does not know the other characters."""
+LaTeX interprets some of these characters, such as ``*`` at the start of a row. pdflatex cannot
+print the other characters."""
 
 _CAPITALS = "gamma delta theta lambda xi pi sigma upsilon phi psi omega"
 _GREEK = f"alpha beta epsilon zeta eta iota kappa mu nu rho tau chi {_CAPITALS}"
 
 _LONG = 15
-"""Largest number of letters of a column's name in one line. A longer name has two lines."""
+"""Longer names of columns are broken into two lines."""
 
 _NUMBER = re.compile(r"([-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?)(?![\w.])(.*)")
 
@@ -126,9 +126,9 @@ def _head(name: str, side: str) -> str:
 
 
 def _number(cell: str) -> tuple[str, str | None]:
-    """Return two LaTeX codes for a cell: one for its number and one for the text after the number.
+    """Split a cell into LaTeX code for the number and for the text after the number.
 
-    If the cell has no number, return the code for the entire cell, and None.
+    A cell without a number gives the code for the whole cell, and None.
     """
     bold = re.match(r"\*\*(.+?)\*\*", cell)
     words = bold[1] + cell[bold.end() :] if bold else cell

@@ -28,7 +28,7 @@ class LoadedStudy:
 
     @property
     def rows(self) -> list[Group]:
-        """The combinations of labels. Each combination has the values of all its seeds."""
+        """The combinations of labels, each with the values of all seeds."""
         return self.found["groups"]
 
     @property

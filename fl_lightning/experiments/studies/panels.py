@@ -1,6 +1,7 @@
 """Panels of a study's figures.
 
-Each label of one axis is a curve. Each combination of labels of the other axes is a panel.
+The axes of a study, such as the method, have labels. Each label of one axis has a curve. Each
+combination of labels of the other axes has a panel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ BAND = 0.18
 class Grid:
     """A figure with several panels of curves.
 
-    The labels of one axis are curves. Each combination of labels of the further axes is a panel.
+    Each label of one axis of the study has a curve. Each combination of labels of the other axes
+    has a panel.
 
     Args:
         found: Findings of a study.
@@ -101,7 +103,7 @@ class Grid:
 
 
 def look_of(number: int) -> tuple[str, str, str]:
-    """Return the colour, line style and marker for the label that has this index on its axis.
+    """Return the colour, line style and marker of the label with the index ``number``.
 
     The first 64 labels look different.
     """
@@ -110,10 +112,9 @@ def look_of(number: int) -> tuple[str, str, str]:
 
 
 def compared(found: Found, along: str | None = None) -> list[str]:
-    """Return a list with the axis whose labels are compared. Without a varying axis, it is empty.
+    """Return a list with the axis to compare; it is empty if no axis has several labels.
 
-    The compared axis is the first varying axis whose labels are words. If no varying axis has words
-    as labels, it is the first varying axis.
+    The axis to compare is the first axis with several labels, preferably with words as labels.
 
     Args:
         found: Findings of a study.

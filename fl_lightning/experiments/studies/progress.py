@@ -89,9 +89,10 @@ def time_left(
     """Estimate the seconds until all cells are done; None if unknown.
 
     The expected time of a cell is the median time of finished cells with the same labels. If no
-    such cell has finished, the expected time is the mean of the medians for all other combinations
-    of labels. If no cell has finished, it is ``cell_seconds``. The time of a cell includes its
-    start and its evaluations, unless the cell was resumed.
+    such cell has finished, it is the mean over all other medians. If no cell at all has finished,
+    it is ``cell_seconds``.
+
+    The time of a cell includes the start and the evaluations, unless the cell was resumed.
 
     Args:
         cells: All cells with their states.

@@ -1,4 +1,4 @@
-"""Reader of a study's file. An error lists all mistakes in the file."""
+"""Reader of a study's file. The error message lists all mistakes in the file."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ _LARGEST = 10**7
 """Largest number of characters of a study's file, counted after YAML aliases are expanded."""
 
 _NO_KEYS = ("[key]", "(values)", "(labels)")
-"""Parts of a location in pydantic's errors that are not keys of the study's file."""
+"""Parts of locations in pydantic's errors that are not keys of the study's file."""
 
 _WORDS = {
     "dataclass_type": "must be a mapping",
@@ -46,7 +46,9 @@ _WORDS = {
     "too_short": "must not be empty",
     "too_long": "must have at most three entries",
 }
-"""Messages that replace pydantic's, which use terms of Python. The keys are types of errors."""
+"""Messages that replace pydantic's messages, keyed by the type of the error.
+
+pydantic's messages use terms of Python."""
 
 
 def read_study(path: Path, scale: str) -> Study:
@@ -87,18 +89,13 @@ def _printable(text: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that turns keys into strings and collects messages about duplicate keys.
-
-    Attributes:
-        mistakes: Messages about duplicate keys.
-    """
+    """YAML loader that turns keys into strings and collects messages about duplicate keys."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.mistakes: list[str] = []
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Read a mapping as a dict, and record the keys that the mapping contains twice."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -121,7 +118,7 @@ def _content(path: Path) -> tuple[Any, list[str]]:
         size = 0
         for part in json.JSONEncoder(default=_refused).iterencode(content):
             size += len(part)
-            # limited, since a few lines of nested aliases could fill the memory
+            # limit the size: a few lines of nested aliases could fill the memory
             if size > _LARGEST:
                 raise ValueError
     except (OSError, UnicodeDecodeError) as error:
@@ -190,7 +187,7 @@ def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, lis
     axes: dict[str, dict[str, Dotted]] = {}
     for axis in dict.fromkeys([*definition.axes, *scale.axes]):
         every, chosen = definition.axes.get(axis), scale.axes.get(axis)
-        # use only the scale's list, which contains all values of the axis
+        # use only the scale's list, because it contains all values of the axis
         if every is None or (isinstance(chosen, list) and isinstance(every, list)):
             axes[axis] = labels_of(axis, chosen or [])
             continue

@@ -26,13 +26,13 @@ _HEAD = 1 << 18
 
 
 class Reads:
-    """Check that the cells of a study log the metrics that the study needs.
+    """Early check that the cells of a study log all metrics that the study needs.
 
-    A cell's callbacks determine when its metrics are known:
+    The callbacks of a cell determine when the names of the metrics are known:
 
-    - Without callbacks, they are known from row 0, the evaluation of the initial model.
-    - With shipped callbacks only, they are known from the first evaluation after a round.
-    - With other callbacks, they are known from the result.
+    - Without callbacks, after the evaluation of the initial model.
+    - With shipped callbacks only, after the first evaluation that follows a round.
+    - With other callbacks, after the run.
 
     Args:
         study: The study.
@@ -55,9 +55,10 @@ class Reads:
         ]
 
     def soon(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return the cells in an order that begins with one cell of each kind.
+        """Return the cells in an order in which all metrics are known soon.
 
-        Cells of a kind log the same metrics. Call this method with all cells before :meth:`check`.
+        Cells that log the same metrics form a kind. One cell of each kind comes first. Call this
+        method with all cells before :meth:`check`.
         """
         for cell in cells:
             self._of_run.setdefault(cell.key, {})[cell] = None
@@ -71,8 +72,8 @@ class Reads:
             cells: Cells with their states.
 
         Raises:
-            ConfigurationError: A trial does not log the metric of its choice, a cell does not log
-                the metric that its label sets, or no cell logs the metric of a column.
+            ConfigurationError: A trial lacks the metric of the choice, a cell lacks the metric that
+                a label sets, or all cells lack the metric of a column.
         """
         for cell, state in cells:
             names = set() if cell in self._checked else logged(cell, state)
@@ -113,11 +114,11 @@ def logged(cell: Cell, state: State) -> set[str]:
 
 
 def texts(module: FederatedModule, config: Config) -> set[str]:
-    """Return texts such as ``accuracy``. Each evaluation metric of a cell has one in its name.
+    """Return parts of metric names, such as ``accuracy``.
 
-    The names of metrics of variants, clients and personal models also have other prefixes and
-    suffixes. If a run uses the user's own classes, its metrics can have any name. The only text is
-    then the empty text, which every name contains.
+    The name of each evaluation metric of a cell contains one of these parts. For example,
+    ``test/personal_accuracy`` contains ``accuracy``. If a run uses the user's own classes, its
+    metrics can have any name. The only part is then the empty text, which every name contains.
     """
     if not _is_shipped(config) or not type(module.task).__module__.startswith(_SHIPPED):
         return {""}
@@ -131,10 +132,10 @@ def check_columns_exist(metrics: Iterable[str], known: Collection[str]) -> None:
 
     Args:
         metrics: Metrics of the study's table.
-        known: :func:`texts` of all cells.
+        known: Results of :func:`texts` for all cells.
 
     Raises:
-        ConfigurationError: A metric of evaluations contains none of the texts.
+        ConfigurationError: The name of an evaluation metric contains none of the texts.
     """
     for metric in metrics:
         split = metric.partition("/")[0]

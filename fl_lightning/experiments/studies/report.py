@@ -1,4 +1,4 @@
-"""Report on studies and runs. It is an HTML page that needs no other file and no network."""
+"""HTML report on studies and runs. The page needs no other file and no network."""
 
 import json
 import os
@@ -45,7 +45,9 @@ SCALES = {
     "reduced": "Smaller than the paper, see the settings below; orderings of methods can be compared, numbers cannot.",
     "full": "The paper's setting except for what the title says, or the largest setting of a study of our own.",
 }
-"""Meaning of each scale, keyed by the first part of its name, such as ``full`` in ``full_lenet``.
+"""Meaning of each scale.
+
+The key is the first part of a scale's name, such as ``full`` in ``full_lenet``.
 """
 
 _SETTINGS = {
@@ -64,7 +66,7 @@ _SETTINGS = {
     "aggregator": "model.aggregator",
     "clients weighted by": "model.weighting",
 }
-"""Settings in the first table of a section, keyed by the name that the page shows."""
+"""Settings in the first table of a section, keyed by the text on the page."""
 
 _LINKS = ("config.yaml", "result.json", "metrics.jsonl", "learning_curve.png", "error.txt")
 
@@ -80,9 +82,9 @@ def write_report(
     Args:
         directories: Folders of studies and run directories. Each study has a section of the page;
             all runs share one section.
-        output: HTML file. Links to run directories are relative to the file's folder. Default:
-            ``report.html``, which is in the study's folder for a single study, and otherwise in the
-            working directory.
+        output: HTML file. By default it is ``report.html``, in the study's folder for a single
+            study, and otherwise in the working directory. Links to run directories are relative to
+            the file.
         columns: Columns after the labels. If this argument is given, all tables are rewritten.
             Tables of runs are written to the page's folder.
         titles: Whether pictures have titles. If this argument is given, all pictures are rewritten.
@@ -91,8 +93,9 @@ def write_report(
         The written files. The page comes first.
 
     Raises:
-        ConfigurationError: A directory belongs neither to a study nor to a run, a file cannot be
-            read, a column is unknown, or the page would replace a page about another study.
+        ConfigurationError: A directory is neither a study nor a run, or a file cannot be read. The
+            error is also raised if a column is unknown, or if the page would replace a page about
+            another study.
     """
     studies = {path: read_found(path) for path in directories if (path / "study.json").is_file()}
     runs = [path for path in directories if path not in studies]
@@ -169,7 +172,10 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
 
 
 def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
-    """Yield figures as HTML with captions. For a single run, yield its directory's pictures."""
+    """Yield each figure as HTML, with its caption.
+
+    For a single run, yield the pictures in the run directory.
+    """
     runs = [run for group in found["groups"] for run in group["runs"]]
     place = Path(runs[0]["directory"])
     drawable = pictures(found)
@@ -248,7 +254,7 @@ def _link(path: Path, home: Path) -> str:
 
 
 def _provenance(found: Found) -> Mapping[str, Mapping[str, int]]:
-    """Count how many runs have each source hash, each package version, each executor and so on."""
+    """Count the runs with each source hash, each package version, each executor and so on."""
     counts: dict[str, Counter[str]] = {}
     for run in (run for group in found["groups"] for run in group["runs"] if "environment" in run):
         computed = run.get("computed_by", {})  # an older study.json has no such key

@@ -54,7 +54,7 @@ def check_rule(rule: str, metrics: Iterable[str], config: Config) -> None:
 
 
 def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str, float]]) -> float:
-    """Return the value of a finished run. A report rule says how the value is computed.
+    """Return a metric of a finished run, computed by a report rule.
 
     Args:
         rule: Report rule: ``"last"``, ``"best"``, or for example ``"mean of the last 5"``.
@@ -63,9 +63,8 @@ def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str,
         rows: Rows of ``metrics.jsonl``.
 
     Raises:
-        ConfigurationError: Training has evaluated the metric too rarely. This error is also raised
-            if the rule is ``"best"`` and it is unknown whether large or small values of the metric
-            are good.
+        ConfigurationError: Training has evaluated the metric too rarely, or the rule is ``"best"``
+            and the metric's direction is unknown.
     """
     # imported late, so that mistakes in a study's file are reported before PyTorch is imported
     from fl_lightning.experiments.run_directory.finished import metric_values

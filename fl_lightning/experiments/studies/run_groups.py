@@ -45,8 +45,7 @@ def found_in(directories: Sequence[Path]) -> Found:
     """Return the findings of run directories.
 
     If a run has several attempts, the newest finished attempt is used. If no attempt is finished,
-    the newest attempt is used. Runs in different folders are different runs, even if their
-    configuration and seed are equal.
+    the newest attempt is used. Runs in different folders are always different runs.
 
     Args:
         directories: Run directories.
@@ -182,10 +181,11 @@ def _hash_of(attempt: Attempt, config: Config) -> str:
 
 
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
-    """Group the runs of a configuration. The runs in a group have different seeds.
+    """Group the runs of a configuration, so that the seeds in a group differ.
 
-    If all runs have different seeds, they form one group. Otherwise there is one group per folder,
-    unless two runs of a folder have equal seeds. In this case every run is a group by itself.
+    - If all seeds differ, all runs form one group.
+    - If only the seeds in each folder differ, the runs in each folder form a group.
+    - Otherwise, each of the runs forms a separate group.
     """
     newest: dict[Path, tuple[int, Attempt]] = {}
     for seed, attempt in attempts:
@@ -217,7 +217,7 @@ def _number(attempt: Attempt) -> tuple[bool, int]:
 def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[str]:
     """Return distinct names that are as short as possible.
 
-    A name is made from a run's name, method, hash, number of rounds and folder.
+    A name can contain a run's name, method, hash, number of rounds and folder.
     """
     results = [[state.result for state in by_seed.values() if state.result] for by_seed in states]
     methods = [str(finished[0]["method"]) if finished else "" for finished in results]
@@ -236,9 +236,9 @@ def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[s
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return the names of the test metrics. Without test metrics, use the validation metrics.
+    """Return the names of the test metrics, or else of the validation metrics.
 
-    The metrics that most runs have come first. Losses come last.
+    Frequent metrics come first, and losses come last.
     """
     counts = Counter(name for result in results for name in result)
     for split, words in {"test/": "test ", "val/": "validation "}.items():

@@ -1,4 +1,7 @@
-"""Runner of a study's cells. A cell with a parent runs after its parent."""
+"""Runner of a study's cells.
+
+A cell can continue a checkpoint of another cell, the parent. The parent then runs first.
+"""
 
 import json
 import sys
@@ -26,13 +29,13 @@ _PATIENCE = 60.0
 
 @dataclass
 class _Life:
-    """Progress of a cell that this process has to run.
+    """Progress of a cell that this process runs.
 
     Attributes:
-        phase: ``"waiting"``, ``"submitted"`` or ``"ended"``. In phase ``"ended"`` the job has
-            ended, but its result is not visible yet.
-        before: The cell's newest attempt when its job was submitted; None without an attempt.
-        status: Exit status of the cell's job.
+        phase: ``"waiting"``, ``"submitted"`` or ``"ended"``. In phase ``"ended"``, the result may
+            not be visible yet.
+        before: Newest attempt when the job was submitted, or None.
+        status: Exit status of the job.
         ended: Time at which the job ended, in seconds of the monotonic clock.
     """
 
@@ -43,7 +46,7 @@ class _Life:
 
 
 class Runner:
-    """Runner of cells. Each cell runs at most once. A cell with a parent runs after its parent.
+    """Runner of cells. Each cell runs at most once, after its parent if it has one.
 
     The runner waits for cells that other processes train. It continues if a cell fails.
 
@@ -52,8 +55,8 @@ class Runner:
         engine: Engine that runs the cells.
         jobs: Largest number of cells that run at a time, including cells that other processes run.
         accept_stale: Whether stale results count as done (default False).
-        show: Function that is called repeatedly with all cells and their states. If it raises an
-            error, the runner ends.
+        show: Function that is called repeatedly with all cells and their states. An error in this
+            function ends the runner.
     """
 
     def __init__(
@@ -90,9 +93,9 @@ class Runner:
     def _on_other_data(self, unique: Sequence[Cell], tried: Collection[Cell]) -> list[Cell]:
         """Return the cells to rerun because their data have changed.
 
-        Cells with equal data settings and seed are a family. First, one cell of each family is
-        returned, preferably a cell without a parent. After this cell has been rerun, the rest of
-        the family is returned.
+        Cells with equal data settings and seed are a family. The first call returns one cell of
+        each family, preferably without a parent. After this cell has been rerun, a call returns the
+        others.
         """
         outdated = expect_newest_data([self._state(cell) for cell in unique], unique)
         stale = [cell for cell in outdated if cell not in tried and cell.key not in self.failed]
@@ -140,7 +143,10 @@ class Runner:
                 self.diverged.add(cell.key)
 
     def _submit(self, left: dict[Cell, "_Life"], states: Mapping[Cell, State]) -> None:
-        """Submit up to ``jobs`` cells that no other process trains and whose parents have ended."""
+        """Submit waiting cells, so that at most ``jobs`` cells run at a time.
+
+        A cell is submitted if no other process trains it and its parent has ended.
+        """
         waiting = [cell for cell, life in left.items() if life.phase == "waiting"]
         for cell in [cell for cell in waiting if states[cell].phase == "done"]:
             waiting.remove(cell)
@@ -172,7 +178,7 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        # study_cell, unlike fit, resumes from the newest checkpoint if the command is run again
+        # study_cell resumes from the newest checkpoint when it is run again; fit does not
         command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
         branch = cell.branch(self.accept_stale)
         command += [f"--branch={branch.resolve()}"] if branch is not None else []

@@ -10,12 +10,12 @@ from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 
 
 def share_first_stages(cells: Iterable[Cell]) -> None:
-    """Set the parent of each cell whose first rounds another cell can train.
+    """Choose a parent for each cell whose first rounds are equal to another cell's.
 
-    Among cells that differ only in T*, the parent is the cell with the latest T*. A cell without T*
-    counts as having the latest T*. Each other cell continues from the parent's checkpoint after its
-    own round T*. Cells with a budget of epochs have no parent, since their number of rounds is
-    unknown.
+    Among cells that differ only in T*, the parent is the cell with the latest T*, or a cell without
+    T*. Each other cell then trains only the rounds after T*, from a checkpoint of the parent.
+
+    A cell with a budget of epochs has no parent, because the number of rounds is unknown.
     """
     families: dict[str, list[tuple[float, Cell]]] = {}
     for cell in cells:

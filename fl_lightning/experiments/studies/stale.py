@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
-    """Return in words which source code and versions of a run differ from ``now``.
+    """Describe which source code and package versions have changed since a run.
 
-    The text is empty if nothing differs. A name that a record lacks is ignored. For example, the
-    record of a shared first stage lacks methods that the first stage did not use.
+    The text is empty if nothing has changed. A name that is not in a record is ignored. For
+    example, the record of a shared first stage does not contain methods that are used later.
 
     Args:
         computed_by: Records of source code and versions, one for each part of the run.

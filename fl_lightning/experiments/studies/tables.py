@@ -30,7 +30,7 @@ from fl_lightning.files import csv_text, write_text
 from fl_lightning.round.directions import best_is
 
 Rows = tuple[list[str], list[list[str]]]
-"""A table: the list of its columns' names, and the list of its rows."""
+"""A table, as the names of the columns and the cells of each row."""
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
@@ -54,9 +54,9 @@ def of_seeds(count: int, seeds: int) -> str:
 
 
 def best_groups(found: Found, metric: str) -> list[Group]:
-    """Return the combinations that have the best mean in their comparison.
+    """Return the combinations with the best mean of a metric.
 
-    A comparison consists of the combinations that differ only on the axis of ``panels.compared``.
+    Combinations are compared if they differ only on the axis that ``panels.compared`` returns.
     Means are compared after rounding to three digits. A combination is excluded if the value of a
     seed is missing or not finite.
     """
@@ -205,7 +205,7 @@ def learning_rate(group: Group, found: Found) -> str:
 
 
 def choice_in_words(choice: ChoiceFound) -> str:
-    """Return a text with the chosen label, and with all tried labels and their metrics."""
+    """Describe a choice: the chosen label, and the metric of each tried label."""
     combination = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
     values = (
         f"{label}: {'-' if x is None else f'{x:.3f}' if isfinite(x) else 'diverged'}"
@@ -217,17 +217,14 @@ def choice_in_words(choice: ChoiceFound) -> str:
 
 
 def _at(choice: ChoiceFound) -> str:
-    """Return a text with the labels that the trials have on other axes; ``""`` if none exist."""
+    """Return a text with the labels of the trials on other axes; ``""`` without other axes."""
     labels = [f"{axis.rpartition('.')[2]}={label}" for axis, label in choice.get("at", {}).items()]
     others = " and ".join(label.partition("=")[0] for label in labels)
     return f" at {', '.join(labels)}, used at every {others}" if labels else ""
 
 
 def _kind_of(choice: ChoiceFound) -> str:
-    """Return remarks on a choice, such as ``", edge of the grid"``; ``""`` without a remark.
-
-    The other remarks are that all trials diverged, and that the grid was extended.
-    """
+    """Return remarks on a choice, such as ``", edge of the grid"``; ``""`` without a remark."""
     if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
         return ", the first, since all diverged"
     added = choice.get("extended", [])

@@ -1,8 +1,11 @@
-"""Verdicts on the claims of a study, from paired differences and Holm's correction.
+"""Verdicts on the claims of a study.
 
-The claims of a study form a family. The probability that a family has one or more wrong verdicts is
-at most :data:`FAMILY_ERROR`. Headline claims form a separate family if they have at least
-:data:`HEADLINE_SEEDS` seeds. A study has at most ``HEADLINE_CLAIMS`` headline claims.
+Each claim is tested on differences between runs with equal seeds. Holm's procedure corrects for the
+number of claims. With a probability of at most :data:`FAMILY_ERROR`, one or more verdicts are
+wrong.
+
+Claims that are corrected together form a family. Headline claims form a separate family if they
+have at least :data:`HEADLINE_SEEDS` seeds.
 """
 
 import statistics
@@ -17,16 +20,16 @@ from fl_lightning.experiments.studies.claims import Claim, paired, read_claim
 from fl_lightning.experiments.studies.found import Found, Group, Verdict
 
 FAMILY_ERROR = 0.05
-"""Largest probability that a family has one or more wrong verdicts."""
+"""Largest probability of one or more wrong verdicts in a family of claims."""
 
 HEADLINE_SEEDS = 5
-"""Smallest number of seeds for which headline claims form a separate family."""
+"""Number of seeds from which headline claims are corrected separately from other claims."""
 
 ONE_PAIR = 0.1
-"""Smallest difference for which a single pair of runs agrees with or contradicts a claim.
+"""Smallest difference between two runs that agrees with or contradicts a claim.
 
 The value is 2 √2 · 0.035. If each run has a standard deviation of 0.035, this is twice the standard
-deviation of the difference between two runs.
+deviation of the difference.
 """
 
 AGREES, CONTRADICTS = "one pair agrees", "one pair contradicts"
@@ -49,11 +52,11 @@ class Comparison(NamedTuple):
 
     @classmethod
     def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
-        """Return the comparison of two combinations, given the paired differences of their runs.
+        """Return the comparison, given the differences between runs with equal seeds.
 
         If there are only two differences and they are equal, they count as one. They can be equal
         by chance, because accuracies are multiples of 1 / (number of test samples). Their standard
-        deviation would be 0, which would decide any claim.
+        deviation of 0 would decide any claim.
         """
         n = len(differences)
         n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=1e-9) else n
@@ -62,7 +65,7 @@ class Comparison(NamedTuple):
 
     @property
     def p_for(self) -> float:
-        """One-sided p-value for the claim.
+        """One-sided p-value. A small value supports the claim.
 
         For an ordering, the claim is that the mean is above 0. For an equality, it is that the mean
         lies between -margin and margin.
@@ -73,10 +76,10 @@ class Comparison(NamedTuple):
 
     @property
     def p_against(self) -> float:
-        """One-sided p-value for the opposite of the claim.
+        """One-sided p-value. A small value contradicts the claim.
 
-        For an ordering, the opposite is that the mean is below 0. For an equality, it is that the
-        mean lies below -margin or above margin.
+        For an ordering, the opposite of the claim is that the mean is below 0. For an equality, it
+        is that the mean lies below -margin or above margin.
         """
         if self.margin is None:
             return 1 - self._p_above(0)
@@ -92,7 +95,7 @@ class Comparison(NamedTuple):
     def half_width(self, level: float) -> float:
         """Return half the width of the mean's confidence interval with coverage 1 - ``level``.
 
-        This is the smallest mean difference that decides an ordering. It is also the smallest
+        The result is the smallest mean difference that decides an ordering. It is also the smallest
         margin that a mean difference of 0 confirms. For one pair, the result is :data:`ONE_PAIR`.
         """
         if self.pairs < 2:
@@ -132,12 +135,13 @@ class Comparison(NamedTuple):
 def p_of(tests: Sequence[Comparison]) -> float | None:
     """Return the two-sided p-value of a claim; None if all tests have only one pair.
 
-    The result is twice the smaller of two one-sided p-values, at most 1:
+    A claim can consist of several tests. The result is twice the smaller of two one-sided p-values,
+    at most 1:
 
-    - To show that the claim holds, all of its tests must hold. So the p-value is the largest of the
+    - The claim holds only if all tests hold. The first p-value is the largest ``p_for`` of the
       tests.
-    - To show that the claim does not hold, one of its tests must fail. So the p-value is the
-      smallest of the tests, times the number of tests.
+    - The claim fails if one test fails. The second p-value is the smallest ``p_against`` of the
+      tests, multiplied by the number of tests.
     """
     if all(test.pairs < 2 for test in tests):
         return None
@@ -147,21 +151,21 @@ def p_of(tests: Sequence[Comparison]) -> float | None:
 
 
 def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[float, float]]:
-    """Return the adjusted p-value and the level of each p-value of a family (Holm, 1979).
+    """Correct p-values for multiple tests by Holm's procedure (Holm, 1979).
 
     Args:
-        values: P-values of the family.
+        values: P-values of all tests.
         error: Largest probability of one or more wrong rejections (default :data:`FAMILY_ERROR`).
 
     Returns:
-        For each p-value, the adjusted p-value, and the level at which Holm's procedure tests it.
-        The adjusted p-value is at most ``error`` if and only if the p-value is at most its level.
+        For each p-value, the adjusted p-value and the significance level. The adjusted p-value is
+        at most ``error`` if and only if the p-value is at most this level.
     """
     order = sorted(range(len(values)), key=lambda index: values[index])
     tested: dict[int, tuple[float, float]] = {}
     adjusted, level = 0.0, error
     for rank, index in enumerate(order):
-        # after a p-value above its level, Holm's procedure ends, and the level stays the same
+        # Holm's procedure ends at the first p-value above its level; the level then stays the same
         level = error / (len(values) - rank) if adjusted <= error else level
         adjusted = max(adjusted, min(1.0, (len(values) - rank) * values[index]))
         tested[index] = adjusted, level
@@ -171,10 +175,10 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
 def judge(claims: Sequence[str], found: Found, headline: Collection[str] = ()) -> list[Verdict]:
     """Return the verdicts on all claims whose labels exist at this scale.
 
-    A claim is undecided if a result is missing or a choice is open, because the finished runs may
-    be a biased selection. Otherwise, Student's t-test of the paired differences decides. Its
-    significance level comes from Holm's procedure for the claim's family. A single pair of runs can
-    only agree with a claim or contradict it.
+    A claim is undecided if a result is missing or a label is not chosen yet, because the finished
+    runs may be a biased selection. Otherwise, Student's t-test of the paired differences decides.
+    Its significance level comes from Holm's procedure for the claim's family. A single pair of runs
+    can only agree with a claim or contradict it.
 
     Args:
         claims: Texts of the claims.

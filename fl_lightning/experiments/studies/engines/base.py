@@ -12,14 +12,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """Command line of a cell. If it is killed and run again, it resumes from the cell's checkpoint.
+    """Command line that trains a cell. If it is run again, it resumes from the cell's checkpoint.
 
     Attributes:
         name: Name of the job.
         command: Command line.
         log: File to which the output is appended.
         threads: Number of CPU threads (default 1).
-        gpus: Number of GPUs; less than 1 for a share of a GPU (default 0).
+        gpus: Number of GPUs (default 0). A fraction is a share of one GPU.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that a job has in addition to the environment of the study."""
+        """Environment variables that are added for the job."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
@@ -78,7 +78,7 @@ def run_command(command: Sequence[str], log: str, folder: str, environment: Mapp
     signals: list[int] = []
     # without this handler, SIGINT could raise KeyboardInterrupt before the process exists
     signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
-    # the opener is a copy of fl_lightning.files.no_link: the worker may not have fl_lightning
+    # copy of fl_lightning.files.no_link, because a worker may lack fl_lightning
     with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as output:
         process = subprocess.Popen(
             command,

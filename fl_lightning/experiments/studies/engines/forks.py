@@ -1,11 +1,12 @@
-"""A server for Linux that forks processes. A fork runs a module, as ``python -m`` would.
+"""Server for Linux that forks a process for each run of a module.
 
-``python -m fl_lightning.experiments.studies.engines.forks SOCKET MODULE`` is the server. It imports
-the module once for all forks, and calls the module's function ``preload`` if there is one.
+``python -m fl_lightning.experiments.studies.engines.forks SOCKET MODULE`` starts the server. It
+imports the module once for all forks, and calls the module's function ``preload`` if this function
+exists.
 
-The server computes nothing, because a computation could start threads, and a fork of a process with
-threads could hang. If ``OMP_NUM_THREADS`` is above 1, OpenBLAS starts threads. This causes no
-problem, because OpenBLAS ends its threads before a fork.
+The server runs no computation, because a computation could start threads. A fork of a process with
+threads can hang. If ``OMP_NUM_THREADS`` is above 1, OpenBLAS starts threads, but it ends them
+before a fork.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ from typing import BinaryIO
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants of this process become its children
 _MESSAGE = 1 << 16  # largest size of a request in bytes
-# last argument of the server: spaces that forks overwrite with their command lines
+# padding of the server's command line; each fork writes its arguments there, so that ps shows them
 _ROOM = " " * 4000
 
 
@@ -37,12 +38,12 @@ def adopt_orphans() -> bool:
 
 
 class Forked:
-    """A forked child of this process. It has the main methods of ``subprocess.Popen``.
+    """A forked child process with the main methods of ``subprocess.Popen``.
 
     Attributes:
         pid: Process id.
-        returncode: Exit status, or minus the number of the signal that killed the process. It is
-            None until :meth:`poll` has noticed that the process has ended.
+        returncode: Exit status, or minus the number of the signal that killed the process. None
+            until :meth:`poll` or :meth:`wait` has seen that the process has ended.
     """
 
     def __init__(self, pid: int) -> None:
@@ -70,11 +71,10 @@ class Forked:
 
 
 class ForkServer:
-    """A server process that imports a module, and forks a process for each run of the module.
+    """A server process that forks a process for each run of a module.
 
-    The forked processes outlive the server. After a call of :func:`adopt_orphans`, the forked
-    processes are children of the present process. The present process then receives their exit
-    statuses.
+    Forked processes outlive the server. Call :func:`adopt_orphans` first, so that this process is
+    the parent of all forked processes and receives their exit statuses.
 
     Args:
         module: Module to run.
@@ -104,7 +104,7 @@ class ForkServer:
     def start(
         self, arguments: Sequence[str], log: BinaryIO, environment: Mapping[str, str]
     ) -> Iterator[Forked]:
-        """Fork a process. It runs the module as soon as the ``with`` block has ended.
+        """Fork a process that runs the module after the ``with`` block.
 
         If the present process ends within the block, the forked process exits.
 
@@ -139,16 +139,16 @@ def _close(connection: socket.socket, process: "subprocess.Popen[bytes]") -> Non
 
 
 def _serve(connection: socket.socket) -> list[str]:
-    """Fork a process for each request.
+    """Fork a process for each request; return only in the forked processes.
 
-    This function returns only in the forks. It returns the arguments of the fork's request.
+    The result holds the arguments of the request.
     """
-    # garbage collection must not write to memory that forks share: each write copies memory
+    # freeze: garbage collection writes to shared memory, and each write copies a page
     gc.freeze()
     files = _files()
     while True:
         request, descriptors, *_ = socket.recv_fds(connection, _MESSAGE, 2)
-        # end if a source file has changed or threads run: forks would run old code or hang
+        # exit if a source file has changed or threads run: a fork would run old code or hang
         if not request or threading.active_count() > 1 or files != _files():
             sys.exit()
         log, go = descriptors
@@ -185,10 +185,10 @@ def _files() -> dict[str, tuple[int, int] | None]:
 
 
 def _fork() -> int:
-    """Fork, and fork again in the child. The second fork is an orphan, as the child exits.
+    """Fork twice, so that the second fork is an orphan.
 
     Returns:
-        The process id of the second fork. In the second fork itself, the result is 0.
+        The process id of the second fork; 0 in the second fork itself.
     """
     sys.stdout.flush()
     receiving, sending = os.pipe()
@@ -212,14 +212,14 @@ def _fork() -> int:
 def _show(arguments: Sequence[str]) -> None:
     """Overwrite the arguments of this process, so that ``ps`` shows the module's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    # addresses where the arguments start and end; without permission to read them, both are 0
+    # start and end address of the arguments; without permission to read them, both are 0
     start, end = int(fields[45]), int(fields[46])
     line = "\0".join([sys.executable, "-m", sys.argv[2], *arguments]).encode()[: max(end - start - 1, 0)]
     ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 
 
 def main() -> None:
-    """Serve requests. Each request makes a fork, and the fork runs the module."""
+    """Run the server. Each request makes a fork that runs the module."""
     name = sys.argv[2]
     module = importlib.import_module(name)
     getattr(module, "preload", lambda: None)()

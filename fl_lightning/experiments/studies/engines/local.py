@@ -1,4 +1,4 @@
-"""Engine that runs cells on this machine. Each cell has a process and may use one of the GPUs."""
+"""Engine that runs each cell in a process on this machine."""
 
 import os
 import signal
@@ -17,11 +17,14 @@ _GPU = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalEngine(Engine):
-    """Engine that runs each cell in a separate process group. Ctrl-C reaches only the study.
+    """Engine that runs each cell in a process on this machine.
 
-    On Linux, cells are forks of a server that has imported PyTorch, Lightning and this package.
-    There is one server for each number of threads. If the server cannot start or has ended, a new
-    process is started for the cell.
+    Each process has a separate process group. Ctrl-C therefore reaches only the study, which stops
+    its cells.
+
+    On Linux, a cell is a fork of a server that has already imported PyTorch and Lightning. Cells
+    with equal numbers of threads share a server. If the server fails, a cell starts as a new
+    process.
 
     Args:
         forks: Whether cells may be forks (default True).
@@ -37,7 +40,10 @@ class LocalEngine(Engine):
         self._servers: dict[tuple[object, ...], ForkServer] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start a process for each job, on the GPU with the fewest jobs."""
+        """Start a process for each job.
+
+        A job with GPUs runs on the GPU with the fewest jobs.
+        """
         for job in jobs:
             environment = {**os.environ, **job.environment}
             if job.gpus:

@@ -27,14 +27,17 @@ class RayEngine(Engine):
         )
         # with Ray's own handler, SIGTERM would end the study silently
         signal.signal(signal.SIGTERM, handler)
-        # pickled by value, since workers may lack this module
+        # pickle the module by value, since workers may lack it
         ray.cloudpickle.register_pickle_by_value(base)
         resources = ray.cluster_resources()
         self.cores, self.gpus = int(resources.get("CPU", 1)), int(resources.get("GPU", 0))
         self._running: dict[Any, Job] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Submit a task for each job; Ray retries a task whenever its node is lost."""
+        """Submit a task for each job.
+
+        Ray retries a task whenever the task's node is lost.
+        """
         shared = {name: x for name, x in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         for job in jobs:
             options = {"num_cpus": job.threads, "num_gpus": job.gpus, "max_retries": -1, "name": job.name}
@@ -44,7 +47,7 @@ class RayEngine(Engine):
     def ended(self) -> dict[str, int]:
         """Return the exit status of each task that has ended.
 
-        If Ray has failed, the exit status is 1, and the reason is in the job's log.
+        If Ray cannot run a task, the exit status is 1, and the reason is in the job's log.
         """
         running = [*self._running]
         statuses = {}
@@ -59,7 +62,10 @@ class RayEngine(Engine):
         return statuses
 
     def stop(self) -> None:
-        """Cancel all tasks, which then terminate their cells; wait until all tasks have ended."""
+        """Cancel all tasks, and wait until all have ended.
+
+        A cancelled task terminates its cell.
+        """
         for task in self._running:
             ray.cancel(task)
         ray.wait([*self._running], num_returns=max(len(self._running), 1))

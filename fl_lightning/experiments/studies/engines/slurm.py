@@ -15,9 +15,9 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.engines.base import Engine, Job, run_command
 from fl_lightning.files import no_link
 
-_MINUTES = 60  # time limit of a job; a cell that takes longer is requeued and resumes
+_MINUTES = 60  # time limit of a job in minutes; a longer cell is requeued and resumes
 _TIMES = 10_000  # largest number of times that a job is requeued at its time limit
-# Slurm sends USR2 to all processes of a job: submitit then requeues the job; cells ignore USR2
+# Slurm sends USR2 to all processes of a job: submitit requeues the job; cells must ignore USR2
 _UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
 _ENDED = [
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
@@ -79,7 +79,7 @@ class SlurmEngine(Engine):
     def ended(self) -> dict[str, int]:
         """Return the exit status of each job that has ended.
 
-        If Slurm has ended a job, the exit status is 1, and the reason is in the job's log.
+        If Slurm itself ends a job, the exit status is 1, and the reason is in the job's log.
         """
         statuses = {}
         for name in [name for name, (job, _) in self._running.items() if job.done()]:
@@ -103,7 +103,10 @@ class SlurmEngine(Engine):
 
 
 class _Queue(submitit.slurm.slurm.SlurmInfoWatcher):  # type: ignore[misc]  # submitit is untyped
-    """Reader of job states. It calls ``squeue``, as ``sacct`` needs Slurm's accounting database."""
+    """Reader of job states.
+
+    It calls ``squeue``, because ``sacct`` needs Slurm's accounting database.
+    """
 
     def _make_command(self) -> list[str]:
         return ["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i|%T"]
