@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ByLayer = Mapping[str, Mapping[int, Mapping[str, float]]]
-"""Measured values, with the indices ``values[quantity][round][layer]``."""
+"""Measured values, indexed as ``values[quantity][round][layer]``."""
 
 _LOOKS = ((BLUE, "-", "."), (VERMILLION, "--", "."), (BLACK, ":", "."))
 _REACH = {
@@ -124,7 +124,7 @@ def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) 
     highest = max(positive.max(initial=0), reach) or 1.0
     log = len(positive) > 0 and highest > 20 * positive.min()
     norm = LogNorm(positive.min(), highest) if log else Normalize(0, highest)
-    # a cell extends half of the way to the previous round and to the next round
+    # the edges of a cell lie halfway to the previous round and to the next round
     middles = (np.array(rounds[1:]) + np.array(rounds[:-1])) / 2
     edges = np.concatenate([[rounds[0] - 0.5], middles, [rounds[-1] + 0.5]])
     image = axes.pcolormesh(edges, np.arange(len(cells) + 1) - 0.5, shown, norm=norm)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _MAX_NAMED = 25  # largest number of clients or classes for which the axis shows each name
 # largest number of rows; with more clients, a row is the mean of several similar clients
 _MAX_ROWS = 250
-_MAX_BARS = 200  # with more classes than this, bars are thinner and have no labels
+_MAX_BARS = 200  # largest number of classes for which bars have labels
 
 
 def clients_figure(
@@ -67,7 +67,7 @@ def partition_figure(
     text = "samples of a class (colours: square root)"
     bar = figure.colorbar(image, ax=(cells, sizes), location="bottom", shrink=0.5, aspect=40, label=text)
     bar.ax.locator_params(nbins=4)
-    # no gaps for many clients, since narrow gaps give a moiré
+    # no gaps for many clients, since narrow gaps cause moiré patterns
     rows, gap = np.diff(first), 0.2 if clients <= 100 else 0.0
     lower = first[:-1] - 0.5 + gap / 2 * rows
     sizes.barh(lower, counts.sum(1), (1 - gap) * rows, align="edge", color=GREY)
@@ -96,11 +96,11 @@ def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
 def class_quality_figure(
     quality: Sequence[float | None], class_names: Sequence[str] | None, what: str, title: Sequence[str]
 ) -> "Figure":
-    """Draw the server model's quality, such as accuracy, for each class, and the mean of classes.
+    """Draw the server model's quality for each class, and the mean of all classes.
 
     Args:
-        quality: Quality of each class in [0, 1], in the order of the labels; None for a class
-            without samples.
+        quality: Quality of each class, such as accuracy, in [0, 1], in the order of the labels;
+            None for a class without samples.
         class_names: Name of each class; None to show class numbers.
         what: Label of the x-axis, such as ``"test accuracy"``.
         title: Lines of the title.

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Policy = Mapping[str, Sequence[Sequence[Any]]]
-"""The stages of each kind of state. A stage is a pair of its first round and the treatment.
+"""Treatments of each kind of state, as in ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.
 
-If a method finds the first round during training, the pair has the method's name in place of this
-round."""
+The number is the first round of a treatment. If a method finds this round during training, the
+method's name replaces the number."""
 
 
 @paper_style()
@@ -34,17 +34,18 @@ def learning_curve_figure(
     """Draw the loss and the quality metrics, such as accuracy or mean IoU, over the rounds.
 
     A vertical line marks each round in which the policy changes. The legend names the change. If a
-    value is above 1e30 or not finite, the curve has a gap, and a cross at the upper edge.
+    value is above 1e30 or not finite, the curve has a gap, and a cross at the upper edge marks the
+    gap.
 
     Args:
         rows: Rows of ``metrics.jsonl``; row 0 is the initial model.
-        policy: Content of ``policy.json``. For each kind of state, it lists the treatments, each
-            with its first round. For example, ``{"mean": [[1, "averaged"], [201, "frozen"]]}``
-            means that running means are averaged from round 1 and frozen from round 201.
+        policy: Content of ``policy.json``: the treatments of each kind of state, with their first
+            rounds. For example, ``{"mean": [[1, "averaged"], [201, "frozen"]]}`` means that running
+            means are averaged from round 1 and frozen from round 201.
         title: Lines of the title.
         quality: Name of a quality metric with values in [0, 1], for a task that the user has
             defined.
-        further: Names of further metrics. A metric has its own panel if the rows contain it.
+        further: Names of further metrics. Each of these metrics that is in the rows has a panel.
     """
     known = {name.partition("/")[2] for row in rows for name in row}
     words = {quality: quality.replace("_", " ")} if quality else {}
@@ -77,8 +78,8 @@ def learning_curve_figure(
 def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     """Return each round in which the policy changes, with a description of the change.
 
-    ``policy`` is the content of ``policy.json``, and ``rows`` that of ``metrics.jsonl``. If a
-    method has found T* during training, the rows contain T*.
+    ``policy`` is the content of ``policy.json``, and ``rows`` is the content of ``metrics.jsonl``.
+    If a method has found T* during training, the rows contain T*.
 
     >>> policy_changes({"mean": [[1, "averaged"], [3, "frozen"]], "var": [[1, "averaged"], [3, "frozen"]]})
     {3: 'BN statistics frozen from round 3'}

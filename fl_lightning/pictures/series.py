@@ -1,4 +1,4 @@
-"""Metrics of a run over its rounds, as arrays, and as curves with gaps at non-finite values."""
+"""Metrics of a run as arrays, and curves of metrics over the rounds."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -28,16 +28,16 @@ def series(rows: Rows, name: str) -> tuple[Series, Series]:
 
 
 def frozen_from(rows: Rows) -> int | None:
-    """Return the first round with frozen BN, which is T* + 1.
+    """Return the first round with frozen BN, which is T* + 1; None if no row contains T*.
 
-    The last row that contains T* gives its value. If no row contains T*, return None.
+    If rows contain different T*, the last row counts.
     """
     starts = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
     return starts[-1] if starts else None
 
 
 def with_gaps(values: Series) -> Series:
-    """Return the values. NaN replaces each value that is above 1e30 or not finite."""
+    """Replace values that are above 1e30 or not finite by NaN."""
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
@@ -46,12 +46,13 @@ def draw_curve(
 ) -> Series:
     """Draw a curve and return its finite values.
 
-    If a value is above 1e30 or not finite, the curve has a gap, and a cross at the upper edge.
+    If a value is above 1e30 or not finite, the curve has a gap, and a cross at the upper edge marks
+    the gap.
 
     Args:
         axes: Panel of the curve.
         places: Horizontal positions.
-        values: Values at these positions.
+        values: Values at the horizontal positions.
         look: Colour, line style and marker.
         label: Label of the curve. The part before a colon also labels the crosses.
     """
@@ -74,13 +75,15 @@ def draw_curve(
 
 
 def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> None:
-    """Make the y-axis logarithmic if the positive values span decades and no value is negative.
+    """Make the y-axis logarithmic if the largest value is more than 50 times the smallest.
+
+    Values of 0 do not count as the smallest, but are shown. If a value is negative, the axis stays
+    linear.
 
     Args:
         axes: Panel of the curves.
         drawn: Values of each curve.
-        reach: A logarithmic axis extends at least up to this value (default 0). If a value is 0,
-            the axis also shows 0.
+        reach: Value that a logarithmic axis includes in any case (default 0).
     """
     values = np.concatenate([*drawn, []])
     positive = values[values > 0]

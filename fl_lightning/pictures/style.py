@@ -75,7 +75,7 @@ COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
 }
 """Axis label and units of each communication cost, keyed by metric.
 
-The units are a dict whose keys are the units' sizes, and whose values are their names.
+Units are keyed by size, as in ``{1e9: "GB"}``.
 """
 
 

@@ -21,16 +21,15 @@ from fl_lightning.round.tasks import Classification
 def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of ``wandb.init`` that name a run, and a dict of facts about the run.
 
-    An example of a name is ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0``. This run's
-    tags are ``[FedAvg, FixBN, Digits, LeNet]``. The environment variables ``WANDB_NAME``,
+    For example, the run ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0`` has the tags
+    ``[FedAvg, FixBN, Digits, LeNet]``. The environment variables ``WANDB_NAME``,
     ``WANDB_RUN_GROUP`` and ``WANDB_PROJECT`` override the default name, group and project. The
-    facts become columns of W&B's table of runs. They are not in the run's configuration.
+    facts become columns of W&B's table of runs, in addition to the configuration.
 
     Args:
         attempt: The run's folder.
         settings: The run's W&B settings.
-        group: The run's W&B group. All runs with this configuration are in this group, whatever
-            their seed.
+        group: The run's W&B group, shared by all runs that differ only in the seed.
     """
     given = os.environ.get
     facts = json.loads(attempt.identity.read_text())
@@ -49,8 +48,8 @@ def metrics_of(attempt: Attempt) -> dict[str, dict[str, str]]:
     """Return the metrics of a run's task, keyed by name.
 
     Each metric is a dict with ``label`` and ``best`` (``"max"`` or ``"min"``). The first metric is
-    the task's quality, such as accuracy. If the run's folder lists no metrics, because an older
-    version wrote it, the metrics of classification are returned.
+    the task's quality, such as accuracy. Folders of older versions list no metrics. For such a
+    folder, the metrics of classification are returned.
     """
     metrics: dict[str, dict[str, str]] | None = json.loads(attempt.identity.read_text()).get("metrics")
     return metrics or shown_metrics(Classification())
@@ -111,7 +110,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
 def read_table(path: Path) -> tuple[list[str], list[list[Any]]]:
     """Return a CSV file's columns and rows.
 
-    Texts of numbers become int or float, and empty cells become None.
+    A column of numbers gives int or float. Empty cells become None.
     """
     with path.open(newline="") as file:
         columns, *rows = csv.reader(file)
@@ -143,7 +142,7 @@ def summary(attempt: Attempt) -> dict[str, float]:
 
 
 def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
-    """Log a run's checkpoints as an artifact. Its metadata contain the last round.
+    """Log a run's checkpoints as an artifact, with the last round as metadata.
 
     If the run has no checkpoints, nothing is logged.
     """
@@ -154,6 +153,6 @@ def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
         return
     artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"round": round})
     for path in paths:
-        # W&B does not copy this file. It uploads the file now, or later with wandb sync
+        # W&B does not copy this file: it uploads the file now, or later with wandb sync
         artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)
     run.log_artifact(artifact)

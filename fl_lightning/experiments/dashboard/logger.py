@@ -21,12 +21,14 @@ from fl_lightning.files import write_text
 
 
 class RoundWandbLogger(Logger):
-    """Logger that uploads a row per round, and at the end tables, pictures and the result of a run.
+    """Logger that sends each round to W&B, and tables, pictures and the result at the end.
 
-    The W&B run starts after the first trained round. All rows of ``metrics.jsonl`` that W&B does
-    not have yet are logged. A resumed run keeps its W&B id, and sends no row twice. If W&B is
-    offline, a resumed run writes all rows again, since ``wandb sync`` cannot join the parts of a
-    run. If W&B fails, one line reports the failure, and training continues.
+    The W&B run starts after the first trained round. The logger then sends all rows of
+    ``metrics.jsonl`` that W&B does not have yet. A resumed run keeps its W&B id, and sends no row
+    twice. If W&B is offline, a resumed run writes all rows again, since ``wandb sync`` cannot join
+    the parts of a run.
+
+    If W&B fails, one line reports the failure, and training continues.
 
     Args:
         attempt: The run's folder, which also holds W&B's files.
@@ -41,7 +43,7 @@ class RoundWandbLogger(Logger):
         self._run: Any = None
         self._round = 0
         self._defined = {"round"}
-        # for each metric: the value that W&B's summary shows (by default the last value)
+        # value of each metric in W&B's summary, such as max; the default is the last value
         self._summaries: dict[str, str] = {}
         self._failed = False
 
@@ -56,7 +58,7 @@ class RoundWandbLogger(Logger):
             metrics: Numbers of the row, keyed by name. A row without ``"round"`` is ignored. Row 0
                 is logged together with round 1, because the run's other files are written after row
                 0.
-            step: Ignored, as the metrics include the round.
+            step: Ignored, because the metrics include the round.
         """
         if not metrics.get("round") or self._failed:
             return
@@ -94,7 +96,7 @@ class RoundWandbLogger(Logger):
                     self._define(tested := contents.tested(self.attempt))
                 # files that W&B has not uploaded yet stay in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # W&B writes a step when the next step begins: the last step can still be extended
+                # W&B writes a step when the next one begins, so that the last step can be extended
                 self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)
@@ -107,7 +109,7 @@ class RoundWandbLogger(Logger):
 
     @property
     def place(self) -> str | None:
-        """Message with the address of the W&B run or with its offline files; None without a run."""
+        """Message with the address or the offline files of the W&B run; None without a run."""
         if self._run is None or self._failed:
             return None
         if not self._run.offline:

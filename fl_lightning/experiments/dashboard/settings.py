@@ -32,7 +32,7 @@ class WandbSettings:
         log_checkpoints: Whether to upload the checkpoints as an artifact at the end of the run.
     """
 
-    # unknown keys are an error if the upload command reads the settings from a file
+    # makes unknown keys an error if the upload command reads the settings from a file
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: str | None = None
@@ -44,8 +44,7 @@ class WandbSettings:
     def asked(self) -> str:
         """The configured mode.
 
-        For the mode ``"auto"``, it is the value of the environment variable ``WANDB_MODE``. If this
-        variable is not set, it is ``"auto"``.
+        The environment variable ``WANDB_MODE``, if set, replaces the mode ``"auto"``.
         """
         return self.mode if self.mode != "auto" else os.environ.get("WANDB_MODE") or "auto"
 

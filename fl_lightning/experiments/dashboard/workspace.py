@@ -45,7 +45,7 @@ _FIXED = {
 }
 """Panels that are shown for every task.
 
-Each section has a dict. Its keys are the titles of panels, and its values are the panels' metrics.
+The outer keys are sections, and the inner keys are titles of panels. The values are metrics.
 """
 
 Metrics = Mapping[str, Mapping[str, str]]
@@ -55,9 +55,9 @@ The first metric is the task's quality, such as accuracy."""
 
 
 def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
-    """Return the line plots of each section.
+    """Return the metrics of each line plot.
 
-    Each section has a dict. Its keys are the plots' titles, and its values are the plots' metrics.
+    The outer keys are sections, and the inner keys are titles of plots.
 
     Args:
         metrics: The metrics of the task.
@@ -90,10 +90,9 @@ def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
 
 
 def final(metrics: Metrics) -> dict[str, list[str]]:
-    """Return the bar charts of the first section.
+    """Return the metrics of each bar chart in the first section, keyed by the chart's title.
 
-    The keys are the charts' titles, and the values are the charts' metrics. Each metric is a number
-    in the summary of a W&B run.
+    The metrics are numbers in the summary of a W&B run.
     """
     return {
         f"final {metric['label']}": [f"final/{split}/{name}" for split in ("val", "test")]
@@ -106,7 +105,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
 
     Args:
         project: Project of the runs.
-        entity: User or team that owns the project. With None, W&B takes the API key's default.
+        entity: User or team that owns the project. None stands for the default of the API key.
         metrics: The metrics of the runs' task.
 
     Raises:

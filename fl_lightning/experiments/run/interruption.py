@@ -16,8 +16,8 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # seconds; if Python has discarded a signal's exception, the signal is sent again
-_ECHO = 2.0  # seconds; torchrun may repeat a signal from the terminal within this time
+_AGAIN = 0.05  # seconds after which a signal is sent again if Python has discarded its exception
+_ECHO = 2.0  # seconds within which torchrun may repeat a signal from the terminal
 
 
 class Stopped(SystemExit):
@@ -36,7 +36,7 @@ class Stopped(SystemExit):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise :class:`Stopped` in the block when a signal arrives.
+    """Raise :class:`Stopped` if a signal arrives within the ``with`` block.
 
     If blocks are nested, only the outermost block prints a message.
     """
@@ -76,7 +76,7 @@ class FinishRound(L.Callback):
     The first signal stops the run after the current round. A second signal stops it at once.
 
     Attributes:
-        signal: The first signal; None before it.
+        signal: The first signal, or None.
     """
 
     def __init__(self) -> None:

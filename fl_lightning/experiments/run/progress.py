@@ -19,19 +19,20 @@ _RECENT = 20  # number of recent rounds whose median time is used to predict the
 
 
 class RoundProgress(Recorded, ProgressBar):
-    """Progress bar of a fit in communication rounds.
+    """Progress bar that counts communication rounds.
 
     A terminal shows one line, which is refreshed at most ten times a second. A pipe or a log file
-    gets a new line each time, without control characters. The total is the trainer's
-    ``max_epochs``. The line shows ``metrics`` of the module: the metrics of the newest complete
-    round. The module calls :meth:`local_step` after each local step.
+    gets new lines without control characters.
 
-    The remaining time is computed from the median times of recent rounds and recent evaluations.
-    The remaining time is unknown until the second round of a process, because the first round may
-    include compilation.
+    The line shows the metrics of the newest complete round. The total number of rounds is the
+    trainer's ``max_epochs``. The module calls :meth:`local_step` after each local step.
+
+    The remaining time is computed from the median times of recent rounds and evaluations. The first
+    round of a process does not count, because it may include compilation.
 
     Args:
-        every_n_seconds: Minimum time between two lines of a pipe or log file in seconds, >= 0.
+        every_n_seconds: Minimum time in seconds between two lines of a pipe or log file, at least 0
+            (default 5).
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -72,7 +73,10 @@ class RoundProgress(Recorded, ProgressBar):
         self._evaluation_started_at = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock of an evaluation, whose time does not count as time of the round."""
+        """Stop the clock of an evaluation.
+
+        The time of an evaluation is not part of the round's time.
+        """
         seconds = time.monotonic() - self._evaluation_started_at
         self._round_started_at += seconds
         if not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf"):
@@ -91,7 +95,7 @@ class RoundProgress(Recorded, ProgressBar):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the metrics of the previous round.
 
-        They are complete only after ``on_train_epoch_end`` of that round.
+        The metrics of a round are complete only after the hook ``on_train_epoch_end``.
         """
         self._metrics |= getattr(pl_module, "metrics", {})
         now = time.monotonic()

@@ -27,8 +27,8 @@ class Run:
     """A run of a module on its data, with a folder for metrics, checkpoints, pictures and result.
 
     The folder is ``<run_root>/<name>/<hash>-s<seed>``. The hash covers the settings of the module,
-    the data, the callbacks and the trainer. The same script therefore has the same folder, and
-    ``fit(resume=True)`` resumes its run.
+    the data, the callbacks and the trainer. A repeated script therefore uses the same folder, and
+    ``fit(resume=True)`` resumes the run.
 
     Args:
         module: The module, whose seed is the run's seed.
@@ -38,11 +38,12 @@ class Run:
             the progress line.
         run_root: Folder of all runs.
         checkpoint: Settings of the checkpoints. Default: ``RoundCheckpoint()``.
-        wandb: Mode of Weights & Biases, as ``wandb.mode`` on the command line.
-        threads: Number of CPU threads, from 1 to 1024. With more than 1 thread, the run has one
-            rank unless the trainer's arguments set another number. Default on CPUs: 1 thread per
-            rank. Default on a GPU: torch's default. After a fit, the previous number of threads is
-            restored.
+        wandb: Mode of Weights & Biases (default ``"disabled"``), as ``wandb.mode`` on the command
+            line.
+        threads: Number of CPU threads, from 1 to 1024. The default is 1 thread per rank on CPUs,
+            and torch's default on a GPU. With more than 1 thread, the run has one rank (process),
+            unless the trainer's arguments set another number. The end of a fit restores the
+            previous number of threads.
         trainer: Arguments of Lightning's ``Trainer``; ``max_epochs`` is the number of rounds.
 
     Attributes:
@@ -105,8 +106,8 @@ class Run:
         Args:
             resume: Checkpoint to resume from: the path of a file, ``True`` for the last checkpoint
                 of the newest attempt, or ``"best"`` for the best checkpoint. ``"auto"`` resumes
-                from the last checkpoint if there is one, and otherwise starts a new run. Default: a
-                new run.
+                from the last checkpoint if it exists, and otherwise starts a new run. The default
+                is a new run.
             accept_data: Whether the data may differ from the data of the checkpoint.
 
         Returns:

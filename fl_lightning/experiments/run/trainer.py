@@ -20,10 +20,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""Smallest number of local steps in a round, over all clients, for which several ranks pay off.
-
-With fewer local steps, a single rank is faster.
-"""
+"""Number of local steps in a round, over all clients, from which several ranks are faster."""
 
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""
@@ -38,7 +35,7 @@ _OF_THE_RUN = {
 }
 """Trainer settings that the run itself determines.
 
-For each setting, the accepted values and the message of the error for any other value.
+Each setting has the accepted values, and the error message for all other values.
 """
 
 
@@ -105,8 +102,8 @@ def use_threads(threads: int, devices: Any) -> Any:
 
     Args:
         threads: Number of CPU threads.
-        devices: The setting ``trainer.devices``. With several threads, ``"auto"`` becomes 1: a run
-            with several ranks has one thread per rank.
+        devices: The setting ``trainer.devices``. With several threads, ``"auto"`` becomes 1,
+            because several ranks would have one thread each.
     """
     torch.set_num_threads(threads)
     return 1 if threads > 1 and devices == "auto" and not under_torchrun() else devices
@@ -116,7 +113,7 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
     """Return the largest useful number of ranks.
 
     The number is 1 if a round has few local steps, and otherwise the number of clients in a round.
-    This function also sets up the data: ranks that are forked afterwards share the data's memory.
+    This function also sets up the data, so that ranks that are forked later share its memory.
     """
     # include_cuda=False: this must not initialise CUDA, because the process is forked later
     with isolate_rng(include_cuda=False):

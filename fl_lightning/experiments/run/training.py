@@ -1,4 +1,4 @@
-"""Preparation of a fit (folder, loggers, trainer), and its end (pictures, result)."""
+"""Start and end of a fit: folder, loggers and trainer, then pictures and result."""
 
 import logging
 import os
@@ -80,7 +80,8 @@ class Prepared:
             The content of ``result.json``.
 
         Raises:
-            ConfigurationError: A new attempt starts from a checkpoint that already has all rounds.
+            ConfigurationError: The checkpoint already has all rounds, so that nothing is left to
+                train.
             Stopped: A signal stopped the run before its last round.
         """
         start, trainer, signal = self.start, self.trainer, self.interruption
@@ -128,7 +129,7 @@ class Training:
         made: Description of the built objects, from
             :func:`~fl_lightning.experiments.run_directory.built.built`.
         keeper: Callback that writes the run's checkpoints.
-        way_on: Command or call that resumes the run. The message of a stopped run shows it.
+        way_on: Command or call that resumes the run, for the message of a stopped run.
         header: Comment at the top of ``config.yaml``.
 
     Attributes:
@@ -166,7 +167,7 @@ class Training:
     ) -> Iterator[Prepared]:
         """Choose and lock the run's folder, and make the trainer.
 
-        The end of the block also ends the run at W&B. If an error ends the block before the first
+        The end of the ``with`` block also ends the run at W&B. If an error occurs before the first
         round is trained, the run's new folder is removed.
 
         Args:
@@ -179,12 +180,12 @@ class Training:
                 strings, lists and dicts.
 
         Raises:
-            ConfigurationError: The checkpoint is missing or belongs to the wrong model, the
-                checkpoint's folder is in use by another process, or the trainer refuses a setting.
+            ConfigurationError: The checkpoint is missing or belongs to another model, or its folder
+                is in use. The error is also raised if the trainer refuses a setting.
         """
         rank, rounds = launched_rank() if is_launched(settings) else 0, settings.get("max_epochs")
         with ExitStack() as held, ExitStack() as ending:
-            # "held" is left last, and then releases the folder's lock
+            # ``held`` ends last, and then releases the lock of the folder
             ending.push(lambda kind, error, trace: self._end(error))
             path = None
             if rank:
@@ -242,7 +243,7 @@ class Training:
         Milestones and the decay of learning rates depend on the number.
         """
         if self.module.budget_epochs is not None or rounds in (None, -1):
-            return True  # the data determine the number; attempts with one hash have equal data
+            return True  # the data determine the number of rounds; attempts with one hash have equal data
         planned = load_run(path)["fl_lightning"]["total_rounds"]
         if planned != rounds:
             print(
@@ -257,12 +258,7 @@ class Training:
     ) -> None:
         """Check the checkpoint, and lock the folder in which the run trains.
 
-        Args:
-            path: The checkpoint; None for a new run.
-            weights_only: Whether to refuse a checkpoint that holds more than tensors, numbers,
-                strings, lists and dicts.
-            settings: The trainer arguments that the user has set.
-            held: Exit stack that releases the lock of the folder at its end.
+        ``path`` is the checkpoint, or None for a new run. ``held`` releases the lock at its end.
         """
         writes = not settings.get("fast_dev_run")
         if path is None:
@@ -304,11 +300,9 @@ class Training:
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 
     def _end(self, error: BaseException | None) -> None:
-        """End the run at W&B. After an error, remove a new folder without a trained round.
+        """End the run at W&B, and complete the message of :class:`Stopped`.
 
-        Args:
-            error: Exception that ended the run, or None. This method completes the message of
-                :class:`Stopped`.
+        After an error, remove a new folder that has no trained round.
         """
         attempt = self.start.attempt
         if attempt is None:
