@@ -114,7 +114,8 @@ def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[
 def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) -> None:
     """Draw a heat map, in which missing values are white.
 
-    If the values span decades, the scale is logarithmic. Zeros are then white, too.
+    If the largest value is more than 20 times the smallest, the scale is logarithmic. Zeros are
+    then white, too.
     """
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import NullFormatter

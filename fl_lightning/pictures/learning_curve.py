@@ -45,7 +45,7 @@ def learning_curve_figure(
         title: Lines of the title.
         quality: Name of a quality metric with values in [0, 1], for a task that the user has
             defined.
-        further: Names of further metrics. Each of these metrics that is in the rows has a panel.
+        further: Names of further metrics to draw if the rows contain them.
     """
     known = {name.partition("/")[2] for row in rows for name in row}
     words = {quality: quality.replace("_", " ")} if quality else {}

@@ -85,8 +85,8 @@ def media(attempt: Attempt) -> dict[str, Any]:
     """Return the tables, histograms and pictures in a run's folder.
 
     The table ``policy`` lists the treatment of each kind of state. The table ``clients`` lists the
-    data and the training of each client. Each report of a method has a table ``<name>_table``, and
-    may have a picture ``<name>``.
+    data and the training of each client. The report of a method is a table ``<name>_table``, and
+    sometimes also a picture ``<name>``.
     """
     import wandb
 
@@ -110,7 +110,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
 def read_table(path: Path) -> tuple[list[str], list[list[Any]]]:
     """Return a CSV file's columns and rows.
 
-    A column of numbers gives int or float. Empty cells become None.
+    Columns of numbers are converted to int or float. Empty cells become None.
     """
     with path.open(newline="") as file:
         columns, *rows = csv.reader(file)

@@ -96,7 +96,7 @@ class RoundWandbLogger(Logger):
                     self._define(tested := contents.tested(self.attempt))
                 # files that W&B has not uploaded yet stay in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # W&B writes a step when the next one begins, so that the last step can be extended
+                # W&B keeps the last step open, so that tables and pictures can be added to the step
                 self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)
@@ -109,7 +109,7 @@ class RoundWandbLogger(Logger):
 
     @property
     def place(self) -> str | None:
-        """Message with the address or the offline files of the W&B run; None without a run."""
+        """Message that names the address or the offline files of the W&B run, or None."""
         if self._run is None or self._failed:
             return None
         if not self._run.offline:

@@ -16,7 +16,7 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # seconds after which a signal is sent again if Python has discarded its exception
+_AGAIN = 0.05  # seconds until a signal is sent again, in case Python has discarded the exception
 _ECHO = 2.0  # seconds within which torchrun may repeat a signal from the terminal
 
 

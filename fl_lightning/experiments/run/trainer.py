@@ -20,7 +20,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""Number of local steps in a round, over all clients, from which several ranks are faster."""
+"""With fewer local steps in a round, summed over all clients, a single rank is faster."""
 
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""
@@ -58,7 +58,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
         if value not in accepted:
             raise ConfigurationError(f"trainer.{name}: {value} {remedy}")
     plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
-    if not is_launched(settings):  # the processes that a scheduler has started may be independent runs
+    if not is_launched(settings):  # processes that a scheduler has started may be independent runs
         plugins.append(OneMachine())
     if settings.get("devices", "auto") == "auto":
         equipment["devices"] = _devices(settings.get("accelerator", "auto"), ranks)
@@ -113,7 +113,8 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
     """Return the largest useful number of ranks.
 
     The number is 1 if a round has few local steps, and otherwise the number of clients in a round.
-    This function also sets up the data, so that ranks that are forked later share its memory.
+    This function also sets up the data, so that ranks that are forked later share the memory of the
+    data.
     """
     # include_cuda=False: this must not initialise CUDA, because the process is forked later
     with isolate_rng(include_cuda=False):

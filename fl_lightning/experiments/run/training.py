@@ -199,7 +199,7 @@ class Training:
             if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
                 strategy.meet()
                 path = strategy.broadcast(path)
-            elif rank:  # first rank of a further node, which forks its other ranks later
+            elif rank:  # first rank of a further node; it forks the other ranks of the node later
                 path = self.found(ckpt_path, rounds)
             profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
             if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
@@ -258,7 +258,8 @@ class Training:
     ) -> None:
         """Check the checkpoint, and lock the folder in which the run trains.
 
-        ``path`` is the checkpoint, or None for a new run. ``held`` releases the lock at its end.
+        ``path`` is the checkpoint, or None for a new run. ``held`` is the exit stack that releases
+        the lock.
         """
         writes = not settings.get("fast_dev_run")
         if path is None:
@@ -279,7 +280,7 @@ class Training:
     def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
         """Return the trainer's arguments ``callbacks``, ``logger`` and ``default_root_dir``."""
         callbacks = as_list(settings.get("callbacks"))
-        # True stands for Lightning's default logger: drop it, as the run writes metrics.jsonl
+        # True stands for Lightning's default logger, which the run replaces by metrics.jsonl
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
@@ -295,7 +296,7 @@ class Training:
             loggers.append(self._wandb)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                # without this, Lightning would write checkpoints to the folder of a logger
+                # otherwise Lightning would write checkpoints to the folder of a logger
                 callback.dirpath = str(attempt.checkpoints.resolve())
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 

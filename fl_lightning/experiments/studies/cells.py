@@ -37,7 +37,7 @@ Attempts that continue another run are ignored."""
 RUNS = "cells"
 """Name of the folder with the runs of all studies.
 
-If two studies have equal cells, they share the run. Each number of rounds has a subfolder."""
+A run is shared by all studies that need it. Each number of rounds has a separate subfolder."""
 
 _TAIL = 1 << 16  # bytes to read from the end of metrics.jsonl, enough for the last row
 
@@ -71,7 +71,7 @@ class Cell:
         parent: Cell that trains the first ``shared_rounds`` rounds for this cell, or None.
         shared_rounds: Number of rounds shared with the parent.
         keep_rounds: Rounds whose checkpoints are kept because other cells continue from them.
-        data: Digests that the data of a result must have; None for no requirement.
+        data: Expected digests of a result's data; None if any data are accepted.
     """
 
     labels: dict[str, str]
@@ -160,10 +160,10 @@ class Cell:
         return newest.checkpoints / "last.ckpt"
 
     def _attempts(self) -> tuple[list[Attempt], str]:
-        """Return the usable attempts, newest first, and why an attempt was left out.
+        """Return the usable attempts, newest first, and a text.
 
-        Attempts that continue another run are left out. The reason describes this other run. It is
-        ``""`` if no attempt was left out.
+        An attempt that continues another run is not usable. The text describes this other run. It
+        is empty if all attempts are usable.
         """
         every = self.directory.attempts()
         origins = [other_origin(_origins(attempt), self.config, self.directory.root) for attempt in every]
@@ -171,10 +171,10 @@ class Cell:
         return counted, next(filter(None, origins), "")
 
     def branch(self, accept_stale: bool = False) -> Path | None:
-        """Return the parent's checkpoint after the shared rounds; None without a usable one.
+        """Return the parent's checkpoint after the shared rounds, or None.
 
-        If the checkpoint is damaged, print a message and return None. The cell then trains the
-        shared rounds itself.
+        The parent is the cell that trains the shared rounds. If the checkpoint is damaged, print a
+        message and return None. The cell then trains the shared rounds itself.
         """
         if self.parent is None or (state := self.parent.state(accept_stale)).attempt is None:
             return None
@@ -205,7 +205,7 @@ class Cell:
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
-    """Return the checkpoints from which an attempt continued; an empty list while it is locked."""
+    """Return the checkpoints from which an attempt continued; an empty list while it runs."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"
@@ -220,9 +220,9 @@ class _Source(TypedDict):
 
 @cache
 def _record(checkpoint: Path, written: int) -> _Source | None:
-    """Return the provenance that a checkpoint records; None if the checkpoint cannot be read.
+    """Return the origin of a checkpoint; None if the checkpoint cannot be read.
 
-    The cache also depends on the modification time ``written``, so that a rewritten file is read.
+    The modification time ``written`` is part of the cache's key, so that a rewritten file is read.
     """
     try:
         record = load_run(checkpoint)["fl_lightning"]["record"]

@@ -15,10 +15,10 @@ from fl_lightning.round.directions import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
-    """Return the trials of a choice, as combinations of labels.
+    """Return the combinations of labels to try for a choice.
 
-    The keys are labels of the axes ``choice.by``. Each entry has one trial for each label of the
-    axis ``choice.axis``.
+    The combinations are grouped by the labels of the axes ``choice.by``. Each group has one
+    combination for each label of the axis ``choice.axis``.
     """
     first = {axis: next(iter(labels)) for axis, labels in study.axes.items()}
     fixed = {
@@ -78,14 +78,13 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 def chosen(
     study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
 ) -> list[ChoiceFound]:
-    """Return each choice with the chosen label, whose trial has the best metric.
+    """Return each choice with the chosen label: the label with the best validation metric.
 
     The best loss is the smallest loss. The best accuracy is the largest accuracy. Among equal
     values, the first label is chosen. A diverged trial ranks last. No label is chosen until all
     trials have ended.
 
-    A label can set a metric, such as ``test/accuracy_silobn``. The choice then uses the same metric
-    on validation data.
+    If a label sets the metric ``test/accuracy_silobn``, the choice uses ``val/accuracy_silobn``.
 
     Args:
         study: The study.
@@ -180,8 +179,8 @@ def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
 def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> str:
     """Return the metric of a choice.
 
-    If a label sets a metric, the choice uses this metric on validation data. Otherwise it uses
-    ``choice.metric``.
+    If a label sets the metric ``test/accuracy_silobn``, the result is ``val/accuracy_silobn``. If
+    no label sets a metric, it is ``choice.metric``.
     """
     metric = next((x for labels in combinations if (x := study.metric(labels))), None)
     return f"val/{metric.partition('/')[2]}" if metric else choice.metric

@@ -116,8 +116,8 @@ class SettingsOfLabel(SettingsOfCells, total=False):
 class Published(TypedDict):
     """A published value, optionally with a standard deviation.
 
-    All other keys are names of axes. They map to one or more labels. The value belongs to the rows
-    with these labels.
+    Keys other than ``value`` and ``deviation`` are names of axes. The value belongs to the rows
+    with the labels under these keys.
     """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
@@ -210,14 +210,15 @@ class Definition:
     Attributes:
         title: Title in one line.
         paper: Paper and table or figure; empty if the study does not follow a paper.
-        axes: Axes, keyed by name. An axis is a mapping from labels to settings, or a list of values
-            of one setting. An axis with a list is named after this setting.
+        axes: Axes, keyed by name. An axis is a mapping from labels to settings, or a list of
+            values. In the second case, the axis has the name of the setting that takes these
+            values.
         scales: Scales, keyed by name. The names are ``quick``, ``reduced`` and ``full``.
         settings: Settings of all cells at all scales.
         metrics: Names of the table's columns, keyed by metric.
         spread: Axis whose labels are the table's columns.
         without: Omitted combinations. Each entry maps axes to a label or a list of labels. A
-            combination is omitted if it matches an entry on all axes of the entry.
+            combination is omitted if it has such labels on all axes of an entry.
         choose: Axes whose label is chosen on validation data.
         published: Published values of the first metric, see :class:`Published`.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
@@ -274,7 +275,7 @@ class Study:
 
     @property
     def choices(self) -> list[Choice]:
-        """The study's choices, except choices of an axis that has one label at this scale."""
+        """The study's choices, without axes that have a single label at this scale."""
         return [choice for choice in self.definition.choose if len(self.axes[choice.axis]) > 1]
 
     def known_labels(self) -> dict[str, list[str]]:

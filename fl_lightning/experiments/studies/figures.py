@@ -120,8 +120,8 @@ def pictures(found: Found) -> list[Picture]:
 def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
     """Return one heat map if at least two axes have several labels, else an empty list.
 
-    The columns are the labels of the axis ``spread``, if it has several labels. Otherwise they are
-    the labels of the last axis. The rows are the labels of the other axis with the most labels.
+    The columns are the labels of the axis ``spread`` if possible, otherwise of the last axis. The
+    rows are the labels of the longest remaining axis.
     """
     axes, metric = varied(found), next(iter(found["metrics"].values()))
     if len(axes) < 2:
@@ -145,7 +145,7 @@ def curves_figure(
 ) -> "Figure":
     """Draw a metric over communication rounds, with a curve for each label of one axis.
 
-    Each combination of labels of the further axes has a panel.
+    Each combination of labels of the study's other axes has a panel.
 
     Args:
         found: Findings of a study.
@@ -183,10 +183,10 @@ def curves_figure(
 
 @paper_style()
 def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
-    """Draw the study's first metric for each label of one of the study's axes.
+    """Draw the study's first metric against the labels of one axis of the study.
 
-    The labels are on the horizontal axis. Lines join the values if the labels are numbers. If the
-    labels are words, their colours and markers are those of the learning curves.
+    If the labels are numbers, lines join the values. Labels that are words have the colours and
+    markers of the learning curves.
 
     Hollow markers show published values. The vertical axis does not always include 0.
 
@@ -244,7 +244,7 @@ def heat_figure(
 ) -> "Figure":
     """Draw a heat map of the first metric over the labels of two axes.
 
-    Each combination of labels of the further axes has a panel.
+    Each combination of labels of the study's other axes has a panel.
 
     Args:
         found: Findings of a study.
@@ -290,8 +290,7 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
     """Return horizontal positions ``[points]`` and each seed's metric ``[seeds, points]``.
 
     The points are the rounds that all seeds have logged. Unfinished runs are used only if no run is
-    finished. A label can replace the metric, for example by ``test/accuracy_silobn``. If ``metric``
-    is a validation metric, the validation metric of the same name is drawn.
+    finished.
     """
     if own_metric := group.get("metric"):
         metric = f"{metric.partition('/')[0]}/{own_metric.partition('/')[2]}"
@@ -323,10 +322,10 @@ def _range_in_words(what: str, seeds: Sequence[int]) -> str:
 
 
 def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
-    """Return the metric of the learning curves; None if no run has logged a suitable one.
+    """Return the metric of the learning curves; None if no run has logged a suitable metric.
 
-    Suitable metrics are the study's first metric and related metrics. The metric that most runs
-    have logged is returned.
+    Suitable metrics are the study's first metric and related metrics. The metric in most logs is
+    chosen.
     """
     first = next(iter(found["metrics"]))
     related = [first.partition("/")[2], *QUALITIES, "loss"]

@@ -91,7 +91,7 @@ def _group(
 ) -> Group:
     """Return the findings of one combination of labels, from one cell for each seed.
 
-    ``local`` names the metrics of the columns for clients' models.
+    ``local`` lists the metrics of the clients' models.
     """
     labels, first = cells[0].labels, cells[0].config["model"]
     names, published = [*study.definition.metrics], study.published(labels)

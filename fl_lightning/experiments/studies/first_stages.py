@@ -23,13 +23,14 @@ from fl_lightning.round.record import Origin
 def first_stage(config: Config) -> float:
     """Return the smallest T* of a run's methods.
 
-    Until the end of this round, the methods with a T* do not affect the run.
+    T* is the last round in which a method such as FixBN trains with batch statistics. Until the end
+    of round T*, the method does not affect the run.
 
     Args:
         config: Resolved configuration of the run.
 
     Returns:
-        The round T*; infinity if the run ends before any T*.
+        The smallest T*; infinity if no method has a T* before the last round.
     """
     rounds = int(config["trainer"]["max_epochs"])
     known = [until for entry in _entries(config) if (until := _same_until(entry, rounds)) is not None]
@@ -40,7 +41,7 @@ def family_of(config: Config) -> str:
     """Return a key that is equal for runs with a common first stage.
 
     The key depends on the seed, the number of rounds, the source code and the configuration.
-    Methods that have a T* do not affect the key.
+    Methods that do nothing in the first stage are ignored.
     """
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
@@ -51,7 +52,9 @@ def family_of(config: Config) -> str:
 
 
 def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path) -> str:
-    """Describe in words which other runs a run continues. Shared first stages are ignored.
+    """Describe the other runs that a run continues.
+
+    Checkpoints of shared first stages do not count.
 
     Args:
         continued_from: Checkpoints that the run continues, as in ``result.json``.

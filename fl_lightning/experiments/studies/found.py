@@ -54,8 +54,8 @@ class Group(TypedDict):
         values: Values of the runs, keyed by metric and then by seed.
         runs: Findings of the runs.
         same_as: Labels of an earlier combination with the same runs and metric, or None.
-        costs_of: Labels of the combination with the same runs and the study's first metric. None if
-            ``metric`` is None or no such combination exists.
+        costs_of: Labels of a combination with the same runs and the study's first metric, or None.
+            It is set only if ``metric`` is set.
     """
 
     labels: Labels

@@ -105,7 +105,7 @@ class Grid:
 def look_of(number: int) -> tuple[str, str, str]:
     """Return the colour, line style and marker of the label with the index ``number``.
 
-    The first 64 labels look different.
+    The first 64 labels look different from each other.
     """
     _, line, marker = LOOKS[(number + number // len(LOOKS)) % len(LOOKS)]
     return LOOKS[number % len(LOOKS)][0], line, marker

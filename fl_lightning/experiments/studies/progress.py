@@ -89,8 +89,8 @@ def time_left(
     """Estimate the seconds until all cells are done; None if unknown.
 
     The expected time of a cell is the median time of finished cells with the same labels. If no
-    such cell has finished, it is the mean over all other medians. If no cell at all has finished,
-    it is ``cell_seconds``.
+    such cell has finished, the mean of all other medians is used. If no cell at all has finished,
+    ``cell_seconds`` is used.
 
     The time of a cell includes the start and the evaluations, unless the cell was resumed.
 

@@ -26,7 +26,7 @@ from fl_lightning.experiments.studies.definition import (
 )
 
 _NO_SUCH_KEY = "unexpected_keyword_argument"
-"""Name that pydantic gives to the error about an unknown key."""
+"""pydantic's name for the error about an unknown key."""
 
 _LARGEST = 10**7
 """Largest number of characters of a study's file, counted after YAML aliases are expanded."""

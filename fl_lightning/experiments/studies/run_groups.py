@@ -184,7 +184,7 @@ def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
     """Group the runs of a configuration, so that the seeds in a group differ.
 
     - If all seeds differ, all runs form one group.
-    - If only the seeds in each folder differ, the runs in each folder form a group.
+    - If seeds repeat, but differ within each folder, the runs in each folder form a group.
     - Otherwise, each of the runs forms a separate group.
     """
     newest: dict[Path, tuple[int, Attempt]] = {}
@@ -236,7 +236,7 @@ def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[s
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return the names of the test metrics, or else of the validation metrics.
+    """Return the names of the test metrics. Without test metrics, use validation metrics.
 
     Frequent metrics come first, and losses come last.
     """

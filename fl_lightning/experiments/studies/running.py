@@ -46,9 +46,10 @@ class _Life:
 
 
 class Runner:
-    """Runner of cells. Each cell runs at most once, after its parent if it has one.
+    """Runner of cells. A cell runs at most once, and after its parent.
 
-    The runner waits for cells that other processes train. It continues if a cell fails.
+    The parent of a cell is another cell that trains the first rounds for both. The runner waits for
+    cells that other processes train. It continues if a cell fails.
 
     Args:
         folder: Folder of the study. The runner writes the cells' configurations and output to it.
@@ -94,8 +95,8 @@ class Runner:
         """Return the cells to rerun because their data have changed.
 
         Cells with equal data settings and seed are a family. The first call returns one cell of
-        each family, preferably without a parent. After this cell has been rerun, a call returns the
-        others.
+        each family, preferably without a parent. After this cell has been rerun, the next call
+        returns the other cells.
         """
         outdated = expect_newest_data([self._state(cell) for cell in unique], unique)
         stale = [cell for cell in outdated if cell not in tried and cell.key not in self.failed]

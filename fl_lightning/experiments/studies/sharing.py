@@ -10,7 +10,7 @@ from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 
 
 def share_first_stages(cells: Iterable[Cell]) -> None:
-    """Choose a parent for each cell whose first rounds are equal to another cell's.
+    """Choose a parent for each cell whose first rounds another cell also trains.
 
     Among cells that differ only in T*, the parent is the cell with the latest T*, or a cell without
     T*. Each other cell then trains only the rounds after T*, from a checkpoint of the parent.

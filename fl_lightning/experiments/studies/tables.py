@@ -56,9 +56,9 @@ def of_seeds(count: int, seeds: int) -> str:
 def best_groups(found: Found, metric: str) -> list[Group]:
     """Return the combinations with the best mean of a metric.
 
-    Combinations are compared if they differ only on the axis that ``panels.compared`` returns.
-    Means are compared after rounding to three digits. A combination is excluded if the value of a
-    seed is missing or not finite.
+    Combinations are compared if only one axis differs. ``panels.compared`` chooses this axis. Means
+    are compared after rounding to three digits. A combination is excluded if the value of a seed is
+    missing or not finite.
     """
     direction = best_is(of_any_model(metric), found.get("best", {}))
     axis = compared(found)
@@ -307,7 +307,7 @@ def _smaller(found: Found) -> str:
 def seeds_of(found: Found) -> str:
     """Return the finished seeds of a table's rows.
 
-    An example is ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``.
+    An example is ``"seed 0 (16 rows) and seeds 0, 1, 2 (4 rows)"``.
     """
     runs = [group["runs"] for group in found["groups"]]
     done = [sorted(run["seed"] for run in row if run["phase"] == "done") for row in runs]

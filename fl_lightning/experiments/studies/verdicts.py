@@ -135,13 +135,13 @@ class Comparison(NamedTuple):
 def p_of(tests: Sequence[Comparison]) -> float | None:
     """Return the two-sided p-value of a claim; None if all tests have only one pair.
 
-    A claim can consist of several tests. The result is twice the smaller of two one-sided p-values,
-    at most 1:
+    The p-value is computed from two one-sided p-values:
 
-    - The claim holds only if all tests hold. The first p-value is the largest ``p_for`` of the
-      tests.
-    - The claim fails if one test fails. The second p-value is the smallest ``p_against`` of the
-      tests, multiplied by the number of tests.
+    - The first is the largest ``p_for`` of the claim's tests, because all tests must hold.
+    - The second is the smallest ``p_against`` of the tests, multiplied by the number of tests. One
+      failed test contradicts the claim.
+
+    The result is twice the smaller of the two, but at most 1.
     """
     if all(test.pairs < 2 for test in tests):
         return None
@@ -177,8 +177,8 @@ def judge(claims: Sequence[str], found: Found, headline: Collection[str] = ()) -
 
     A claim is undecided if a result is missing or a label is not chosen yet, because the finished
     runs may be a biased selection. Otherwise, Student's t-test of the paired differences decides.
-    Its significance level comes from Holm's procedure for the claim's family. A single pair of runs
-    can only agree with a claim or contradict it.
+    Holm's procedure gives the significance level of each claim. A single pair of runs can only
+    agree with a claim or contradict it.
 
     Args:
         claims: Texts of the claims.

@@ -139,9 +139,10 @@ def _close(connection: socket.socket, process: "subprocess.Popen[bytes]") -> Non
 
 
 def _serve(connection: socket.socket) -> list[str]:
-    """Fork a process for each request; return only in the forked processes.
+    """Fork a process for each request.
 
-    The result holds the arguments of the request.
+    Only the forked processes return from this function. The result holds the arguments of the
+    request.
     """
     # freeze: garbage collection writes to shared memory, and each write copies a page
     gc.freeze()
