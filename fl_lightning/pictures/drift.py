@@ -50,10 +50,11 @@ def has_drift(rows: Rows) -> bool:
 def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
     """Draw the measurements of BN over the rounds, with a panel for each measured quantity.
 
-    The quantities are the change and the variance of statistics, the loss, the gradient deviation,
-    the bias of running statistics, and the gap between training and evaluation. The figure follows
-    Figure 3 of Zhong et al., arXiv 2303.06530. Each panel's heading says how to read the panel. A
-    vertical line marks the first round with frozen BN.
+    The quantities include the change, variance and bias of statistics, the gradient deviation, and
+    the gap between training and evaluation.
+
+    The figure follows Figure 3 of Zhong et al., arXiv 2303.06530. Each panel's heading says how to
+    read the panel. A vertical line marks the first round with frozen BN.
     """
     measured = {name for row in rows for name in row}
     panels = [panel for panel in DRIFT if measured & panel.curves.keys()]

@@ -35,8 +35,8 @@ def partition_figure(
 
     Bars beside the heat map show each client's total number of samples.
 
-    If there are more than 250 clients, they are sorted by their most frequent class and by the
-    share of this class. Neighbouring clients are then averaged, which gives 250 rows.
+    More than 250 clients are sorted by their most frequent class, and by the share of this class.
+    Neighbouring clients are then averaged, which gives 250 rows.
 
     Args:
         histogram: ``histogram[i][c]`` is the number of samples of class c at client i, as in
@@ -99,8 +99,8 @@ def class_quality_figure(
     """Draw the server model's quality for each class, and the mean of all classes.
 
     Args:
-        quality: Quality of each class, such as accuracy, in [0, 1], in the order of the labels;
-            None for a class without samples.
+        quality: Quality of each class in [0, 1], such as accuracy; None for a class without
+            samples.
         class_names: Name of each class; None to show class numbers.
         what: Label of the x-axis, such as ``"test accuracy"``.
         title: Lines of the title.

@@ -33,9 +33,9 @@ def learning_curve_figure(
 ) -> "Figure":
     """Draw the loss and the quality metrics, such as accuracy or mean IoU, over the rounds.
 
-    A vertical line marks each round in which the policy changes. The legend names the change. If a
-    value is above 1e30 or not finite, the curve has a gap, and a cross at the upper edge marks the
-    gap.
+    A vertical line marks each round in which the policy changes. The legend names the change. The
+    curve has a gap at each value that is above 1e30 or not finite. A cross at the upper edge marks
+    the gap.
 
     Args:
         rows: Rows of ``metrics.jsonl``; row 0 is the initial model.

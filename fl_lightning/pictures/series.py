@@ -46,8 +46,8 @@ def draw_curve(
 ) -> Series:
     """Draw a curve and return its finite values.
 
-    If a value is above 1e30 or not finite, the curve has a gap, and a cross at the upper edge marks
-    the gap.
+    The curve has a gap at each value that is above 1e30 or not finite. A cross at the upper edge
+    marks the gap.
 
     Args:
         axes: Panel of the curve.

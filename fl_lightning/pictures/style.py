@@ -191,7 +191,7 @@ def legend_above(axes: "Axes", heading: str | None = None) -> None:
     """Put a legend with a heading above the data, if at least one curve has a label."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
-        # as many columns as would fit if every label were as long as the longest label
+        # every column is as wide as the longest label
         columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))
         axes.legend(
             loc="lower left",

@@ -20,7 +20,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""With fewer local steps in a round, summed over all clients, a single rank is faster."""
+"""Several ranks are used if a round has at least this number of local steps over all clients."""
 
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""

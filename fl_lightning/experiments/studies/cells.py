@@ -37,7 +37,8 @@ Attempts that continue another run are ignored."""
 RUNS = "cells"
 """Name of the folder with the runs of all studies.
 
-A run is shared by all studies that need it. Each number of rounds has a separate subfolder."""
+A run is shared by all studies that need it. Runs with different numbers of rounds are in different
+subfolders."""
 
 _TAIL = 1 << 16  # bytes to read from the end of metrics.jsonl, enough for the last row
 

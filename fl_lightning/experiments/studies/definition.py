@@ -218,7 +218,7 @@ class Definition:
         metrics: Names of the table's columns, keyed by metric.
         spread: Axis whose labels are the table's columns.
         without: Omitted combinations. Each entry maps axes to a label or a list of labels. A
-            combination is omitted if it has such labels on all axes of an entry.
+            combination is omitted if it has a listed label on every axis of an entry.
         choose: Axes whose label is chosen on validation data.
         published: Published values of the first metric, see :class:`Published`.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.

@@ -99,8 +99,8 @@ class Verdict(TypedDict):
         adjusted: P-value after Holm's correction for multiple claims.
         family: Number of claims that are corrected together.
         headline: Whether the claim is corrected together with the headline claims.
-        decides: Smallest difference or margin that these seeds can decide. Only undecided claims
-            have this key.
+        decides: Smallest difference or margin that the present number of seeds can decide. Only
+            undecided claims have this key.
     """
 
     claim: str

@@ -26,7 +26,7 @@ _CAPITALS = "gamma delta theta lambda xi pi sigma upsilon phi psi omega"
 _GREEK = f"alpha beta epsilon zeta eta iota kappa mu nu rho tau chi {_CAPITALS}"
 
 _LONG = 15
-"""Columns' names with more letters are broken into two lines."""
+"""Names of columns with more than this number of letters are broken into two lines."""
 
 _NUMBER = re.compile(r"([-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?)(?![\w.])(.*)")
 

@@ -72,8 +72,8 @@ class Reads:
             cells: Cells with their states.
 
         Raises:
-            ConfigurationError: A trial lacks the metric of the choice, a cell lacks the metric that
-                a label sets, or all cells lack the metric of a column.
+            ConfigurationError: A trial lacks the metric of the choice, or a cell lacks the metric
+                that a label sets. The error is also raised if no cell has the metric of a column.
         """
         for cell, state in cells:
             names = set() if cell in self._checked else logged(cell, state)

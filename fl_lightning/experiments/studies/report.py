@@ -77,7 +77,7 @@ def write_report(
     columns: Sequence[str] = (),
     titles: bool | None = None,
 ) -> list[Path]:
-    """Write the page, and rewrite tables and pictures on request.
+    """Write the report as a page, and rewrite tables and pictures on request.
 
     Args:
         directories: Folders of studies and run directories. Each study has a section of the page;

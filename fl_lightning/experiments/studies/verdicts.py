@@ -175,8 +175,8 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
 def judge(claims: Sequence[str], found: Found, headline: Collection[str] = ()) -> list[Verdict]:
     """Return the verdicts on all claims whose labels exist at this scale.
 
-    A claim is undecided if a result is missing or a label is not chosen yet, because the finished
-    runs may be a biased selection. Otherwise, Student's t-test of the paired differences decides.
+    A claim is undecided if a result is missing or a label is not chosen yet. The finished runs
+    could then be a biased selection. Otherwise, Student's t-test of the paired differences decides.
     Holm's procedure gives the significance level of each claim. A single pair of runs can only
     agree with a claim or contradict it.
 

@@ -29,8 +29,8 @@ class SlurmEngine(Engine):
     """Engine whose jobs are requeued after preemption, a time limit or a node failure.
 
     The environment variables of ``sbatch``, such as ``SBATCH_PARTITION``, ``SBATCH_ACCOUNT`` and
-    ``SBATCH_TIMELIMIT``, set further options. All nodes need this Python and the working directory
-    at the same paths.
+    ``SBATCH_TIMELIMIT``, set further options of the jobs. All nodes need this Python and the
+    working directory at the same paths.
 
     Args:
         cluster: Cluster of submitit, such as ``"slurm"`` (default) or ``"local"``.
