@@ -9,7 +9,7 @@ from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Length of a step at which Weiszfeld's iteration ends.
+"""Step length below which Weiszfeld's iteration ends.
 
 The unit is the median distance between the current point and the rows.
 """
@@ -23,13 +23,14 @@ class GeometricMedian(MixingRule):
 
     The rule runs the smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for
     Federated Learning", arXiv 1912.13445) until it converges. The median is a weighted mean of the
-    rows. The share of a row is inversely proportional to the distance between the row and the
-    median. The distances are computed from the inner products of the rows. An iteration therefore
-    updates only n shares, not d coordinates.
+    rows. A row's share is inversely proportional to the row's distance from the median. The rule
+    computes these distances from the inner products of the rows. An iteration therefore updates
+    only n shares, and no vector of d coordinates.
 
     Rows with a non-finite value are left out. With ``weighting="weighted"``, each distance is
-    multiplied by the client's weight. The rule itself does not use ``f``, but ``pre`` may need it.
-    For the settings, see :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
+    multiplied by the client's weight. The rule itself does not use ``f``, but the pre-aggregator
+    ``pre`` may need ``f``. For the settings, see
+    :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
@@ -50,11 +51,10 @@ class GeometricMedian(MixingRule):
 def _median_rows(gram: Tensor, squared: Tensor, weights: Tensor) -> Tensor | None:
     """Return the rows' shares ``[n]`` if the geometric median equals a row, otherwise None.
 
-    This case is separate, because Weiszfeld's iteration would converge slowly. A row is a geometric
-    median under a condition on the unit vectors from this row to the other rows. The weighted sum
-    of these vectors must not be longer than the total weight of all rows that equal this row. If an
-    even number of rows lies on a line, two points can meet the condition. The result then lies
-    between the two points.
+    In this case, Weiszfeld's iteration would converge slowly. To test a row, compute the weighted
+    sum of the unit vectors from this row to the other rows. The row is a geometric median if this
+    sum is not longer than the total weight of all rows that equal the row. If all rows lie on a
+    line, two rows can be geometric medians. The shares then give a point between the two rows.
     """
     inverse = torch.where(squared > 0, squared.rsqrt(), 0) * weights
     units = inverse - inverse.sum(1).diag()
@@ -83,17 +83,16 @@ class CenteredClipping(MixingRule):
     """Centred clipping: a start point plus the mean of the clients' clipped deviations.
 
     Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", arXiv
-    2012.10333. The paper starts from the result of the previous round. This rule keeps no state: it
-    **starts from the coordinate-wise median**. If the same vector is added to all rows, it is
-    therefore added to the result. Rows with a non-finite value are left out. All clients have equal
-    weight.
+    2012.10333. The paper starts from the result of the previous round. This rule keeps no state and
+    **starts from the coordinate-wise median**. Adding a vector to all rows therefore adds the same
+    vector to the result. Rows with a non-finite value are left out. All clients have equal weight.
 
     Args:
         tau: Largest L2 norm of a client's deviation, > 0. Larger deviations are clipped.
         iterations: Number of iterations, >= 1. Each iteration starts from the result of the
-            previous one.
+            previous iteration.
         f: Number of Byzantine clients. Only ``pre`` uses this number.
-        pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
+        pre: Pre-aggregator of the rows, such as ``NNM``. ``f`` is the default of ``pre.f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
 
     Raises:
@@ -116,7 +115,9 @@ class CenteredClipping(MixingRule):
         self.tau, self.iterations = tau, iterations
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """Return the share of each row in the result, ``[n]``. The rest is the start point's share.
+        """Return the share of each row in the result, ``[n]``.
+
+        The start point has the remaining share.
 
         After one iteration, the share of a row is its clipping factor divided by n.
         """
@@ -126,7 +127,7 @@ class CenteredClipping(MixingRule):
             return torch.full_like(finite, 1 / len(finite))
         shares = torch.zeros_like(finite)
         for _ in range(self.iterations):
-            # the current point of the iteration is start + shares @ deviations
+            # the iteration's current point is start + shares @ deviations
             product = gram @ shares
             squared = gram.diagonal() - 2 * product + shares @ product
             moves = finite * (self.tau / squared.clamp_(min=0).sqrt_()).clamp_(max=1) / finite.sum()

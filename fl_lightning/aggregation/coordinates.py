@@ -1,10 +1,10 @@
 """Coordinate-wise rules, such as median and trimmed mean (Yin et al. 2018, arXiv 1803.01498).
 
 Each column is sorted completely. On a CPU, numpy sorts the columns. For 100 rows and with AVX-512,
-numpy's sort is 14 times as fast as torch's. Two alternatives were measured: a partial selection by
-numpy or torch, and a sorting network over the rows. For 100 rows, both take at least twice as long
-as numpy's sort. For 10 rows, the network would take half as long as numpy's sort, and save 7 ms for
-270,000 columns. Columns are processed in chunks to limit memory.
+numpy's sort is 14 times as fast as torch's. Partial selection and a sorting network over the rows
+were measured, too. For 100 rows, both take at least twice as long as numpy's sort. For 10 rows, the
+network would take half as long as numpy's sort, and save 7 ms for 270,000 columns. Columns are
+processed in chunks to limit memory.
 """
 
 from abc import abstractmethod
@@ -21,21 +21,21 @@ from fl_lightning.aggregation.robust import RobustAggregator, Weighting
 CHUNK_ELEMENTS = {"cpu": 2**18}
 """Number of values that are sorted at once, by device type.
 
-On a CPU, this number of values fits the cache of a core.
+On a CPU, the values of a chunk fit into the cache of a core.
 """
 
-_LARGE_CHUNK = 2**24  # for other devices, where larger chunks need fewer kernel launches
+_LARGE_CHUNK = 2**24  # on other devices, larger chunks need fewer kernel launches
 
 
 class CoordinateRule(RobustAggregator):
-    """Base class of rules that average each column with shares.
+    """Base class of rules that compute a weighted mean of each column.
 
-    A value's share depends on its rank in the column.
+    The share of a value depends on its rank in the column.
     """
 
     @abstractmethod
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return the share of each value in the mean of its column, ``[c, n]``.
+        """Return the share of each value in the weighted mean of its column, ``[c, n]``.
 
         Args:
             ascending: Sorted columns, ``[c, n]``.
@@ -61,12 +61,15 @@ class CoordinateRule(RobustAggregator):
 class Median(CoordinateRule):
     """Coordinate-wise median: the middle value, or the mean of the two middle values.
 
-    NaN sorts as the largest value. If a column has fewer than n/2 NaNs, its median therefore lies
-    among the other values. In the weighted case, the weights are summed in the order of the values.
-    The median is the value at which the sum exceeds half of the total weight. If the sum is exactly
-    half after some value, the median is the mean of this value and the next one. The rule itself
-    does not use ``f``, but ``pre`` may need ``f``. For the settings, see
-    :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
+    NaN sorts as the largest value. If less than half of a column is NaN, the median is therefore
+    not NaN.
+
+    With ``weighting="weighted"``, the weights are summed in ascending order of the values. The
+    median is the value at which the sum exceeds half of the total weight. If the sum equals half of
+    the total weight at a value, the median is the mean of this value and the next value.
+
+    The rule itself does not use ``f``, but the pre-aggregator ``pre`` may need ``f``. For the
+    settings, see :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
@@ -82,9 +85,9 @@ class TrimmedMean(CoordinateRule):
     """Coordinate-wise trimmed mean: the mean without the f smallest and the f largest values.
 
     NaN sorts as the largest value. Up to f NaNs in a column are therefore dropped. With f = 0, the
-    rule is the mean. With ``weighting="weighted"``, the weight that is dropped at each end is the
-    total weight of the f heaviest clients. The last value to be dropped may keep a part of its
-    weight. For the settings, see :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
+    rule is the mean. With ``weighting="weighted"``, the values dropped at each end have the total
+    weight of the f heaviest clients. The last of these values may be dropped only in part. For the
+    settings, see :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
     f: int
@@ -108,14 +111,14 @@ class TrimmedMean(CoordinateRule):
             n, result = len(block), block.new_empty(block.shape[1])
             for columns in chunks(block):
                 ascending = _sorted(block[:, columns])
-                # deviations from the middle value keep the mean of equal values exact
+                # use deviations from the middle value: the mean of equal values is then exact
                 middle = ascending[:, n // 2, None]
                 result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
             results.append(result)
         return results
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Return the values' shares. A share is proportional to the weight that trimming leaves."""
+        """Return the values' shares, proportional to the weights that remain after trimming."""
         trimmed = byzantine_mass(weights[0], self.f, "TrimmedMean.f")
         return within(weights, trimmed, 1 - trimmed)
 
@@ -125,13 +128,12 @@ class MeanAroundMedian(CoordinateRule):
 
     The n - f values closest to the median are averaged (Xie et al. 2018, "Generalized
     Byzantine-tolerant SGD", arXiv 1802.10116). If two values are equally far from the median, the
-    lower value comes first. Non-finite values are the farthest. With f = 0, the rule is the mean.
-    All clients have equal weight.
+    lower value counts as closer. Non-finite values count as the farthest. With f = 0, the rule is
+    the mean. All clients have equal weight.
 
     Args:
-        f: Number of Byzantine clients to withstand, at least 0 and less than half of a round's
-            clients.
-        pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
+        f: Number of Byzantine clients to withstand, in [0, n/2) for n clients in a round.
+        pre: Pre-aggregator of the rows, such as ``NNM``. ``f`` is the default of ``pre.f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
@@ -145,7 +147,7 @@ class MeanAroundMedian(CoordinateRule):
         n = ascending.shape[1]
         count = n - self.f
         middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
-        # move the window up while the next value is closer to the median than the lowest value
+        # the window of n - f values moves up while the next value is closer than its lowest value
         first = (ascending[:, count:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
         place = torch.arange(n, device=ascending.device)
         return ((place >= first) & (place < first + count)).to(ascending.dtype).div_(count)
@@ -154,18 +156,19 @@ class MeanAroundMedian(CoordinateRule):
 def mix_by_position(
     rows: Tensor, weights: Tensor | None, positions: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Average the values of each column. The share of a value depends on its rank in the column.
+    """Return weighted means of the columns. A value's share depends on its rank in the column.
 
     Values with share 0 are ignored, even if they are NaN.
 
     Args:
         rows: The clients' rows, ``[n, d]``.
         weights: Weight of each row, ``[n]``. None: equal weights.
-        positions: Function that returns shares ``[c, n]``. Its arguments are the sorted columns
-            ``[c, n]``, with NaN last, and the weights of their values.
+        positions: Function that returns the shares ``[c, n]``. The first argument is the sorted
+            columns ``[c, n]``, with NaN last. The second argument is the weights of the sorted
+            values.
 
     Returns:
-        The averages, ``[d]``.
+        The weighted means, ``[d]``.
     """
     result = rows.new_empty(rows.shape[1])
     for columns in chunks(rows):
@@ -175,7 +178,7 @@ def mix_by_position(
         else:
             ascending, order = rows[:, columns].t().sort(dim=1)
             shares = positions(ascending, weights[order]).to(rows.dtype)
-        # average deviations from one value, so that the mean of equal values is exact
+        # average the deviations from one value: the mean of equal values is then exact
         base = ascending.gather(1, shares.argmax(1, keepdim=True))
         deviation = (ascending - base).masked_fill_(shares == 0, 0)
         result[columns] = deviation.mul_(shares).sum(1).add_(base[:, 0])
@@ -198,8 +201,8 @@ def median(rows: Tensor) -> Tensor:
 def chunks(rows: Tensor) -> Iterator[slice]:
     """Yield consecutive slices of the columns of ``rows [n, d]``.
 
-    Rules make a few copies of the values in a slice. The copies take about 10 MB in total on a CPU,
-    and half a GB on other devices.
+    Rules copy a slice a few times. On a CPU, all copies take about 10 MB; on other devices, half a
+    GB.
     """
     n, d = rows.shape
     width = max(CHUNK_ELEMENTS.get(rows.device.type, _LARGE_CHUNK) // max(n, 1), 1)
@@ -217,5 +220,5 @@ def _sorted(rows: Tensor) -> Tensor:
 
 
 def _alike(columns: Tensor) -> Tensor:
-    """Return equal weights ``[1, n]`` for sorted columns ``[c, n]``."""
+    """Return equal weights, ``[1, n]``, for sorted columns ``[c, n]``."""
     return columns.new_ones(1, columns.shape[1], dtype=torch.float64)

@@ -21,26 +21,26 @@ from fl_lightning.errors import ConfigurationError, check_choice
 KrumScore = Literal["byzfl", "blanchard"]
 
 _FEW = 16
-"""Largest number of rows for which pairwise differences are faster than a matrix product."""
+"""Largest number of rows for which subtracting pairs of rows is faster than a matrix product."""
 
 
 class NNM(PreAggregator):
     """Nearest-neighbour mixing: a row becomes the mean of its n - f closest rows, including itself.
 
     Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. If two rows are equally far away, the
-    row with the lower index comes first. A row with a non-finite value counts as the farthest from
-    every row. Such a row becomes NaN, so that the rule after the mixing drops it. With f = 0, every
-    row becomes the mean of all rows.
+    row with the lower index counts as closer. A row with a non-finite value counts as the farthest
+    from every row. Such a row becomes NaN, and the rule after the mixing drops the row. With f = 0,
+    every row becomes the mean of all rows.
 
     With weights, let W be the total weight of all clients except the f heaviest. A row becomes the
-    weighted mean of the rows closest to it, whose weights must sum to W. To make the sum exact, the
-    farthest of these rows counts with only a part of its weight.
+    weighted mean of its closest rows with total weight W. To reach exactly W, the farthest of these
+    rows counts with only a part of its weight.
     """
 
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
         """Mix each client with its n - f nearest clients.
 
-        The distances are measured over all blocks together.
+        The distance between two clients includes all blocks.
         """
         distances = measure(blocks)
         closest = distances.squared.argsort(dim=1, stable=True)
@@ -55,18 +55,17 @@ class NNM(PreAggregator):
 class Krum(RobustAggregator):
     """Krum: the row of the client with the lowest score.
 
-    Blanchard et al. 2017, "Machine Learning with Adversaries". A client's score is the mean of the
-    squared distances between this client and the other clients closest to it. If clients have equal
-    scores, the client with the lower index comes first. A row with a non-finite value has the
-    highest score. All clients have equal weight.
+    Blanchard et al. 2017, "Machine Learning with Adversaries". A client's score is the mean squared
+    distance to its closest other clients. If two clients have equal scores, the client with the
+    lower index is chosen. A row with a non-finite value has the highest score. All clients have
+    equal weight.
 
     Args:
-        f: Number of Byzantine clients to withstand, at least 0 and less than half of a round's
-            clients.
-        pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
+        f: Number of Byzantine clients to withstand, in [0, n/2) for n clients in a round.
+        pre: Pre-aggregator of the rows, such as ``NNM``. ``f`` is the default of ``pre.f``.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
-        score: Number of closest clients that the score averages. ``"byzfl"``: n - f - 1, as in the
-            ByzFL library. ``"blanchard"``: n - f - 2, as in the paper.
+        score: Number of closest clients in the score. ``"byzfl"`` is n - f - 1, as in the ByzFL
+            library. ``"blanchard"`` is n - f - 2, as in the paper.
 
     Raises:
         ConfigurationError: f is out of range, or the score is unknown.
@@ -82,7 +81,7 @@ class Krum(RobustAggregator):
         self.score: KrumScore = score
 
     def check(self, num_clients: int) -> None:
-        """Check that a round has enough clients for f and for the score.
+        """Check that a round has enough clients for ``f`` and ``score``.
 
         Raises:
             ConfigurationError: A round has too few clients.
@@ -144,9 +143,9 @@ class MixingRule(RobustAggregator):
 
     @abstractmethod
     def mixing(self, distances: "Distances", weights: Tensor | None) -> Tensor:
-        """Return the share of each row in the mixed row, ``[n]``. The rest is the centre's share.
+        """Return the share of each row in the mixed row, ``[n]``.
 
-        A rejected row has the share 0.
+        The centre has the remaining share. A rejected row has the share 0.
         """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
@@ -164,7 +163,7 @@ class Distances(NamedTuple):
     """Distances and inner products of the clients' rows.
 
     Attributes:
-        gram: Inner products between the rows' deviations from the centres, float64 ``[n, n]``.
+        gram: Inner products of the rows' deviations from ``centres``, float64 ``[n, n]``.
         squared: Squared distances between rows, float64 ``[n, n]``. Distances to rejected rows are
             infinite. The diagonal is 0.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
@@ -181,11 +180,11 @@ class Distances(NamedTuple):
 def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Distances:
     """Measure the distances between the clients' vectors, which span all blocks.
 
-    The distances are computed in float64 from a Gram matrix. The matrix holds the inner products of
-    the rows' deviations from the coordinate-wise median. This takes a single matrix product, which
-    is an order of magnitude faster than pairwise differences. The deviations are small for most
-    rows, even if a minority of the rows are far outliers. Small deviations avoid cancellation in
-    the distances of close rows.
+    The distances are computed in float64 from the inner products of the rows' deviations from the
+    centres. A single matrix product gives all inner products. It is ten times as fast as
+    subtracting every pair of rows. With the median as centre, the deviations of most rows are
+    small, even if a minority of rows are far outliers. Small deviations avoid cancellation in the
+    distances between close rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
@@ -210,8 +209,8 @@ def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Di
 def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
     """Return the squared Euclidean distances between the clients' vectors, float64 ``[n, n]``.
 
-    If there are few rows, they are subtracted in pairs. This avoids cancellation without a centre.
-    If there are many rows, :func:`measure` computes the distances.
+    For few rows, each pair of rows is subtracted, which avoids cancellation. For many rows,
+    :func:`measure` computes the distances.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
@@ -233,15 +232,15 @@ def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
 def mix(
     blocks: Sequence[Tensor], shares: Tensor, centres: Sequence[Tensor], rejected: Tensor
 ) -> list[Tensor]:
-    """Return the product of ``shares`` with each block.
+    """Return the product of ``shares`` and each block.
 
-    If all mixed rows equal the centre, the result is exact. If a result has a share of a rejected
-    row, the result is NaN. All other results ignore rejected rows.
+    If all rows with a share in a result equal the centre, the result is exact. If a rejected row
+    has a share in a result, the result is NaN. Other results ignore rejected rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
         shares: Shares of the n rows in m results, >= 0, float64 ``[m, n]``. The centre has the
-            remaining share of each result.
+            remaining share in each result.
         centres: For each block, a point ``[d_k]`` that is close to most rows.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
 
@@ -256,7 +255,7 @@ def mix(
         result = block.new_empty(len(shares), block.shape[1])
         for columns in chunks(block):
             deviation = (block[:, columns] - centre[columns]).masked_fill_(unused, 0)
-            # clamp, because rounding could make a mean of variances negative
+            # clamp: rounding could make a mean of variances negative
             mixed = torch.maximum(weights @ deviation, deviation.amin(0)).add_(centre[columns])
             result[:, columns] = mixed.masked_fill_(spoilt, torch.nan)
         results.append(result)
@@ -266,7 +265,7 @@ def mix(
 def _equal_shares(chosen: Tensor, num_clients: int) -> Tensor:
     """Return shares ``[m, num_clients]``.
 
-    Each row of ``chosen`` lists k clients, which get the share 1/k each. All others get 0.
+    Each row of ``chosen`` lists k clients. These clients get the share 1/k, all others 0.
     """
     m, k = chosen.shape
     shares = torch.zeros(m, num_clients, dtype=torch.float64, device=chosen.device)

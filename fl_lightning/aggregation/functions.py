@@ -1,8 +1,7 @@
 """Robust rules as functions of rows ``[n, d]``. The docstrings of the classes define the rules.
 
-Each function with an argument f raises :class:`~fl_lightning.errors.ConfigurationError` unless f is
-at least 0 and less than n/2. Clients have equal weight, except in functions with an argument
-``weights``.
+Functions with an argument f raise :class:`~fl_lightning.errors.ConfigurationError` if f is negative
+or at least n/2. Clients have equal weight, except in functions with an argument ``weights``.
 """
 
 import torch
@@ -85,9 +84,8 @@ def weighted_median(rows: Tensor, weights: Tensor) -> Tensor:
 def weighted_trimmed_mean(rows: Tensor, weights: Tensor, t: float) -> Tensor:
     """Return the weighted trimmed mean of each column, ``[d]``.
 
-    In each column, the smallest and the largest values are dropped. At each end, values with the
-    share ``t`` of the total weight are dropped. The last value to be dropped may keep a part of its
-    weight.
+    In each column, the smallest values and the largest values are dropped, each with the share
+    ``t`` of the total weight. The last of these values may be dropped only in part.
 
     Args:
         rows: The clients' rows, ``[n, d]``. NaN counts as the largest value.

@@ -1,4 +1,4 @@
-"""Checks of the Byzantine clients' number and weight, and shares of weighted rows."""
+"""Checks of the number and weight of Byzantine clients, and shares of weighted rows."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: 
     Args:
         setting: Name of the setting, such as ``"TrimmedMean.f"``.
         f: Number of Byzantine clients to withstand.
-        num_clients: Number of clients in a round. None if it is not known yet.
-        whom: Noun that follows ``num_clients`` in the error message.
+        num_clients: Number of clients in a round; None if unknown.
+        whom: Noun after the number in the error message, such as ``"clients"`` or ``"buckets"``.
 
     Raises:
         ConfigurationError: ``f`` is out of range.
@@ -38,7 +38,7 @@ def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
     Args:
         weights: Weights ``[n]``, >= 0.
         f: Number of Byzantine clients to withstand.
-        setting: Name of the setting that gives f, for the message.
+        setting: Name of the setting of f, for the error message.
 
     Raises:
         ConfigurationError: The result would be 1/2 or more.
@@ -55,11 +55,10 @@ def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
 
 
 def within(ordered: Tensor, low: float, high: float) -> Tensor:
-    """Return the shares of the rows that lie in a range of the cumulative weight.
+    """Return the shares of the rows in a range of the cumulative weight.
 
-    The weights of the sorted rows are placed one after the other. Each row covers an interval as
-    long as its weight. A row's share is proportional to the part of its interval that lies in the
-    range.
+    The sorted rows cover consecutive intervals. The length of an interval is the weight of its row.
+    A row's share is proportional to the part of its interval inside the range.
 
     Args:
         ordered: Weights of the rows in sorted order, float64 ``[c, n]``.

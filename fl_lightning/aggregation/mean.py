@@ -31,8 +31,7 @@ class Aggregator(Recorded, ABC):
 
     Attributes:
         per: Layers in a client's vector: ``"layer"`` for one layer, ``"model"`` for all layers.
-            With None (default), a vector of parameters has all layers, and a vector of running
-            statistics has one layer.
+            None (default) means all layers for parameters, and one layer for running statistics.
     """
 
     per: Per = None
@@ -63,7 +62,7 @@ class Aggregator(Recorded, ABC):
             f"{type(self).__name__} does not implement shares(blocks, weights), each client's share in the result"
         )
 
-    def check(self, num_clients: int) -> None:  # not abstract, because many rules need no check
+    def check(self, num_clients: int) -> None:  # not abstract: many rules need no check
         """Check that a round with ``num_clients`` clients has enough clients for the rule.
 
         Raises:
@@ -79,7 +78,7 @@ class WeightedMean(Aggregator):
         return weighted_mean(rows, weights)
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate each block separately. The mean of a column depends only on this column."""
+        """Average each block separately."""
         return [self(block, weights) for block in blocks]
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:

@@ -13,11 +13,11 @@ from fl_lightning.recorded import Recorded
 
 
 class Mixed(NamedTuple):
-    """The new rows that a pre-aggregator returns.
+    """Rows that a pre-aggregator returns, with their shares and weights.
 
     Attributes:
         blocks: Column blocks of the new rows, each ``[m, d_k]``.
-        shares: Share of each client in each new row, float64 ``[m, n]``. The shares in a new row
+        shares: Share of each client in each new row, float64 ``[m, n]``. The shares of a new row
             sum to 1.
         weights: Weight of each new row, ``[m]``. None: equal weights.
     """
@@ -31,8 +31,7 @@ class PreAggregator(Recorded, ABC):
     """Step that mixes the clients' rows before a robust rule aggregates them.
 
     Args:
-        f: Number of Byzantine clients to withstand in a round. Default: the f of the rule that
-            follows.
+        f: Number of Byzantine clients to withstand in a round. The default is the rule's f.
 
     Raises:
         ConfigurationError: f is negative.
@@ -68,20 +67,19 @@ class PreAggregator(Recorded, ABC):
 
 
 class Bucketing(PreAggregator):
-    """Bucketing: the rule aggregates the means of random buckets of ``size`` clients.
+    """Bucketing: the robust rule aggregates the means of random buckets of ``size`` clients.
 
     Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing",
     arXiv 2006.09365. There are ceil(n / size) buckets, and the rule needs more than 2f buckets. The
-    clients of each bucket are drawn from torch's global CPU generator. If a bucket has a non-finite
-    value, its mean is not finite, so that the rule drops the bucket.
+    clients of each bucket are drawn from torch's global CPU generator. If a client of a bucket has
+    a non-finite value, the rule drops the bucket.
 
-    With weights, the row of a bucket is the weighted mean of its clients, and its weight is the sum
-    of their weights.
+    With weights, a bucket's row is the weighted mean of its clients. A bucket's weight is the sum
+    of its clients' weights.
 
     Args:
         size: Number of clients in a bucket, >= 1. The last bucket may have fewer clients.
-        f: Number of Byzantine clients to withstand in a round. Default: the f of the rule that
-            follows.
+        f: Number of Byzantine clients to withstand in a round. The default is the rule's f.
 
     Raises:
         ConfigurationError: ``size`` or f is out of range.
@@ -116,7 +114,7 @@ class Bucketing(PreAggregator):
             means.append(block.new_empty(len(buckets), block.shape[1]))
             for mean, share, bucket in zip(means[-1], shares, buckets, strict=True):
                 rows = block[bucket]
-                # average deviations from one row, so that the mean of equal rows is exact
+                # average deviations from one row: the mean of equal rows is then exact
                 torch.add(rows[0], share[bucket].to(rows.dtype) @ (rows - rows[0]), out=mean)
         return Mixed(
             means, shares, None if weights is None else torch.stack([weights[b].sum() for b in buckets])

@@ -19,24 +19,23 @@ class RobustAggregator(Aggregator):
     """Rule that withstands f Byzantine clients in a round.
 
     **By default, all clients have equal weight**: the rule ignores the aggregation weights. With
-    ``weighting="weighted"``, the rule uses the aggregation weights. Each weight is capped at
-    ``max_weight``, because attackers could report large numbers of examples. In this case the f
-    largest weights must sum to less than half of the total weight.
+    ``weighting="weighted"``, the rule uses the aggregation weights. Attackers could report large
+    numbers of examples. Each weight is therefore capped at ``max_weight`` times the mean weight.
+    The f largest weights must sum to less than half of the total weight.
 
     Args:
-        f: Number of Byzantine clients to withstand, at least 0 and less than half of a round's
-            clients.
-        pre: Pre-aggregator of the rows, such as ``NNM``. If ``pre.f`` is None, it uses this ``f``.
+        f: Number of Byzantine clients to withstand, in [0, n/2) for n clients in a round.
+        pre: Pre-aggregator of the rows, such as ``NNM``. ``f`` is the default of ``pre.f``.
         per: Layers in a client's vector: ``"layer"`` for one layer, ``"model"`` for all layers.
-            Default: a vector of parameters has all layers. A vector of running means or of running
-            variances has one layer.
+            None (default) means all layers for parameters, and one layer for running means or
+            variances.
         weighting: ``"uniform"`` for equal weights, or ``"weighted"`` for the aggregation weights.
             ``pre`` uses the same weights.
         max_weight: Largest weight of a client, as a multiple of the clients' mean weight, >= 1.
 
     Raises:
-        ConfigurationError: A setting is out of range. Or ``pre`` is set, and both ``pre.f`` and
-            ``f`` are None.
+        ConfigurationError: A setting is out of range, or ``pre`` is set but neither ``f`` nor
+            ``pre.f``.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class RobustAggregator(Aggregator):
         """Aggregate blocks ``[n, d_k]`` to blocks ``[d_k]``. A client's vector spans all blocks.
 
         Args:
-            blocks: Column blocks of the rows that ``pre`` returns. Without ``pre``, the column
-                blocks of the clients' rows.
+            blocks: Column blocks of the rows that ``pre`` returns; of the clients' rows without
+                ``pre``.
             weights: Weight of each row, float64 ``[n]``. None: equal weights.
         """
 
@@ -88,7 +87,7 @@ class RobustAggregator(Aggregator):
         """Aggregate the clients' vectors, each of which spans several blocks ``[n, d_k]``."""
         if not blocks:
             return []
-        if len(blocks[0]) == 1:  # a centralised run has no attackers: there is nothing to withstand
+        if len(blocks[0]) == 1:  # a centralised run has no attackers
             return [block[0].clone() for block in blocks]
         rows, _, counted = self._prepare(blocks, weights)
         return self.aggregate(rows, counted)
@@ -97,8 +96,8 @@ class RobustAggregator(Aggregator):
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
         """Return each client's share in the aggregate, averaged over coordinates, float64 ``[n]``.
 
-        The shares sum to 1. For a rule that clips, they sum to less than 1: the rest is the share
-        of the rule's start point. If ``pre`` is random, each call draws new random numbers.
+        The shares sum to 1. With a rule that clips, they sum to less than 1, because the start
+        point has a share, too. If ``pre`` is random, each call draws new random numbers.
         """
         if len(blocks[0]) == 1:
             return blocks[0].new_ones(1, dtype=torch.float64)
@@ -127,9 +126,9 @@ class RobustAggregator(Aggregator):
         """Apply ``pre`` to the rows, and cap the weights.
 
         Returns:
-            The column blocks of the rows to aggregate, each client's share in these rows, and the
-            weights of these rows. Without ``pre``, the shares are None. If all weights are equal,
-            the weights are None.
+            The column blocks of the new rows, each client's share in the new rows, and the weights
+            of the new rows. Without ``pre``, the shares are None. If all weights are equal, the
+            weights are None.
         """
         self.check(len(blocks[0]))
         counted, of_clients = None, None

@@ -1,4 +1,4 @@
-"""Aggregation of the clients' running statistics. Aggregated variances are never negative."""
+"""Aggregation of running statistics. Aggregated variances are never negative."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -20,10 +20,9 @@ class LayerStatistics(NamedTuple):
         means: Running means, shape ``[n, channels]``.
         variances: Running variances, shape ``[n, channels]``.
         weights: Aggregation weights, shape ``[n]``, with sum 1.
-        between: Factor b of the variance between the clients' means, a number or ``[channels]``.
-            The aggregated variance includes b times this variance. For FedAvg, b is 0. For the law
-            of total variance, b is 1. For FBN, b is N / ((N - 1) beta), with N values in a channel
-            and BN momentum beta.
+        between: Factor b, a number or ``[channels]``. The aggregated variance includes b times the
+            variance of the clients' means. In FedAvg, b is 0. In the law of total variance, b is 1.
+            In FBN, b is N / ((N - 1) beta), with N values per channel and BN momentum beta.
     """
 
     means: Tensor
@@ -41,7 +40,7 @@ def sent_statistics(
         buffers: The clients' buffers, ``[n, *shape]`` by name.
         kinds: Kind of each buffer, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
         weights: The clients' weights, shape ``[n]``, with sum 1.
-        between: Factor b of the variance between the clients (see :class:`LayerStatistics`).
+        between: Factor b of the variance of the clients' means, see :class:`LayerStatistics`.
     """
     layers = [name.removesuffix("running_mean") for name, kind in kinds.items() if kind == "mean"]
     return {
@@ -53,7 +52,7 @@ def sent_statistics(
 
 
 class StatisticsAggregator:
-    """Aggregator of statistics by a rule F: ``m = F(m_i)``, ``v = F(v_i) + b F((m_i - m)^2)``.
+    """Aggregator of BN statistics by a rule F: ``m = F(m_i)``, ``v = F(v_i) + b F((m_i - m)^2)``.
 
     Client i has the running mean m_i and the running variance v_i. If F is the weighted mean, the
     result depends on b:
@@ -63,32 +62,32 @@ class StatisticsAggregator:
     - b = N / ((N - 1) beta), with N values in a channel and BN momentum beta, gives lines 9 and 10
       of FBN (Guerraoui et al., arXiv 2405.14670). The robust form of FBN replaces all means by F.
 
-    The means of a layer are one vector, and its variances are another. With ``per="model"``, a
-    vector spans all layers. If a robust F gives a negative variance, the variance is clamped to 0
-    and counted.
+    By default, F gets a separate vector for the means of each layer, and for the variances of each
+    layer. With ``per="model"``, a vector spans all layers. A robust F can give a negative variance,
+    which is clamped to 0 and counted.
 
-    The domain decides which quantity F aggregates:
+    The domain decides which quantities F aggregates:
 
     - None and ``"variance"``: (m, v).
-    - ``"log_variance"``: (m, ln v). The variance stays positive. A mean of variances becomes their
-      geometric mean.
-    - ``"second_moment"``: the vector (m, v + b (m - c)^2), with the median c of the clients' means.
-      This domain requires that b is not 0. In this domain, medians and trimmed means give valid
+    - ``"log_variance"``: (m, ln v). The variance stays positive. With the mean as F, the result is
+      the geometric mean of the variances.
+    - ``"second_moment"``: the vector (m, v + b (m - c)^2), where c is the median of the clients'
+      means. This domain requires that b is not 0. Here, medians and trimmed means give valid
       statistics, and the weighted mean is exact.
 
-    With any domain except None, non-finite statistics or a negative variance make a client's layer
-    invalid. An invalid layer is NaN for robust rules, and has weight 0 in a mean.
+    With any domain except None, a client's layer is invalid if it has a non-finite value or a
+    negative variance. An invalid layer counts as NaN in robust rules, and has weight 0 in a mean.
 
     Args:
         rule: The rule F.
-        domain: Quantity that F aggregates.
+        domain: Name of the quantities that F aggregates, from the list above.
 
     Raises:
         ConfigurationError: The domain is unknown.
 
     Attributes:
-        invalid: Number of invalid layers of clients since the last call of :meth:`counts`.
-        clamped: Number of channels with a clamped variance since the last call of :meth:`counts`.
+        invalid: Number of clients' invalid layers since the last call of :meth:`counts`.
+        clamped: Number of clamped variances since the last call of :meth:`counts`.
     """
 
     def __init__(self, rule: Aggregator, domain: Domain | None = None) -> None:
@@ -100,7 +99,7 @@ class StatisticsAggregator:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the rule is a weighted mean of the untransformed statistics."""
+        """Whether the rule is a weighted mean, and the domain is None."""
         return isinstance(self.rule, WeightedMean) and self.domain is None
 
     def __call__(self, layers: Sequence[LayerStatistics]) -> list[tuple[Tensor, Tensor]]:
@@ -140,7 +139,7 @@ class StatisticsAggregator:
                     "model.statistics_domain: second_moment needs a method that adds the variance between clients, such as FBN; use "
                     "variance or log_variance"
                 )
-            centre = means.nanmedian(0).values  # deviations from a centre avoid cancellation
+            centre = means.nanmedian(0).values  # subtracting a centre avoids cancellation
             mean, second = self.rule.blocks([means, variances + between * (means - centre) ** 2], weights)
             variance = second - between * (mean - centre) ** 2
         else:
@@ -176,8 +175,8 @@ def require_weighted_mean(
     Args:
         module: The federated module.
         method: Name of the method, for the error message.
-        doing: Verb phrase for the error message. It says what the method does with all clients.
-        settings: Names of the aggregators' settings that the method bypasses.
+        doing: Verb phrase for the error message: the method's operation on all clients.
+        settings: Names of the aggregator settings that the method bypasses.
 
     Raises:
         ConfigurationError: One of the settings is not ``WeightedMean``.

@@ -1,4 +1,4 @@
-"""Attacks by Byzantine clients. An attack changes their messages, local steps or data."""
+"""Attacks by Byzantine clients. An attack changes the attackers' messages, local steps or data."""
 
 from fl_lightning.attacks.base import Attack, Message
 from fl_lightning.attacks.poisoning import Backdoor, GradientAscent, LabelFlip, ModelReplacement

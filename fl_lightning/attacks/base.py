@@ -1,4 +1,4 @@
-"""Base class of attacks. Three hooks change the behaviour of Byzantine clients."""
+"""Base class of attacks, with three hooks that change the behaviour of Byzantine clients."""
 
 from typing import Any, NamedTuple
 
@@ -10,11 +10,12 @@ from fl_lightning.recorded import Recorded
 
 
 class Message(NamedTuple):
-    """One vector of each client in the cohort, as it was before the attack.
+    """A vector from each client in the cohort, before the attack.
 
     Attributes:
-        honest: Vectors of the h honest clients, ``[h, d]``. Vectors of parameters are updates.
-        own: Vectors of the f attackers after ordinary local steps, ``[f, d]``.
+        honest: Vectors of the h honest clients, ``[h, d]``. For parameters, the vectors are
+            updates.
+        own: Vectors that the f attackers would send without the attack, ``[f, d]``.
         weights: Aggregation weights ``[h + f]``, which sum to 1. The honest clients come first.
         rule: The server's aggregation rule for this vector.
     """
@@ -25,13 +26,13 @@ class Message(NamedTuple):
     rule: Aggregator
 
     def aggregate(self, sent: Tensor) -> Tensor:
-        """Return the aggregate ``[d]`` for the case that all attackers send the vector ``sent``."""
+        """Return the aggregate ``[d]`` if all attackers send the vector ``sent``."""
         rows = torch.cat([self.honest, sent.expand(len(self.own), -1).to(self.honest.dtype)])
         return self.rule(rows, self.weights)
 
 
 class Attack(Recorded):
-    """Base class of attacks. If no method is overridden, attackers behave like honest clients.
+    """Base class of attacks. Its methods let attackers behave like honest clients.
 
     Attributes:
         least_honest: Minimum number of honest clients in a round. If a round has fewer honest
@@ -59,6 +60,6 @@ class Attack(Recorded):
         Args:
             batch: Batch of the attacker's data. The attacks of this package expect ``(inputs,
                 targets)``.
-            num_classes: Number of classes of the data set. None if it is not known.
+            num_classes: Number of classes of the data set; None if unknown.
         """
         return batch

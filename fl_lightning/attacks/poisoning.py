@@ -1,4 +1,4 @@
-"""Attacks without knowledge of other clients. They change data, gradients or update sizes."""
+"""Attacks without knowledge of other clients."""
 
 import math
 from typing import Any
@@ -17,9 +17,9 @@ class LabelFlip(Attack):
     """
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """Return the batch with flipped labels. Labels that the loss ignores do not change.
+        """Return the batch with flipped labels. Ignored labels do not change.
 
-        Examples of ignored labels are 255 and -100.
+        The loss ignores labels such as 255 and -100.
         """
         if num_classes is None:
             raise ConfigurationError(
@@ -36,14 +36,14 @@ class Backdoor(Attack):
 
     The trigger is a bright square in the lower right corner of an image. The first images of each
     batch of an attacker get the trigger and the label ``target`` (Gu et al. 2017, "BadNets", arXiv
-    1708.06733). Evaluations log ``attack_success``. For this metric, all images of classes other
-    than ``target`` get the trigger. The metric is the share of these images that the model
-    classifies as ``target``.
+    1708.06733). Evaluations log ``attack_success``. For this metric, all test images of other
+    classes get the trigger. The metric is the share of these images that the model classifies as
+    ``target``.
 
     Args:
         target: Label of images with the trigger.
         fraction: Share of the images in each batch that get the trigger, in (0, 1]. The number of
-            these images is rounded up.
+            images is rounded up.
         size: Side length of the square in pixels.
         value: Value of the square in all channels. Images are normalised before they get the
             square.
@@ -89,7 +89,7 @@ class Backdoor(Attack):
 class GradientAscent(Attack):
     """Gradient ascent: local steps use ``-scale`` times the gradient.
 
-    The local steps therefore increase the loss. Blades calls this attack sign flip.
+    The local steps therefore increase the loss. The library Blades calls this attack sign flip.
 
     Args:
         scale: Factor by which the negated gradient is multiplied.
@@ -107,9 +107,9 @@ class ModelReplacement(Attack):
     """Model replacement: attackers scale their updates.
 
     The paper is Bagdasaryan et al. 2020, arXiv 1807.00459. Suppose that f of n clients attack with
-    the factor n / f. If the honest updates cancel each other, the mean over all clients equals the
-    attackers' unscaled update. To plant a backdoor within a few rounds, combine this attack with
-    ``Backdoor`` for the same clients, and list ``Backdoor`` first.
+    the factor n / f, and that the honest updates sum to 0. The mean over all clients then equals
+    the attackers' unscaled mean update. To plant a backdoor within a few rounds, combine this
+    attack with ``Backdoor`` for the same clients, and list ``Backdoor`` first.
 
     Args:
         scale: Factor by which the update is multiplied.

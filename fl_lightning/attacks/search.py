@@ -18,9 +18,9 @@ def search(harm: Callable[[float], float], how: Search) -> float:
         harm: Function that returns the harm of a factor, such as the distance between the aggregate
             and the honest mean.
         how: ``"grid"``: try all factors of :data:`GRID`. ``"byzfl"``: the heuristic of the ByzFL
-            library. It evaluates 20 factors, and starts with 0. The step between two factors is 10
-            at first. This step doubles as long as the harm increases. After that, each step is 0.8
-            times the previous step.
+            library. The heuristic evaluates 20 factors, and starts with 0. The first step to a
+            larger factor is 10. The step doubles as long as the harm increases. After that, each
+            step is 0.8 times the previous step.
     """
     if how == "grid":
         return max(GRID, key=harm)

@@ -1,8 +1,8 @@
 """Attacks on messages. The attackers are omniscient: they know all honest clients' messages.
 
 Most attacks have a function and a class. The function maps the vectors ``[h, d]`` of the h honest
-clients to the vector ``[d]`` that all attackers send. The class is for configurations. Its argument
-``origin`` selects the formula of a paper or library.
+clients to the vector ``[d]`` that all attackers send. The class can be named in a configuration.
+The argument ``origin`` of the class selects the formula of a paper or library.
 """
 
 from abc import ABC, abstractmethod
@@ -39,8 +39,7 @@ def a_little_is_enough(honest: Tensor, tau: float = 1.5, *, ddof: int = 1) -> Te
     Args:
         honest: Vectors of the h honest clients, ``[h, d]``.
         tau: Number of standard deviations. It may be negative.
-        ddof: Number that is subtracted from h in the standard deviation: the divisor is ``h -
-            ddof``.
+        ddof: The standard deviation has the divisor ``h - ddof``.
 
     Raises:
         ConfigurationError: h is not greater than ``ddof``.
@@ -56,16 +55,16 @@ def a_little_factor(num_clients: int, f: int) -> float:
     """Return the factor z of the standard deviation, as in Baruch et al., Section 3.2.
 
     The f attackers need ``s = floor(n/2) + 1 - f`` honest clients to form a majority of the n
-    clients. The factor is ``z = Phi^-1((n - f - s) / (n - f))``. With this z, s honest clients are
-    expected to lie more than z standard deviations from the mean, in the direction of the attack.
+    clients. The factor is ``z = Phi^-1((n - f - s) / (n - f))``. With this z, s of the honest
+    clients are expected to deviate from the mean by more than the attack vector does.
 
     Args:
         num_clients: Number n of clients in the round.
         f: Number of attackers in the round.
 
     Raises:
-        ConfigurationError: The attackers alone are a majority. Or they need all honest clients to
-            form a majority.
+        ConfigurationError: The attackers alone are a majority, or need all honest clients for a
+            majority.
     """
     honest = num_clients - f
     supporters = num_clients // 2 + 1 - f
@@ -89,8 +88,7 @@ def mimic(honest: Tensor, client: int = 0) -> Tensor:
 
     Args:
         honest: Vectors of the honest clients, ``[h, d]``.
-        client: Index of the client among the h honest clients, from 0. An index that is too large
-            is taken modulo h.
+        client: Index of the client among the h honest clients, from 0, taken modulo h.
     """
     return honest[client % len(honest)]
 
@@ -109,12 +107,12 @@ class Scaled(Attack, ABC):
     """Base class of attacks with a factor. The factor is fixed or found by a search.
 
     All messages have the same factor. A search maximises the distance between the aggregate and the
-    honest mean. The distance is measured over all messages together. A search ignores messages
-    whose aggregation rule is a weighted mean, because their distance has no maximum. If a search
-    ignores all messages, the fixed factor is used.
+    honest mean, over all messages together. A search ignores messages whose rule is a weighted
+    mean, because their distance has no maximum. If a search ignores all messages, the fixed factor
+    is used.
 
     Args:
-        tau: Fixed factor. The default is the factor that ``origin`` uses.
+        tau: Fixed factor. The default depends on ``origin``.
         search: ``"fixed"`` uses ``tau``. ``"byzfl"`` and ``"grid"`` search for a factor, see
             :func:`~fl_lightning.attacks.search.search`.
         origin: Source of the formula: ``"byzfl"``, ``"paper"`` or ``"blades"``.
@@ -139,7 +137,7 @@ class Scaled(Attack, ABC):
         """Return the attackers' vector ``[d]`` for a message and a factor."""
 
     def fixed(self, message: Message) -> float:
-        """Return the factor that is used if no search is made."""
+        """Return the factor that is used without a search."""
         return self.factors[self.origin] if self.tau is None else self.tau
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
@@ -166,9 +164,9 @@ class Scaled(Attack, ABC):
 class FallOfEmpires(Scaled):
     """Fall of Empires: attackers send ``-tau`` times the honest mean.
 
-    The paper is Xie et al. 2020, arXiv 1903.03936. The default of ``tau`` depends on the origin. It
-    is 2 for ``"byzfl"``, 1 for ``"blades"``, and 0.1 for ``"paper"``. The paper calls ``tau``
-    epsilon.
+    The paper is Xie et al. 2020, arXiv 1903.03936. The paper calls the factor ``tau`` epsilon. The
+    default of ``tau`` depends on ``origin``: 2 for ``"byzfl"``, 1 for ``"blades"``, and 0.1 for
+    ``"paper"``.
     """
 
     factors: ClassVar = {"byzfl": 2.0, "blades": 1.0, "paper": 0.1}
@@ -202,7 +200,7 @@ class ALittleIsEnough(Scaled):
     def fixed(self, message: Message) -> float:
         """Return ``tau``. If ``tau`` is None, return the default factor of ``origin``.
 
-        For the origin ``"blades"``, this factor depends on the numbers of clients and attackers.
+        With ``"blades"``, the default depends on the numbers of clients and attackers.
         """
         if self.tau is None and self.origin == "blades":
             return a_little_factor(len(message.weights), len(message.own))
@@ -257,10 +255,10 @@ class Mimic(Attack):
 
 
 class NonFinite(Attack):
-    """Attack with non-finite values, to test how an aggregation rule handles them.
+    """Attack that sends non-finite values, to test how an aggregation rule handles them.
 
     Args:
-        value: Value of all entries: ``nan``, ``inf`` or ``-inf``.
+        value: Value of all coordinates: ``nan``, ``inf`` or ``-inf``.
     """
 
     def __init__(self, value: Literal["nan", "inf", "-inf"] = "nan") -> None:
@@ -268,5 +266,5 @@ class NonFinite(Attack):
         self.value = value
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Return vectors in which every entry is ``value``."""
+        """Return vectors in which every coordinate is ``value``."""
         return [torch.full_like(message.own, float(self.value)) for message in messages]

@@ -1,4 +1,4 @@
-"""Switch of BN layers between batch statistics and frozen running statistics."""
+"""Function that switches BN layers between batch statistics and frozen running statistics."""
 
 from collections.abc import Collection, Mapping
 
@@ -10,14 +10,15 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 def freeze_statistics(model: nn.Module, layers: Collection[nn.Module], treatments: Mapping[str, str]) -> None:
     """Set each BN layer to frozen running statistics or to batch statistics, for one round.
 
-    A layer with frozen running statistics uses these statistics and does not update them. The
-    function is called in every round, because a method may freeze statistics in any round. FixBN
-    (Zhong et al. 2023), for example, freezes them after round T*.
+    A layer with frozen running statistics uses the statistics without updating them. The function
+    is called in every round, because a method may freeze statistics in any round. For example,
+    FixBN (Zhong et al. 2023) freezes statistics after round T*.
 
     Args:
         model: The model.
         layers: The BN layers that have running statistics.
-        treatments: Treatment of each buffer in this round, such as ``"frozen"``, by name.
+        treatments: Treatment of each buffer in this round, such as ``"frozen"``. The keys are the
+            names of the buffers.
     """
     tracking = {id(layer) for layer in layers}
     for name, layer in batch_norm_layers(model).items():

@@ -1,4 +1,4 @@
-"""The mean over clients within a forward pass.
+"""Mean over all clients within a forward pass.
 
 This mean is the only operation by which a forward pass combines clients.
 """
@@ -38,9 +38,9 @@ _mean: ContextVar[Callable[[Tensor, int], Tensor]] = ContextVar("_mean", default
 def cohort_mean(own: Tensor, clients: int) -> Tensor:
     """Return the mean of a tensor over all clients of the cohort, in a joint forward pass.
 
-    A method requests a joint forward pass by ``needs_joint_forward``. In the backward pass, the
-    gradient of the mean is the mean of the clients' gradients, as if a server averaged them. All
-    clients have equal weight, because their batches have equal shapes.
+    A joint forward pass computes all clients together. A method requests it by
+    ``needs_joint_forward``. The backward pass averages the gradients of all clients, as a server
+    would do. All clients have equal weight, because their batches have equal shapes.
 
     Args:
         own: The client's tensor, any shape.
@@ -50,8 +50,7 @@ def cohort_mean(own: Tensor, clients: int) -> Tensor:
         The mean over the clients, with the shape of ``own``.
 
     Raises:
-        ConfigurationError: The function is called outside of a joint forward pass. Or the pass does
-            not compute all clients of the cohort.
+        ConfigurationError: The forward pass does not compute all clients of the cohort together.
     """
     raise ConfigurationError(
         "cohort_mean: a client runs by itself, but the mean needs one forward pass over the whole cohort; use it in the "
@@ -66,7 +65,7 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
 
 @contextmanager
 def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    """Let ``cohort_mean`` call the function ``mean`` until the ``with`` block ends.
+    """Until the ``with`` block ends, let ``cohort_mean`` call the function ``mean``.
 
     The arguments of ``mean`` are the stacked rows and the number of clients in the cohort.
     """

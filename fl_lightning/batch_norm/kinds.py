@@ -1,6 +1,6 @@
 """The kinds of a model's state.
 
-The type of a module decides the kind of its state. The name of the module never does. A method
+The type of a module decides the kind of its state; the name of the module has no effect. A method
 declares what a round does with each kind. The kinds are:
 
 =========== ==========================================================================
@@ -57,10 +57,10 @@ TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
   counters.
 - ``frozen``: The state does not change. Frozen parameters are not trained. BN layers with frozen
   statistics train in eval mode.
-- ``local``: The clients keep the state and do not send it. The callback that declares this
-  treatment stores and restores the state (``Cohort.remember`` and ``Cohort.recall``). The server
-  has the mean of the state over the round's cohort, but only for evaluation.
-- ``pooled``: The callback that declares this treatment aggregates the state.
+- ``local``: The clients keep the state and do not send it. The method stores and restores the state
+  by ``Cohort.remember`` and ``Cohort.recall``. For evaluation, the server uses the mean of the
+  state over the round's cohort.
+- ``pooled``: The method aggregates the state itself.
 - ``reset``: The state is discarded after the round.
 """
 
@@ -77,7 +77,7 @@ KIND_LABELS = {
 
 
 def state_label(kind: str) -> str:
-    """Return the label of a kind of state or a part of the model, for tables and figures."""
+    """Return the label of a kind of state, or of a part of the model, in tables and figures."""
     return KIND_LABELS.get(kind, f"part {kind}")
 
 

@@ -1,4 +1,4 @@
-"""Batch Normalization layers of a model. They are found by their type, never by their name."""
+"""Batch Normalization layers of a model, which are found by their type."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ ONE_VALUE = (
     "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images, norm: gn or, for a DeepLab, "
     "pooled_norm: none"
 )
-"""Last part of the error message for BN layers that get a single value per channel."""
+"""Remedies in the error message for BN layers that get a single value per channel."""
 
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -27,7 +27,7 @@ def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 def require_batch_norm(
     model: nn.Module, method: str, *, statistics: bool = True, momentum: bool = False
 ) -> dict[str, _BatchNorm]:
-    """Return a model's BN layers by name. Raise an error if a method cannot use them.
+    """Return a model's BN layers by name. Raise an error if they do not suit the method.
 
     Args:
         model: The model.
@@ -36,8 +36,8 @@ def require_batch_norm(
         momentum: Whether the method uses the layers' momentum.
 
     Raises:
-        ConfigurationError: The model has no BN layer. Or the method needs running statistics, and a
-            layer has none. Or the method uses momentum, and a layer has none.
+        ConfigurationError: The model has no BN layer, or a layer has no running statistics or no
+            momentum but the method needs them.
     """
     layers, kind = batch_norm_layers(model), type(model).__name__
     if not layers:

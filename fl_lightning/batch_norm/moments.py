@@ -1,4 +1,4 @@
-"""Mean and variance of a union of samples, computed from the moments of its parts."""
+"""Functions that combine the means and variances of parts of the data."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,11 @@ from fl_lightning.aggregation import weighted_mean
 
 
 def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and variance of a union of samples by the law of total variance.
+    """Return the mean and variance of combined samples by the law of total variance.
 
-    The variance of the result is the mean of the variances plus the variance of the means. The
-    result is exactly the biased variance of the union under two conditions: the variances of the
-    parts are biased, and part i has the weight K_i / N if it has K_i of the N samples.
+    The resulting variance is the mean of the variances plus the variance of the means. It is exact
+    if each part's weight is its share of the samples. All variances are biased, that is, divided by
+    the number of samples.
 
     Args:
         means: Mean of each part, shape ``[n, d]``.
@@ -19,7 +19,7 @@ def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[T
         weights: Weight of each part, shape ``[n]``, sum 1.
 
     Returns:
-        Mean and variance of the union, each ``[d]``.
+        Mean and variance of all samples together, each ``[d]``.
     """
     mean = weighted_mean(means, weights)
     return mean, weighted_mean(variances, weights) + weighted_mean((means - mean) ** 2, weights)

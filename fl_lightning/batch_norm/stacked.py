@@ -1,9 +1,9 @@
 """BN of all clients at once under ``torch.func.vmap``.
 
-By default, ``vmap`` normalises in one operation. It multiplies by gamma and adds beta in further
-operations. This doubles the number of passes over the activations, and the memory for the backward
-pass. This module needs only a single operation, because BN treats channels independently. BN of
-``C`` clients with ``F`` channels equals one BN layer with ``C F`` channels, up to rounding.
+By default, ``vmap`` normalises, multiplies by gamma and adds beta in separate operations. This
+doubles the passes over the activations, and the memory for the backward pass. This module computes
+BN in a single operation. BN treats channels independently. ``C`` clients with ``F`` channels
+therefore need one BN layer with ``C F`` channels. Results differ only by rounding.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class StackedBatchNorm(TorchFunctionMode):
-    """Context manager in which ``batch_norm`` under ``vmap`` is one operation for all clients."""
+    """Context manager that makes ``batch_norm`` under ``vmap`` one operation for all clients."""
 
     def __torch_function__(
         self,
@@ -26,7 +26,7 @@ class StackedBatchNorm(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a torch function. For ``batch_norm``, run a replacement."""
+        """Run a torch function, but replace ``batch_norm``."""
         if func is F.batch_norm:
             func = _batch_norm
         return func(*args, **(kwargs or {}))
@@ -55,7 +55,7 @@ def _batch_norm(
 class _Stacked(torch.autograd.Function):
     """Autograd function that has a ``vmap`` rule, but no forward and backward pass.
 
-    The rule consists of operations that autograd can differentiate.
+    Autograd differentiates the operations in the rule.
     """
 
     @staticmethod
@@ -66,8 +66,7 @@ class _Stacked(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         """Normalise the stacked inputs of all clients.
 
-        ``in_dims`` gives the client dimension of each argument. None stands for an argument that
-        all clients share.
+        ``in_dims`` has the client dimension of each argument, or None if all clients share it.
         """
         stacked = args[0].movedim(in_dims[0], 1)
         batch, clients, channels, *space = stacked.shape

@@ -1,4 +1,4 @@
-"""Methods' replacements for the forward pass of BN layers, and temporary modes of a model."""
+"""Replacement of BN layers' forward passes, and temporary modes of a model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ class SwappedBatchNorm(_BatchNorm):
 
     Attributes:
         method: Name of the method's callback.
-        scratch: Names of attributes or non-persistent buffers that :meth:`prepare` adds. Each
-            client has a copy of such a buffer. At the start of a round, the copy equals the
-            server's buffer. The copy is never sent or saved.
+        scratch: Names of attributes or non-persistent buffers that :meth:`prepare` adds. At the
+            start of a round, each client gets a copy of the server's buffers. The copies are never
+            sent or saved.
         original: Class of the layer before the swap.
 
     Example:
@@ -39,7 +39,7 @@ class SwappedBatchNorm(_BatchNorm):
     original: ClassVar[type[_BatchNorm]]
 
     def prepare(self) -> None:
-        """Add the attributes that ``scratch`` names.
+        """Add the attributes or buffers that are named in ``scratch``.
 
         The base class adds buffers ``[channels]`` of zeros.
         """
@@ -62,9 +62,9 @@ def swap_batch_norm(
         The layers, which are now instances of both ``forward`` and their original class.
 
     Raises:
-        ConfigurationError: The model has no BN layer. Or a layer has no running statistics. Or a
-            layer has no momentum, and the method uses momentum. Or a layer has a custom forward
-            pass, or another method has already swapped the layer.
+        ConfigurationError: The model has no BN layer, or a layer does not suit the method.
+            Unsuitable are layers without running statistics, without a momentum that the method
+            needs, or with a custom or swapped forward pass.
     """
     layers = require_batch_norm(model, forward.method, momentum=momentum)
     for name, layer in layers.items():
@@ -98,7 +98,7 @@ def restore_batch_norm(model: nn.Module) -> None:
 def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
     """Let BN layers use batch statistics until the ``with`` block ends.
 
-    This includes layers whose forward pass a method has replaced.
+    Swapped layers also use batch statistics.
     """
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:
@@ -115,7 +115,7 @@ def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set a model to eval mode. The end of the ``with`` block restores every module's mode."""
+    """Set a model to eval mode until the ``with`` block ends, then restore every module's mode."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

@@ -1,4 +1,4 @@
-"""The clients' data: federated data modules, loaders, and the batches of a local step."""
+"""The clients' data: federated data modules, loaders and batches."""
 
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule

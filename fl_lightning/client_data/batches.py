@@ -10,11 +10,11 @@ from fl_lightning.errors import CannotVectorize, doing
 
 
 class BatchStack:
-    """The batches of one local step, with one batch for each client that takes the step.
+    """Batches of one local step: one batch for each client that takes the step.
 
-    A batch is any tree of tensors, usually ``(inputs, targets)``. The batches are stored in one of
-    two forms: as a list of trees, or as one tree of stacked tensors ``[C, b, ...]``. If the other
-    form is needed, the batches are converted.
+    A batch is any tree of tensors, usually ``(inputs, targets)``. Batches are stored as a list of
+    trees, or as one tree of stacked tensors ``[C, b, ...]``. Each form is converted to the other on
+    demand.
     """
 
     def __init__(self, *, batches: Sequence[Any] | None = None, stack: Any = None) -> None:
@@ -61,7 +61,7 @@ class BatchStack:
         return self._stack
 
     def union(self) -> "BatchStack":
-        """Concatenate all batches along dimension 0, as the batch of a single client."""
+        """Concatenate all batches along dimension 0 to a batch of a single client."""
         if self._batches is None:
             return BatchStack(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return BatchStack(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
@@ -71,14 +71,14 @@ class Source(Protocol):
     """Protocol of an object that yields the training batches of one client."""
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step``. The first step of training is step 0."""
+        """Return the batch of a local step, counted from 0 at the start of training."""
 
 
 def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
     """Draw the batches of one local step.
 
     Args:
-        source: Function that returns a client's training data, given the client's id.
+        source: Function that takes a client's id and returns the client's training data.
         client_ids: The clients that take the step.
         steps: Local step of each client, counted from 0 at the start of training.
     """
@@ -90,7 +90,7 @@ def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequ
 
 
 def require_one(shapes: Iterable[Any]) -> None:
-    """Raise ``CannotVectorize`` if the shapes of the clients' batches differ."""
+    """Raise ``CannotVectorize`` if the clients' batches have different shapes."""
     if (kinds := len(set(shapes))) > 1:
         raise CannotVectorize(f"the clients' batches have {kinds} different shapes")
 
@@ -109,5 +109,5 @@ def _describe(leaf: Any) -> str:
 
 
 def _first_shape(batch: Any) -> torch.Size:
-    """Return the shape of the first tensor in the tree of a batch."""
+    """Return the shape of a batch's first tensor."""
     return next(leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))

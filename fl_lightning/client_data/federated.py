@@ -1,8 +1,8 @@
 """The federated data module, which holds one ``LightningDataModule`` per client.
 
-A client's batch depends only on (seed, client, step). Local steps are counted from the start of
-training. Any round can therefore be computed without earlier rounds, and a resumed run draws the
-same batches.
+A client's batch depends only on the seed, the client and the local step. Local steps are counted
+from the start of training. The batches of a round can therefore be drawn without the earlier
+rounds, and a resumed run draws the same batches.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,7 +25,8 @@ from fl_lightning.recorded import Recorded
 class PartitionDigests(TypedDict):
     """Digests of the sample indices in a partition.
 
-    There is one digest of the indices of all clients together, and one of each client's indices.
+    ``total`` is the digest of all clients' indices together. ``clients`` has a digest for each
+    client.
     """
 
     total: str
@@ -40,12 +41,12 @@ class PartitionRecord(TypedDict):
         num_clients: Number of clients.
         sizes: Number of training samples of each client.
         heterogeneity: Measures of class heterogeneity, if the classes are known.
-        class_histogram: ``[i][c]`` is the number of samples of class c at client i, if known.
+        class_histogram: ``[i][c]`` is the number of samples of class c at client i, if the classes
+            are known.
         clients: Names of the clients, if they have names.
         seed: Seed of the partition.
         val_size: Number of samples held out for validation.
-        sha256: ``clients`` has a digest of each client's sample indices. ``total`` is a digest of
-            the indices of all clients together.
+        sha256: Digests of the clients' sample indices.
     """
 
     partition: str
@@ -86,15 +87,15 @@ class ClientDataModule(L.LightningDataModule):
     steps_per_epoch: int
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step``. The first step of training is step 0."""
+        """Return the batch of a local step, counted from 0 at the start of training."""
         raise NotImplementedError(f"{type(self).__name__} must define train_batch(step)")
 
 
 class FederatedDataModule(Recorded, L.LightningDataModule):
     """The clients of a federation and the server's evaluation data.
 
-    Pass one ``LightningDataModule`` per client. Or write a subclass that creates the clients in
-    :meth:`setup`, as the shipped data sets do.
+    Pass one ``LightningDataModule`` per client, or write a subclass that creates the clients in
+    :meth:`setup`. The shipped data sets are such subclasses.
 
     Args:
         clients: One data module per client. The loader from ``train_dataloader()`` must have a
@@ -103,19 +104,18 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         seed: Seed for the partition, the order and the augmentation of the data.
 
     Attributes:
-        fit_split: The evaluation data for ``fit``: ``"val"``, or ``"test"`` if there are no
+        fit_split: Evaluation data during training: ``"val"``, or ``"test"`` if there are no
             validation data.
-        num_classes: Number of classes. If it is None, the data have no classes.
-        class_names: Name of each class, in the order of the labels. If it is None, the labels are
-            the names.
-        in_channels: Channels of an image. If it is None, the data are not images.
-        image_size: Height and width of an image in pixels. If it is None, the data are not images.
-        in_features: Number of features of a sample. If it is None, the data are images.
-        drawn_splits: Evaluation data (``"val"``, ``"test"``) that are drawn at random from the same
-            samples as the clients' training data. Drawn with another seed, such data may contain
-            samples that clients have trained on.
-        loaded: Digest of all loaded data. It does not depend on the seed. If it is None, the digest
-            is not known.
+        num_classes: Number of classes; None if the data have no classes.
+        class_names: Names of the classes, in the order of the labels. None (default) uses the
+            labels as names.
+        in_channels: Number of channels of an image; None if the data are not images.
+        image_size: Height and width of an image in pixels; None if the data are not images.
+        in_features: Number of features of a sample; None if the data are images.
+        drawn_splits: Names of the splits (``"val"``, ``"test"``) that the seed selects from the
+            same samples as the training data. With another seed, such a split may contain training
+            samples.
+        loaded: Digest of all loaded data, independent of the seed; None if unknown.
 
     Example:
         >>> from fl_lightning.testing import ArrayClient
@@ -152,7 +152,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     def clients(self) -> Sequence[L.LightningDataModule]:
         """One data module per client, in the order of the client ids.
 
-        Shipped data sets create the data modules in ``setup``.
+        Shipped data sets create these data modules in ``setup``.
         """
         return self._clients
 
@@ -178,7 +178,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         self._prepared.add(stage)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Return a loader that yields one item, because an epoch of Lightning is one round."""
+        """Return a loader with a single item, because a Lightning epoch is one round."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
 
     def val_dataloader(self) -> Any:
@@ -205,7 +205,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return self._source(client_id).steps_per_epoch
 
     def samples_per_step(self, client_id: int) -> float:
-        """Return a client's mean batch size in one pass over its training data."""
+        """Return a client's mean batch size in one pass over the client's training data."""
         source = self._source(client_id)
         if isinstance(source, LoaderBatches):
             return source.samples_per_step
@@ -216,19 +216,19 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
         Args:
             client_ids: The clients that take the step.
-            steps: Local step of each client. The first step of training is step 0.
+            steps: Local step of each client, counted from 0 at the start of training.
         """
         return draw(self._source, client_ids, steps)
 
     def keep_on(self, device: torch.device) -> None:
-        """Move the data to the device before training, if the data set supports this."""
+        """Move the data to the device before training. The default does nothing."""
 
     def describe_partition(self) -> str:
         """Return a short description of the partition, which is shown in tables."""
         return f"{self.num_clients} clients with data of their own"
 
     def partition_record(self) -> PartitionRecord:
-        """Return the record of the partition that is saved as ``partition.json``.
+        """Return the record of the partition for the file ``partition.json``.
 
         Subclasses may add entries.
         """
@@ -241,11 +241,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {**record, "heterogeneity": heterogeneity(histograms)} if histograms else record
 
     def fingerprint(self) -> dict[str, str]:
-        """Return digests of the data. With these digests, a resumed run detects changed data.
+        """Return digests of the data, by which a resumed run detects changed data.
 
-        If the data are in memory, a digest includes the complete content. If not, it includes the
-        labels, some samples, and the paths and contents of files. A digest does not depend on
-        batching, loading or the modification times of files.
+        The digest of data in memory includes the complete content. The digest of other data
+        includes the labels, some samples, and the paths and contents of files. Batching, loading
+        and the modification times of files do not affect a digest.
 
         Returns:
             Digests of ``"training"`` data, ``"evaluation"`` data and ``"partition"``.
@@ -267,21 +267,21 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {"training": digest(training), "evaluation": evaluation, "partition": partition}
 
     def evaluation_digests(self) -> Collection[str]:
-        """Return both possible values of the digest ``"evaluation"`` from :meth:`fingerprint`.
+        """Return both possible digests of the evaluation data, without reading the clients' data.
 
-        The digest includes samples only if the clients have fewer than 32 data sets. This method
-        does not read the clients' data. It therefore returns the digest with samples and the digest
-        without samples.
+        The digest from :meth:`fingerprint` includes samples only if the clients have fewer than 32
+        data sets. This method returns the digest with samples and the digest without samples.
         """
         with doing("reading the server's evaluation data"):
             dataset = getattr(self.val_dataloader(), "dataset", None)
-            many = dict.fromkeys(range(-32, 0), "")  # these stand for 32 data sets, because no id() is < 0
+            many = dict.fromkeys(range(-32, 0), "")  # 32 placeholders: no id() is negative
             return [dataset_digest(dataset, known) for known in ({}, many)]
 
     def class_histograms(self) -> list[list[int]]:
-        """Return lists: ``[i][c]`` is the number of samples of class c at client i.
+        """Return the number of samples of each class at each client, as nested lists.
 
-        If the numbers are unknown, the list is empty.
+        The number at ``[i][c]`` belongs to client i and class c. If the classes are unknown, the
+        list is empty.
         """
         return []
 
@@ -290,11 +290,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
         Args:
             client_id: Id of the client.
-            split: The evaluation data, ``"val"`` or ``"test"``.
+            split: Name of the evaluation data: ``"val"`` or ``"test"``.
 
         Returns:
-            The loader from the client's ``val_dataloader()`` or ``test_dataloader()``. If the
-            client has no such loader, the result is None.
+            The client's ``val_dataloader()`` or ``test_dataloader()``; None if the client has no
+            such loader.
         """
         client = self.clients[client_id]
         if not is_overridden(f"{split}_dataloader", client):

@@ -18,7 +18,7 @@ from fl_lightning.files import write_json
 from fl_lightning.randomness import seeded
 
 LARGE = 2**30
-"""Total size of a data set's files, in bytes, above which their digests are cached.
+"""Size of a data set's files in bytes, above which their digests are cached on disk.
 
 Later runs read the cached digests.
 """
@@ -27,8 +27,8 @@ Later runs read the cached digests.
 def digest(*parts: Any) -> str:
     """Return the first 16 hex digits of the SHA-256 of tensors, arrays, images, numbers and text.
 
-    Each argument may also be a tree of such objects. If an object has another type, only the name
-    of its class is hashed.
+    An argument may also be a tree of such objects. For objects of other types, only the class name
+    is hashed.
     """
     state = hashlib.sha256()
     for part in parts:
@@ -37,7 +37,7 @@ def digest(*parts: Any) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a file's content. The digest is cached until the file changes."""
+    """Return the digest of a file's content, cached until the file changes."""
     status = path.stat()
     return _file_digest(path.resolve(), status.st_size, status.st_mtime_ns)
 
@@ -74,19 +74,18 @@ def _feed(state: Any, part: Any) -> None:
 def dataset_digest(dataset: Any, known: dict[int, str]) -> str:
     """Return the digest of a data set.
 
-    If the data set is a ``TensorDataset``, its tensors are hashed. For any other data set, the
-    digest includes:
+    For a ``TensorDataset``, the tensors are hashed. For any other data set, the digest includes:
 
     - Its length.
     - Its labels: the attribute ``targets`` or ``labels``.
     - Paths and contents of its files. The paths come from the pairs (path, class) in the attribute
       ``samples``, as in torchvision, or from the attribute ``files``.
-    - Eight samples, if the data set is one of the first 32 data sets.
+    - Eight samples, but only for the first 32 data sets.
 
     Args:
         dataset: The data set.
-        known: Digests of data sets that have already been read, with the data sets' ``id()`` as
-            keys. A data set that several clients share is therefore read only once.
+        known: Digests of data sets that have already been read, keyed by ``id()``. A data set that
+            several clients share is therefore read only once.
     """
     if id(dataset) not in known:
         known[id(dataset)] = digest(_parts(dataset, known))
@@ -114,15 +113,15 @@ def _files(dataset: Any) -> str | list[Any]:
     pairs, root = getattr(dataset, "samples", None), Path(str(getattr(dataset, "root", "")))
     if files is None and isinstance(pairs, list) and all(isinstance(pair, tuple) and pair for pair in pairs):
         files = [Path(part) for pair in pairs for part in pair if isinstance(part, str | Path)]
-    # return an empty list if there are no files, because digests in older checkpoints include one
+    # the empty list keeps the digests of older checkpoints valid
     return files_digest([x for x in files if x.is_file()], root) if files and isinstance(files, list) else []
 
 
 def files_digest(files: Sequence[Path], root: Path) -> str:
     """Return the digest of the contents of files and of their paths below ``root``.
 
-    If the files have more than :data:`LARGE` bytes in total, their digests are cached. A digest is
-    valid until the size or the modification time of its file changes.
+    If the files have more than :data:`LARGE` bytes in total, their digests are cached on disk. A
+    digest is valid until the size or the modification time of the file changes.
     """
     states = [path.stat() for path in files]
     size = sum(state.st_size for state in states)
@@ -142,15 +141,15 @@ def files_digest(files: Sequence[Path], root: Path) -> str:
             flush=True,
         )
         known |= {place: [*now[place], file_digest(Path(place))] for place in unread}
-        with suppress(ConfigurationError):  # without a cache, the next run reads the files again
+        with suppress(ConfigurationError):  # without a cache, the next run reads all files
             write_json(cache, known)
     return digest([(name, known[place][-1]) for name, place in zip(names, places, strict=True)])
 
 
 def sample(read: Callable[[], Any]) -> str | None:
-    """Read samples twice with the same seed, and return their digest.
+    """Read samples twice with the same seed. Return their digest.
 
-    Return None if the samples differ between the two reads.
+    If the two reads differ, return None.
     """
 
     def once() -> str:

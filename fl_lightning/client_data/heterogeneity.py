@@ -12,9 +12,9 @@ Histogram = Sequence[Sequence[int]]
 def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
     """Return the effective number of classes of each client, ``[clients]``.
 
-    This is the exponential of the class entropy (Hill 1973). If a client has k equally frequent
-    classes, the number is k. If some of k classes are rare, the number is below k. If the client
-    has no samples, it is 0.
+    The number is the exponential of the class entropy (Hill 1973). For k equally frequent classes,
+    the number is k. If some of k classes are rare, the number is below k. For a client without
+    samples, the number is 0.
     """
     shares = _shares(histogram)
     logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
@@ -23,12 +23,11 @@ def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
 
 
 def distance_to_union(histogram: Histogram) -> NDArray[np.float64]:
-    """Return each client's distance to the union in class distribution, ``[clients]``.
+    """Return the distance between each client's and the overall class distribution, ``[clients]``.
 
     The distance is the total variation distance ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]. p_i is
-    the class distribution of client i. p is the class distribution of all clients together. The
-    distance is the share of the client's samples that would need another class to make the two
-    distributions equal.
+    the class distribution of client i, and p is the distribution of all clients together. To make
+    p_i equal to p, this share of the client's samples would need another class.
     """
     union = _shares([np.sum(histogram, axis=0)])
     distance: NDArray[np.float64] = np.abs(_shares(histogram) - union).sum(1) / 2
@@ -41,7 +40,7 @@ def heterogeneity(histogram: Histogram) -> dict[str, dict[str, float]]:
     Returns:
         Three measures by name. ``classes`` and ``effective_classes`` have the entries ``min``,
         ``median`` and ``max`` over the clients. ``distance_to_union`` has the entries ``mean`` and
-        ``max``. In the mean, each client is weighted by its number of samples.
+        ``max``. In ``mean``, a client's weight is the number of the client's samples.
     """
     counts, distance = np.asarray(histogram), distance_to_union(histogram)
     numbers = {"classes": (counts > 0).sum(1), "effective_classes": effective_classes(histogram)}

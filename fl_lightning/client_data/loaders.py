@@ -20,16 +20,17 @@ from fl_lightning.randomness import derive_seed, seeded
 
 
 class LoaderBatches:
-    """Training batches of a client's ``LightningDataModule``, which can be read in any order.
+    """Training batches of a client's ``LightningDataModule``, readable in any order.
 
     The batches come from ``train_dataloader()``. Two seeds make a batch independent of earlier
-    batches. The first seed decides the order of an epoch. It is computed from (seed, client,
-    epoch). The second seed is set before a batch is read. It is computed from (seed, client, epoch,
-    position in the epoch). Each seed is set in the global generators of torch, numpy and Python.
-    Their state is restored afterwards. The loader's own generator is seeded once per epoch.
+    batches. The first seed is set before an epoch, and decides the order of the samples. This seed
+    depends on the run's seed, the client and the epoch. The second seed is set before a batch is
+    read, and depends also on the batch's position in the epoch. Both seeds are set in the global
+    generators of torch, numpy and Python, whose state is restored afterwards. The loader's own
+    generator is seeded once per epoch.
 
     If the data set is map-style and the loader has no worker processes, a batch is read directly.
-    With any other loader, the epoch is iterated up to the batch.
+    Any other loader is iterated from the start of the epoch to the batch.
 
     Args:
         datamodule: The client's data module, already set up.
@@ -73,7 +74,7 @@ class LoaderBatches:
             self._count()
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of local step ``step``. The first step of training is step 0."""
+        """Return the batch of a local step, counted from 0 at the start of training."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._at_random:
             if epoch != self._epoch:
@@ -88,7 +89,6 @@ class LoaderBatches:
         return self._fetch(epoch, index)
 
     def _count(self) -> None:
-        """Set ``num_examples`` and ``samples_per_step`` from the loader's sampler."""
         sampler = self.loader.batch_sampler or self.loader.sampler
         if type(sampler) is BatchSampler:
             self.num_examples = self._drawn_from(sampler.sampler)
@@ -105,7 +105,7 @@ class LoaderBatches:
     def _drawn_from(self, sampler: Any) -> int:
         """Return the number of different samples that a sampler can draw.
 
-        For a user's own sampler, return the number of different samples in its first epoch.
+        For a sampler of an unknown class, the samples of the first epoch are counted.
         """
         kind = type(sampler)
         if kind is RandomSampler:

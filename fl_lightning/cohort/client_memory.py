@@ -1,4 +1,4 @@
-"""Memory in which methods keep the clients' state between rounds, in RAM or in files."""
+"""Memory that holds the clients' state between rounds, in RAM or in files."""
 
 import io
 import os
@@ -25,24 +25,25 @@ _RECORD = "files of a ClientMemory"
 
 
 class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
-    """Memory in which a method keeps the clients' state between rounds.
+    """Memory of a method that holds the clients' state between rounds.
 
-    The memory maps client ids to entries. An entry maps names to tensors, and is immutable. Replace
-    an entry by ``memory[client] = {"name": tensor}``. The memory is an attribute of the method. The
-    method returns it in ``state_dict()``, and makes a new memory in ``load_state_dict``.
+    The memory maps client ids to entries. An entry maps names to tensors, and is immutable. To
+    change an entry, replace it: ``memory[client] = {"name": tensor}``. Store the memory in an
+    attribute of the method. Return it in ``state_dict()``, and make a new memory in
+    ``load_state_dict``.
 
     Entries are kept in RAM on every rank and saved in checkpoints. If the memory exceeds
     :data:`LIMIT` bytes, each client's entry is stored in a file instead. The files are in the
     folder ``memory`` of the trainer's ``default_root_dir``. All ranks must be able to read this
-    folder. At the end of a round, only the files of changed entries are written. Each file is
-    written by a single rank. A checkpoint contains hard links to the files. Entries with negative
-    ids belong to the server and stay in RAM.
+    folder. At the end of a round, only changed entries are written to their files. Each file is
+    written by a single rank. Checkpoints use hard links to the files. Entries with negative ids
+    belong to the server and stay in RAM.
 
     Args:
         state: State from a checkpoint, or a mapping from client ids to entries. Default: empty.
 
     Raises:
-        ConfigurationError: A file of the checkpoint is missing or damaged, or a file cannot be
+        ConfigurationError: A file of a checkpoint is missing or damaged, or a file cannot be
             written.
 
     Example:
@@ -94,7 +95,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._written.discard(client)
 
     def setdefault(self, client: int, default: Any = MappingProxyType({})) -> Mapping[str, Tensor]:
-        """Return a client's entry. If the client has no entry, store the default as its entry."""
+        """Return a client's entry. If the entry is missing, first store the default."""
         if client not in self:
             self[client] = default
         return self[client]
@@ -113,7 +114,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         """Set the folder for the memory's files. All ranks must call this method before training.
 
         Args:
-            folder: The memory's folder. It is created if needed.
+            folder: Folder of the memory, created if needed.
             ranks: The ranks of the run.
         """
         self._ranks, self._live = ranks, folder / "now"
@@ -126,13 +127,13 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         """Write changed entries to files if the memory exceeds the limit.
 
         All ranks must call this method at the end of a round. Written entries stay in RAM until the
-        next call, because other ranks may not have written their files yet.
+        next call, because other ranks may still be writing.
         """
         if self._folder is None:
             if self._live is None or self._bytes <= LIMIT:
                 return
             self._folder, self._changed = self._live, set(self._entries)
-        self._ranks.exchange(lambda: None)  # a barrier, because other ranks may still read the old files
+        self._ranks.exchange(lambda: None)  # barrier: other ranks may still read the old files
         for client in self._written - self._changed:
             del self._entries[client]
         self._written = {client for client in self._changed if client >= 0}
@@ -143,7 +144,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._changed = set()
 
     def saved(self, round_number: int) -> dict[Any, Any]:
-        """Make hard links to the files, and return the state for a checkpoint.
+        """Make hard links to the memory's files, and return the state for a checkpoint.
 
         All ranks must call this method.
 
@@ -170,15 +171,15 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     @contextmanager
     def labelled(self, label: str, round_number: int) -> Iterator[None]:
-        """Set a label for the checkpoint that is saved within the ``with`` block.
+        """Set the label of the checkpoint that is saved within the ``with`` block.
 
-        When the block ends, the files of earlier checkpoints with the same label are removed.
+        When the block ends, the memory files of earlier checkpoints with this label are removed.
 
         Args:
             label: Name of the checkpoint, such as ``"last"``.
             round_number: The round of the checkpoint.
         """
-        self._label = label  # an attribute, because Lightning's hooks cannot pass arguments to ``saved``
+        self._label = label  # an attribute: Lightning's hooks cannot pass arguments to ``saved``
         try:
             yield
         finally:
@@ -192,7 +193,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     def checksum(self) -> int:
         """Return a checksum of the memory.
 
-        Only entries that changed since the last call are read.
+        Entries that have not changed since the last call are not read again.
         """
         server = {client: _sum(entry) for client, entry in self._entries.items() if client < 0}
         for client in self._entries.keys() - server.keys():
@@ -224,13 +225,13 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_bytes(content.getbuffer())
-            os.replace(temporary, path)  # never change the old file, because checkpoints link to it
+            os.replace(temporary, path)  # never change the old file: checkpoints link to it
         except OSError as error:
             raise unwritable(path, error) from error
         self._unsynced.add(client)
 
     def _link(self, source: Path, target: Path) -> None:
-        """Wait until all ranks have written their files, then make hard links in another folder."""
+        """Wait until all ranks have written their files, then link the files in ``target``."""
 
         def link() -> None:
             if self._ranks.rank:
@@ -251,7 +252,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
 
 def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
-    """Return the callbacks' memories as a dict. Each key can serve as the name of a folder."""
+    """Return the callbacks' memories, keyed by names that are valid folder names."""
     named: dict[str, ClientMemory] = {}
     for callback in callbacks:
         for name, value in vars(callback).items():
@@ -262,21 +263,21 @@ def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
 
 
 def contents(tree: Any) -> Any:
-    """Copy nested dicts and lists. The copy has a dict of entries in place of each memory."""
+    """Copy nested dicts and lists, and replace each memory by a dict of its entries."""
     return _each(tree, lambda memory: {client: dict(entry) for client, entry in memory.items()})
 
 
 def saved(tree: Any, round_number: int) -> Any:
-    """Copy nested dicts and lists. The copy has a state for checkpoints in place of each memory."""
+    """Copy nested dicts and lists, and replace each memory by its state for a checkpoint."""
     return _each(tree, lambda memory: memory.saved(round_number))
 
 
 def locate(tree: Any, checkpoint: Any) -> None:
-    """Update the path of the run's folder in a checkpoint's state, if the folder was moved.
+    """Update the path of the run's folder in a checkpoint's state if the folder was moved.
 
     Args:
         tree: The checkpoint's state, which is changed in place.
-        checkpoint: Path of the checkpoint. None if it is unknown.
+        checkpoint: Path of the checkpoint; None if unknown.
     """
     if not isinstance(tree, dict) or checkpoint is None:
         return
@@ -288,13 +289,13 @@ def locate(tree: Any, checkpoint: Any) -> None:
 
 
 def link_files(run: Path, name: str, other: Path, other_name: str) -> None:
-    """Make hard links to the memory files of a checkpoint, for a copy of this checkpoint.
+    """Make hard links to a checkpoint's memory files, for a copy of the checkpoint.
 
     Args:
-        run: Folder of the run with the original checkpoint.
-        name: Name of the folder with the files of the original, ``<label>_<round>``.
-        other: Folder of the run with the copy.
-        other_name: Name of the folder for the copy's files.
+        run: Folder of the original checkpoint's run.
+        name: Name of the original's memory folder, ``<label>_<round>``.
+        other: Folder of the copy's run.
+        other_name: Name of the copy's memory folder.
     """
     for folder in run.glob(f"memory/*/{name}"):
         target = other / "memory" / folder.parent.name / other_name

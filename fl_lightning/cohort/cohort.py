@@ -16,7 +16,7 @@ from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
 
 SERVER = -1
-"""Key of the server's entry in a memory, whose other keys are client ids.
+"""Key of the server's entry in a client memory. All other keys are client ids.
 
 The entry holds the server's state, or the initial state of all clients.
 """
@@ -27,19 +27,19 @@ class Cohort:
 
     Row i of each tensor belongs to the client ``client_ids[i]``. ``params``, ``grads`` and
     ``buffers`` map names to tensors ``[C, *shape]``. These tensors are views of contiguous blocks
-    ``[C, columns]``, which ``params.blocks``, ``grads.blocks`` and ``buffers.blocks`` hold. Each
-    parameter group has one block of parameters for each part of the model. Each kind of buffer has
-    one block for each part.
+    ``[C, columns]``. The blocks are in ``params.blocks``, ``grads.blocks`` and ``buffers.blocks``.
+    For each part of the model, each parameter group has one block of parameters, and each kind of
+    buffer has one block of buffers.
 
-    In a run with several ranks, the hooks of a local step get only the rows of their rank. A rank
-    may have no rows. The module uses the subclass
+    In a run with several ranks, the hooks of a local step get only the rows of one rank. A rank may
+    have no rows. ``FederatedModule`` uses the subclass
     :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
 
     Args:
         model: The server's model.
         num_clients: Number of clients C.
         parameter_groups: Settings of the client optimizer for each parameter group.
-        copies: Number of processes on this machine. Each process holds all rows.
+        copies: Number of processes on this machine, each of which holds all rows.
         parts: Parts of the model that a policy treats separately (see
             ``fl_lightning.cohort.parts``).
 
@@ -48,11 +48,10 @@ class Cohort:
 
     Attributes:
         client_ids: The clients, in increasing order.
-        rows: Indices of this cohort's rows in the round's entire cohort. In the local steps of a
-            rank, and after clients have been left out, the cohort is only a part of the entire
-            cohort.
-        extra: Dict of tensors ``[C, ...]`` that methods need in local steps. It is empty at the
-            start of a round, and methods fill it in ``on_round_start``. Before
+        rows: Indices of this cohort's rows in the round's entire cohort. This cohort has fewer rows
+            in the local steps of a rank, and after clients have been left out.
+        extra: Dict of tensors ``[C, ...]`` that methods need in local steps. The dict is empty at
+            the start of a round; methods fill it in ``on_round_start``. Before
             ``on_before_aggregate``, the rows of all ranks are gathered.
         weights: Aggregation weights p_i, shape ``[C]``, with sum 1.
         round: The communication round, from 1.
@@ -63,18 +62,17 @@ class Cohort:
         buffers: Buffers, ``[C, *shape]`` by name, such as running statistics and counters.
         server: The server's parameters at the start of the round, ``[*shape]`` by name.
         server_rows: The parameters of ``server`` as blocks ``[1, columns]``.
-        server_parameters: The server model's parameters by name. The server's step changes them.
-        server_buffers: The server model's buffers by name. A method may write pooled statistics to
-            them.
-        pseudo_gradient: Gradient of each averaged parameter for the server optimizer,
-            ``[1, *shape]`` by name. The gradients are set before ``on_after_aggregate``, and this
-            hook may change them in place.
+        server_parameters: The server model's parameters by name, which the server's step changes.
+        server_buffers: The server model's buffers by name, to which a method may write pooled
+            statistics.
+        pseudo_gradient: Gradient of each averaged parameter for the server optimizer, ``[1,
+            *shape]`` by name. The hook ``on_after_aggregate`` may change the gradients in place.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind of state and each part of the model (see
             ``fl_lightning.round.policy``).
-        losses: Mean training loss of each client over its local steps, shape ``[C]``. It is set
-            before ``on_before_aggregate``.
+        losses: Mean training loss of each client over the local steps, shape ``[C]``, set before
+            ``on_before_aggregate``.
 
     Example:
         >>> from fl_lightning.testing import small_cnn
@@ -133,12 +131,12 @@ class Cohort:
 
     @property
     def treatments(self) -> dict[str, str]:
-        """Treatment of each parameter and buffer in this round, such as ``"frozen"``, by name."""
+        """Treatment of each parameter and buffer in this round, such as ``"frozen"``."""
         layouts = {**self.params.layout, **self.buffers.layout}.items()
         return {name: self.treatment(block) for block, layout in layouts for name in layout.shapes}
 
     def is_trained(self, block: str) -> bool:
-        """Return whether a parameter block is trained in this round, that is, not frozen."""
+        """Return whether a parameter block is trained in this round."""
         return self.treatment(block) != "frozen"
 
     def updates(self, block: str) -> Tensor:
@@ -149,7 +147,7 @@ class Cohort:
         """Return the weighted mean of a tensor over the clients, ``[C, *shape] -> [*shape]``.
 
         Raises:
-            ConfigurationError: The method is called in a local step, where clients are independent.
+            ConfigurationError: The method is called in a local step.
         """
         if self._in_local_steps:
             raise ConfigurationError(
@@ -171,9 +169,9 @@ class Cohort:
         return [row for row, steps in enumerate(self.local_steps) if self.step < steps]
 
     def index(self, rows: list[int]) -> slice | Tensor:
-        """Return an index for rows in ascending order: a slice if possible, otherwise a tensor.
+        """Return an index for ascending rows: a slice if possible, otherwise a tensor.
 
-        The method does not wait for the GPU.
+        The CPU does not wait for the GPU.
         """
         if not rows or rows[-1] - rows[0] + 1 == len(rows):
             return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
@@ -191,15 +189,14 @@ class Cohort:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The client optimizer from torch. It optimizes the trained blocks ``[C, columns]``."""
+        """The torch optimizer of the trained blocks ``[C, columns]``."""
         return self._optimizer.torch
 
     def optimizer_state(self, key: str) -> Rows:
-        """Return one state of the client optimizer, such as the momentum, for each parameter.
+        """Return a state of the client optimizer, such as the momentum, for each parameter.
 
-        The result maps parameter names to tensors ``[C, *shape]``.
-
-        The tensors are writable views. They are zero at the start of each round.
+        The result maps parameter names to writable views ``[C, *shape]``. The views are zero at the
+        start of each round.
 
         Args:
             key: Name of the state, such as ``"momentum_buffer"``.
@@ -217,15 +214,12 @@ class Cohort:
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 
     def _everyones(self, key: str) -> dict[str, Tensor]:
-        """Return one state of the client optimizer by block, with the rows of all clients.
-
-        All clients are the clients of the entire cohort, not only of this part.
-        """
+        """Return a state of the client optimizer by block, with the rows of the entire cohort."""
         return self._optimizer.states()[key]
 
     @property
     def optimizer_state_keys(self) -> list[str]:
-        """Names of the client optimizer's states, which :meth:`optimizer_state` accepts."""
+        """Names of the client optimizer's states, such as ``"momentum_buffer"``."""
         return list(self._optimizer.states())
 
     @property
@@ -243,7 +237,7 @@ class Cohort:
 
     @property
     def optimizer_groups(self) -> dict[str, dict[str, Any]]:
-        """Settings of the client optimizer, such as ``"lr"``, with the trained blocks as keys.
+        """Settings of the client optimizer, such as ``"lr"``, for each trained block.
 
         Hooks may change the settings.
         """
@@ -264,15 +258,15 @@ class Cohort:
         self._optimizer.restart()
 
     def recall(self, memory: MutableMapping[int, Any]) -> None:
-        """Restore each client's state with the treatment ``local`` from a memory.
+        """Restore each client's local state from a memory.
 
-        The first call stores the server's initial state under the key :data:`SERVER`. A client
-        without an entry gets this initial state.
+        Local state is state with the treatment ``local``. The first call stores the server's
+        initial state under the key :data:`SERVER`. A client without an entry gets this initial
+        state.
 
         Args:
-            memory: A :class:`~fl_lightning.cohort.client_memory.ClientMemory` or a dict that
-                :meth:`remember` has filled. The entry of a client is a dict from block names to
-                rows ``[columns]``.
+            memory: A :class:`~fl_lightning.cohort.client_memory.ClientMemory` or dict, filled by
+                :meth:`remember`. A client's entry maps block names to rows ``[columns]``.
         """
         blocks = self._local_blocks()
         initial = {name: block[0].clone() for name, block in blocks.items()} | {**memory.get(SERVER, {})}
@@ -283,7 +277,7 @@ class Cohort:
                 block[index].copy_(entry.get(name, initial[name]))
 
     def remember(self, memory: MutableMapping[int, Any]) -> None:
-        """Store each client's state with the treatment ``local``. :meth:`recall` restores it.
+        """Store each client's local state, so that :meth:`recall` can restore it.
 
         Args:
             memory: The callback's memory. The callback's ``state_dict()`` must include it.
@@ -291,13 +285,13 @@ class Cohort:
         self.store_vectors(memory, self._local_blocks())
 
     def load_vectors(self, memory: MutableMapping[int, Any]) -> dict[str, Tensor]:
-        """Load the vectors that :meth:`store_vectors` has stored for the averaged blocks.
+        """Load the vectors that were stored by :meth:`store_vectors`.
 
-        The result maps block names to tensors ``[C, columns]``. The row of a client without an
-        entry is zero.
+        The result has a tensor ``[C, columns]`` for each averaged block. The row of a client
+        without an entry is zero.
 
         Args:
-            memory: The callback's memory, as :meth:`store_vectors` fills it.
+            memory: The callback's memory, filled by :meth:`store_vectors`.
         """
         blocks = {n: block for n, block in self.params.blocks.items() if self.treatment(n) == "averaged"}
         vectors = {name: torch.zeros_like(block) for name, block in blocks.items()}
@@ -308,10 +302,10 @@ class Cohort:
         return vectors
 
     def store_vectors(self, memory: MutableMapping[int, Any], vectors: Mapping[str, Tensor]) -> None:
-        """Store one vector for each client and block. :meth:`load_vectors` returns the vectors.
+        """Store one vector for each client and block, so that :meth:`load_vectors` can load it.
 
         Args:
-            memory: The callback's memory, which its ``state_dict()`` must include.
+            memory: The callback's memory. The callback's ``state_dict()`` must include it.
             vectors: The vectors by block, ``[C, columns]``.
         """
         for index, client in enumerate(self.client_ids):

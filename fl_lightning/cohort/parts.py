@@ -1,4 +1,4 @@
-"""Parts of a model. A policy selects the tensors of a part by name, not by kind of state."""
+"""Parts of a model: tensors that a policy selects by name instead of by kind."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -11,7 +11,8 @@ from fl_lightning.errors import ConfigurationError, nearest
 LAST_LAYER = "last layer"
 """Name of the part that holds the last layer.
 
-The last layer is the last module in ``named_modules`` that itself has trainable parameters.
+The last layer is the last module in ``named_modules`` with trainable parameters of its own, not
+only in submodules.
 """
 
 
@@ -22,16 +23,16 @@ def match_parts(
 
     A part is the qualified name of a module, parameter or buffer, or :data:`LAST_LAYER`. A module
     contains the tensors of its submodules. The segment ``*`` matches any single segment, as in
-    ``"layer1.*.conv1"``. The more segments a part has, the more specific it is. If two parts have
-    equally many segments, the part with fewer ``*`` is more specific.
+    ``"layer1.*.conv1"``. A part with more segments is more specific. Among parts with equally many
+    segments, the part with fewer ``*`` is more specific.
 
     Args:
         model: The model.
         parts: The parts.
-        owner: Declaration or setting that names the parts, for error messages.
+        owner: Name of the setting with the parts, for error messages.
 
     Returns:
-        The parts by tensor name. Tensors that are in no part are not in the dict.
+        The parts of each tensor, keyed by the tensor's name. Tensors in no part are omitted.
 
     Raises:
         ConfigurationError: A part is empty, or two parts are equally specific for a tensor.
@@ -78,8 +79,8 @@ def _contains(path: list[str], tensor: str) -> bool:
 def treatment(policy: Mapping[str, str], kind: str, parts: Iterable[str] = ()) -> str:
     """Return the treatment of a tensor under a policy.
 
-    If the policy names parts that contain the tensor, the most specific of these parts decides. If
-    the policy names no such part, the tensor's kind of state decides.
+    If several parts in the policy contain the tensor, the most specific part decides. If no part
+    contains the tensor, the tensor's kind of state decides.
 
     Args:
         policy: Treatments by kind and part, from ``fl_lightning.round.policy.resolve_policy``.

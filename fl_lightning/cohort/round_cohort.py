@@ -18,16 +18,15 @@ from fl_lightning.ranks import Ranks
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor lies in memory: the address of its storage, and its offset there."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class RowState(NamedTuple):
-    """State of one client. Its tensors are views of the client's row.
+    """State of one client, as views of the client's row.
 
     Attributes:
         tensors: Parameters (autograd leaves) and buffers by name.
-        places: Pairs of a view of the client's row and the view's location in memory, by name.
+        places: View of the client's row and its location in memory, for each name.
         trained: The trained parameters.
         gradients: Views to which the gradients of ``trained`` are written.
     """
@@ -45,7 +44,7 @@ class RoundCohort(Cohort):
         model: The server's model.
         num_clients: Number of clients C.
         parameter_groups: Settings of the client optimizer for each parameter group. Default: empty.
-        ranks: The ranks among which the clients are divided. Default: a single rank.
+        ranks: The ranks that share the clients. Default: a single rank.
         parts: Parts of the model that a policy treats separately. Default: no parts.
 
     Attributes:
@@ -103,9 +102,8 @@ class RoundCohort(Cohort):
             local_steps: Number of local steps of each client.
             policy: The treatment of each kind of state and each part of the model.
             optimizer: Function that creates the client optimizer.
-            lr_factor: Factor for the client learning rate.
-            seed: The run's seed. The seed determines the random numbers of dropout and
-                ``generators``.
+            lr_factor: Factor that multiplies the client learning rate.
+            seed: The run's seed, for the random numbers of dropout and ``generators``.
 
         Raises:
             ConfigurationError: The policy names a part that is not in ``parts``.
@@ -150,7 +148,7 @@ class RoundCohort(Cohort):
         return rates
 
     def part(self, rows: slice | None = None) -> Self:
-        """Return a cohort for local steps. Its rows are views of some of this cohort's rows.
+        """Return a cohort for local steps, whose rows are views of some rows of this cohort.
 
         Args:
             rows: The rows. Default: the rows that this rank computes.
@@ -168,7 +166,7 @@ class RoundCohort(Cohort):
         """Finish the local steps: gather the rows of all ranks, and average the losses.
 
         Args:
-            part: The part of this cohort whose local steps this rank has computed.
+            part: The part of this cohort that this rank has computed.
             samples: Number of training samples that each client of the entire cohort has processed.
             weigh_samples: Whether to make the aggregation weights proportional to ``samples``.
         """
@@ -183,12 +181,12 @@ class RoundCohort(Cohort):
         return (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def subset(self, rows: list[int], weights: Tensor | None) -> Self:
-        """Return a cohort that has only some rows, because clients are left out after local steps.
+        """Return a cohort without the clients that are left out after the local steps.
 
         Args:
             rows: The remaining rows, in ascending order.
-            weights: Aggregation weights, shape ``[len(rows)]``, with sum 1. None: proportional to
-                ``samples``.
+            weights: Aggregation weights, shape ``[len(rows)]``, with sum 1. None means weights
+                proportional to ``samples``.
         """
         cohort = copy(self)
         for name in ("params", "grads", "buffers"):
@@ -214,8 +212,7 @@ class RoundCohort(Cohort):
     def begin_step(self, step: int) -> list[int]:
         """Begin a local step, and return the rows of the clients that take the step.
 
-        The gradients of all other rows are set to 0. Dropout layers get new keys for their random
-        numbers.
+        The gradients of all other rows are set to 0. Dropout layers get new random keys.
 
         Args:
             step: The local step, from 0.
@@ -233,11 +230,11 @@ class RoundCohort(Cohort):
         return self.active_rows()
 
     def row_state(self, row: int) -> RowState:
-        """Return one client's state for a forward and backward pass. The result is cached."""
+        """Return one client's state for a forward and backward pass, from a cache if possible."""
         if row not in self._row_state:
             params, buffers, gradients = self.params.row(row), self.buffers.row(row), self.grads.row(row)
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-            # detach, so that the views of the row stay valid if a forward pass sets ``x.data = y``
+            # detach: the views of the row stay valid even if a forward pass sets ``x.data = y``
             detached = {name: value.detach() for name, value in buffers.items()}
             self._row_state[row] = RowState(
                 tensors={**leaves, **detached},
@@ -248,10 +245,9 @@ class RoundCohort(Cohort):
         return self._row_state[row]
 
     def take_up(self, row: int, tensors: Mapping[str, Tensor]) -> None:
-        """Update a client's row with the tensors that a forward pass has replaced.
+        """Update a client's row with the tensors that the forward pass has replaced.
 
-        A forward pass replaces a tensor if it assigns another tensor to the module, or sets
-        ``x.data = y``.
+        A model's forward pass may assign a new tensor to a module, or set ``x.data = y``.
 
         Args:
             row: The client's row.
@@ -262,7 +258,7 @@ class RoundCohort(Cohort):
         """
         state = self.row_state(row)
         replaced = {
-            name: value.detach().clone()  # clone, because another tensor may share the memory
+            name: value.detach().clone()  # clone: another tensor may share the memory
             for name, value in tensors.items()
             if value is not state.tensors[name]
             or _memory(value) != state.places[name][1]
@@ -282,7 +278,7 @@ class RoundCohort(Cohort):
     def put_gradients(self, row: int, gradients: Sequence[Tensor | None]) -> None:
         """Store the gradients of a client.
 
-        The local step skips parameters without a gradient, as plain PyTorch does.
+        As in plain PyTorch, the local step skips parameters without a gradient.
 
         Args:
             row: The client's row.
@@ -298,9 +294,9 @@ class RoundCohort(Cohort):
             )
 
     def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
-        """Mark parameters that some rows skip in this local step, and set their gradients to 0.
+        """Skip parameters of some rows in this local step, and set their gradients to 0.
 
-        A parameter is not skipped if a method sets its gradient afterwards.
+        If a method sets the gradient of a parameter afterwards, the parameter is not skipped.
         """
         for row in rows:
             self._unused[row] = [*names]
@@ -308,12 +304,12 @@ class RoundCohort(Cohort):
                 self.grads.row(row)[name].zero_()
 
     def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
-        """Add the losses and batch sizes of a local step to the sums of the rows in ``indices``.
+        """Add the losses and batch sizes of a local step to the sums of each row.
 
         Args:
             indices: The rows.
-            losses: Loss of each of these rows, shape ``[len(indices)]``.
-            sizes: Number of samples in the batch of each of these rows.
+            losses: Loss of each row in ``indices``, shape ``[len(indices)]``.
+            sizes: Batch size of each row in ``indices``.
         """
         self.losses[self.index(indices)] += losses.to(self.losses.dtype)
         for row, size in zip(indices, sizes, strict=True):
@@ -330,8 +326,8 @@ class RoundCohort(Cohort):
         """Yield the parameters that rows skip in this local step, and their optimizer states.
 
         Raises:
-            ConfigurationError: A parameter gets a gradient after a skipped step, and the optimizer
-                counts steps.
+            ConfigurationError: The optimizer counts steps, but a parameter was skipped in an
+                earlier step.
         """
         left = {
             row: {name for name in names if not self.grads.row(row)[name].any()}
@@ -350,9 +346,9 @@ class RoundCohort(Cohort):
                 yield from (views[name] for name in names if name in views)
 
     def finish_step(self, step: int, last: int) -> None:
-        """Save the state of clients whose last local step is ``step``.
+        """Save the state of clients that finish their local steps with ``step``.
 
-        Nothing is saved if ``step`` equals ``last``, the last local step of all clients.
+        If ``step`` equals ``last``, the last local step of the round, no state needs to be saved.
         """
         if step < last:
             for row, steps in enumerate(self.local_steps):
@@ -360,10 +356,7 @@ class RoundCohort(Cohort):
                     self._finished[row] = [block[row].clone() for block in self._storage()]
 
     def put_back(self) -> None:
-        """Restore the clients' states that :meth:`finish_step` has saved.
-
-        These clients finished their local steps earlier than other clients.
-        """
+        """Restore the clients' states that :meth:`finish_step` has saved."""
         for row, values in self._finished.items():
             for block, value in zip(self._storage(), values, strict=True):
                 block[row].copy_(value)

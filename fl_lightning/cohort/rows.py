@@ -1,4 +1,4 @@
-"""Layout and storage of a cohort, whose stacked tensors are views of larger blocks."""
+"""Layout and storage of a cohort's stacked tensors, which are views of larger blocks."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 class Block:
     """Description of a block ``[C, columns]`` of concatenated tensors.
 
-    All tensors of a block have the same kind of state and the same dtype. All tensors lie in the
-    same parts of the model.
+    All tensors of a block have the same kind of state, the same dtype and the same parts of the
+    model.
 
     Attributes:
         kind: The kind of state (see ``fl_lightning.batch_norm.kinds``).
@@ -41,8 +41,9 @@ class Block:
 Layout = Mapping[str, Block]
 """Blocks by name.
 
-A name begins with the parameter group or the kind of state. ``@<part>`` follows if the tensors are
-in a part. If there are tensors of several dtypes, every name except the first ends with the dtype.
+A name begins with the parameter group or the kind of state. If the tensors are in a part,
+``@<part>`` follows. If tensors have several dtypes, every name except the first ends with the
+dtype.
 """
 
 
@@ -89,7 +90,7 @@ class Rows(Mapping[str, Tensor]):
         return self._part[1]
 
     def columns_by_layer(self, blocks: Iterable[str]) -> dict[str, list[tuple[str, slice]]]:
-        """Return where each layer's tensors lie: pairs (block, slice of columns) by layer."""
+        """Return the location of each layer's tensors: pairs (block, slice of columns) by layer."""
         places: dict[str, list[tuple[str, slice]]] = {}
         for block in blocks:
             stop = 0
@@ -112,7 +113,7 @@ class Rows(Mapping[str, Tensor]):
         """Return copies ``[n, *shape]`` of some rows by name.
 
         Each block is copied by one operation. Vectors, such as gamma and beta of BN, become
-        contiguous tensors. Otherwise BN would copy the vectors again.
+        contiguous, because BN would copy other vectors again.
 
         Args:
             index: The rows.
@@ -128,16 +129,16 @@ class Rows(Mapping[str, Tensor]):
             pieces = torch.split(rows.flatten()[order], sizes)
             for (tensor, shape), piece in zip(shapes.items(), pieces, strict=True):
                 copies[tensor] = piece.view(len(rows), *shape)
-        # use ``.data``, which gives each tensor a separate version counter in autograd
+        # ``.data`` gives each tensor a separate version counter in autograd
         return {name: value.data for name, value in copies.items()}
 
     def write(self, index: slice | Tensor, block: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write the values of all tensors of a block to some rows.
+        """Write values of all tensors of a block to some rows.
 
         Args:
             index: The rows.
             block: The block's name.
-            tensors: Values ``[n, *shape]`` by name. The values are broadcast and converted to the
+            tensors: Values ``[n, *shape]`` by name, which are broadcast and converted to the
                 block's dtype.
         """
         storage = self.blocks[block]
@@ -175,10 +176,10 @@ class Rows(Mapping[str, Tensor]):
 def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, str]:
     """Return the parameter group of each trainable parameter.
 
-    Gamma and beta of BN layers are always in the group ``batch_norm``. If ``overrides`` has the key
-    ``scalars``, parameters with one element are in the group ``scalars``. If ``overrides`` has the
-    key ``bias``, biases are in the group ``bias``. All other parameters are in the group
-    ``weights``.
+    - ``batch_norm``: gamma and beta of BN layers.
+    - ``scalars``: parameters with one element, if ``overrides`` has the key ``scalars``.
+    - ``bias``: biases, if ``overrides`` has the key ``bias``.
+    - ``weights``: all other parameters.
     """
     groups = {}
     for name, kind in parameter_kinds(model).items():
@@ -248,8 +249,8 @@ def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> No
     Args:
         tensors: The tensors of which each client has a copy, all on one device.
         clients: Number of clients.
-        copies: Number of processes on this machine. Each process holds all rows. If the processes
-            use GPUs, each has a separate GPU.
+        copies: Number of processes on this machine, each of which holds all rows. With GPUs, each
+            process has a separate GPU.
 
     Raises:
         ConfigurationError: The rows need more memory than the device or machine has.
@@ -276,7 +277,6 @@ def _memory() -> int:
 
 
 def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Broadcast a tensor ``[n, ...]`` to ``[n, *shape]``. Missing dimensions have size 1."""
     if tensor.shape[1:] == shape:
         return tensor
     missing = len(shape) - (tensor.ndim - 1)
@@ -284,7 +284,7 @@ def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Split a block ``[C, columns]`` or a vector ``[columns]`` into views, one per name."""
+    """Split a block ``[C, columns]`` or a vector ``[columns]`` into one view per name."""
     pieces = torch.split(block, [shape.numel() for shape in shapes.values()], dim=-1)
     lead = block.shape[:-1]
     return {
@@ -295,5 +295,5 @@ def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, 
 def join_columns(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], out: Tensor | None = None
 ) -> Tensor:
-    """Concatenate the tensors of one client or of the server into a vector ``[columns]``."""
+    """Concatenate tensors of one client, or of the server, into a vector ``[columns]``."""
     return torch.cat([tensors[name].detach().reshape(-1) for name in shapes], out=out)

@@ -1,4 +1,4 @@
-"""Forward passes of the server's model with the tensors of a client."""
+"""Temporary replacement of the server model's tensors by the tensors of a client."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 
 class StateSlots:
-    """Slots of a model: the entries in its modules' dicts of parameters and of buffers.
+    """Places of a model's tensors: the entries in its modules' dicts of parameters and buffers.
 
-    A client's tensors can be put into the slots.
+    A client's tensors can be put into these slots.
 
     Args:
-        model: The server's model. A tied tensor has several slots.
+        model: The server's model. A tensor that several modules share has several slots.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,7 +32,8 @@ class StateSlots:
         """Put a client's tensors into the model's slots until the ``with`` block ends.
 
         Args:
-            tensors: The tensors by qualified name. Other slots keep the server's tensors.
+            tensors: The tensors by qualified name. Slots without a new tensor keep the server's
+                tensor.
         """
         try:
             for store, attribute, name, server in self._places:
@@ -43,7 +44,7 @@ class StateSlots:
                 store[attribute] = server
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors that the slots contain now.
+        """Return the tensors that are in the slots now.
 
         A forward pass may have replaced some tensors.
         """
