@@ -1,4 +1,4 @@
-"""The base class of methods, with the hooks of a communication round."""
+"""Base class of methods, with the hooks of a communication round."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class FederatedCallback(Recorded, Declarations, L.Callback):
-    """Base class of federated methods. A method changes the algorithm by which a run trains.
+    """Base class of federated methods. A method changes the training algorithm of a run.
 
-    A method declares in ``policy`` how a round treats each kind of state, and changes the round by
+    A method declares in ``policy`` how a round treats each kind of state. It changes the round by
     hooks. One round is ::
 
         setup                                          # once: extend_model(model), configure_batch_norm(pl_module)
@@ -39,32 +39,32 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             on_round_end(trainer, pl_module, cohort)
 
     In every tensor of the cohort, the first dimension is the client. If a method keeps state of
-    clients between rounds, its ``state_dict()`` must contain this state, as tensors and numbers
-    with client ids as keys.
+    clients between rounds, the method's ``state_dict()`` must contain this state: tensors and
+    numbers, keyed by client id.
 
-    If ``on_divergence`` is ``drop``, clients with a non-finite update are left out. All clients are
+    If ``on_divergence`` is ``drop``, clients with a non-finite update are left out. Updates are
     checked before and after ``on_before_aggregate``. Later hooks get a cohort of the remaining
-    clients. The indices of their rows in the entire cohort are ``cohort.rows``. If too few clients
+    clients. ``cohort.rows`` has the indices of their rows in the entire cohort. If too few clients
     report or remain, the round is skipped. In a skipped round, ``on_round_skipped(trainer,
     pl_module)`` is called instead of the remaining hooks.
 
-    Before each hook, torch's global generator is seeded from (seed, class, hook, round, step).
-    Random numbers therefore do not depend on the executor or on earlier draws, and they are the
-    same after a resume. Runs on several ranks give the same numbers as runs on one rank if hooks
-    follow these rules:
+    Before each hook, torch's global generator is seeded from the run's seed, the class, the hook,
+    the round and the step. Random numbers therefore do not depend on the executor, on earlier draws
+    or on a resume. A run gives the same numbers on one rank and on several ranks if hooks follow
+    these rules:
 
     - Four hooks get the entire cohort: ``on_round_start``, ``on_before_aggregate``,
       ``on_after_aggregate`` and ``on_round_end``. The four hooks and Lightning's hooks must do the
-      same on every rank. They must therefore not use clocks or rank numbers. Their only source of
-      random numbers may be torch's global generator.
+      same on every rank. These hooks must therefore not use clocks or rank numbers, and must draw
+      random numbers only from torch's global generator.
     - Two hooks get only the rows of their rank: ``on_after_local_backward`` and
-      ``on_local_step_end``. The indices of the rows are ``cohort.rows``. A rank may have no rows.
-      The two hooks may change only the rows that they get. They must not call ``cohort.mean``,
-      which would raise an error. They keep state of local steps in ``cohort.extra``, not on
-      ``self``. For this purpose, ``on_round_start`` fills ``cohort.extra`` with tensors
-      ``[C, ...]``. Their random numbers come from ``cohort.generators``.
+      ``on_local_step_end``. ``cohort.rows`` has the indices of the rows. A rank may have no rows.
+      The two hooks may change only these rows. They must not call ``cohort.mean``, which would
+      raise an error. They store state in ``cohort.extra``, not on ``self``. ``on_round_start`` must
+      have filled ``cohort.extra`` with tensors ``[C, ...]``. The two hooks draw random numbers from
+      ``cohort.generators``.
 
-    A hook with an unknown name, such as ``on_rond_start``, raises an error, even in a mixin.
+    A misspelled hook, such as ``on_rond_start``, raises an error, even in a mixin.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -85,7 +85,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                 )
 
     def extend_model(self, model: nn.Module) -> None:
-        """Replace layers by layers with additional trainable parameters, which stay in the model.
+        """Replace layers by layers with more trainable parameters, which stay in the model.
 
         The method is called once for each model, before training, evaluations and
         ``list parameters``.
@@ -108,17 +108,17 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         return batches
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act before the local steps. Every row is still a copy of the server's state."""
+        """Act before the local steps, when every row is a copy of the server's state."""
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
     ) -> None:
-        """Act after the backward pass of local step ``step`` (from 0) has set ``cohort.grads``."""
+        """Act after the backward pass of a local step, counted from 0, has set ``cohort.grads``."""
 
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
     ) -> None:
-        """Act after the client optimizer has taken local step ``step`` (from 0)."""
+        """Act after the client optimizer has taken a local step, counted from 0."""
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
         """Act after the last local step, before the clients send their rows.
@@ -127,7 +127,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Act after aggregation. The hook may change the aggregates before the server's step.
+        """Act between aggregation and the server's step. The hook may change the aggregates.
 
         The aggregates are ``cohort.pseudo_gradient`` and ``cohort.server_buffers``.
         """
@@ -141,7 +141,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Act in a skipped round, in place of the round's remaining hooks.
 
         Returns:
-            Two values. The first is the number of floats that each client sends and receives (see
-            ``extra_traffic``). The second is the number of exchanges (see ``extra_exchanges``).
+            For each client, the numbers of floats sent and received (see ``extra_traffic``); and
+            the number of exchanges (see ``extra_exchanges``).
         """
         return {}, 0

@@ -1,4 +1,4 @@
-"""Fine-tuning for evaluations: copies of the server's model are trained on clients' data."""
+"""Fine-tuning of copies of the server's model on clients' data, for evaluations."""
 
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[str, Tensor]:
     """Train a copy of the server's model on a client's data, and return its state.
 
-    The client optimizer trains all trainable parameters at its initial learning rate. The setting
+    The client optimizer trains all trainable parameters with the initial learning rate. The setting
     ``parameter_groups`` has no effect, and dropout is off. The loss includes the terms of
-    ``add_loss``. BN layers are in training mode, even if the run has frozen their statistics.
-    Fine-tuning changes neither the server's model nor the random numbers of training.
+    ``add_loss``. BN layers use batch statistics, even if the run has frozen statistics. Fine-tuning
+    does not change the server's model or the random numbers of training.
 
     Args:
         pl_module: The federated module.

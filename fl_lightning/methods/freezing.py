@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _HARMLESS = frozenset(
     {"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes", "logs"}
 )
-"""Names of attributes that affect no round up to T*. A subclass may override them."""
+"""Names of attributes that a subclass may override without an effect on rounds up to T*."""
 
 
 class Freezing(FederatedCallback):
@@ -46,7 +46,7 @@ class Freezing(FederatedCallback):
 
     @abstractmethod
     def last_batch_round(self, total_rounds: int) -> int | None:
-        """Return T*, the last round with batch statistics. If T* is not known yet, return None."""
+        """Return T*, the last round with batch statistics; None if T* is not known yet."""
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Declare that the state of ``kinds`` is averaged up to round T*, and frozen after T*."""
@@ -56,10 +56,10 @@ class Freezing(FederatedCallback):
         return {kind: "averaged" for kind in self.kinds if kind != "counter"}
 
     def same_until(self, total_rounds: int) -> int | None:
-        """Return T*. Up to round T*, a run equals a run without this method, bit for bit.
+        """Return T* if the run equals a run without this method up to round T*, bit for bit.
 
-        Return None if T* is not known before training. Also return None if the subclass overrides
-        anything that may affect rounds up to T*.
+        Return None if T* is not known before training, or if the subclass overrides anything that
+        may affect rounds up to T*.
         """
         checked = [name for name in dir(Freezing) if not name.startswith("_") and name not in _HARMLESS]
         if any(getattr(type(self), name) != getattr(Freezing, name) for name in checked):
@@ -71,8 +71,8 @@ class Freezing(FederatedCallback):
         """Check that the model has the state to freeze.
 
         Raises:
-            ConfigurationError: The model has no BN layer. Or the method freezes statistics, and a
-                BN layer has no running statistics.
+            ConfigurationError: The model has no BN layer, or a BN layer lacks the running
+                statistics that the method freezes.
         """
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
 
@@ -86,7 +86,7 @@ class Freezing(FederatedCallback):
             )
 
     def remark(self, module: RunContext) -> str:
-        """Return "nothing frozen" if training ends before BN state is frozen, otherwise ""."""
+        """Return "nothing frozen" if training ends before BN state is frozen, else ""."""
         if module.total_rounds is None:
             return ""
         last = self.last_batch_round(module.planned_rounds)
@@ -108,24 +108,21 @@ class FoundFreezing(Freezing):
     """Base class of freezing methods that find T* during training.
 
     Attributes:
-        freeze_round: T*, or None until the method has found T*. It is part of ``state_dict()``.
+        freeze_round: T*, or None until the method has found T*.
     """
 
     freeze_round: int | None = None
 
     def last_batch_round(self, total_rounds: int) -> int | None:
-        """Return T*. Until the method has found T*, return None."""
+        """Return T*; None until the method has found T*."""
         return self.freeze_round
 
     def undecided(self) -> Mapping[str, str]:
-        """Declare that the state of ``kinds`` may be frozen later.
-
-        Once T* is known, declare nothing.
-        """
+        """Declare that the state of ``kinds`` may be frozen later, unless T* is known."""
         return dict.fromkeys(self.kinds, "frozen") if self.freeze_round is None else {}
 
     def freeze_after(self, pl_module: "FederatedModule", round_number: int) -> None:
-        """Set T* to ``round_number``. Log T*, and print a line with T*."""
+        """Set T* to ``round_number``, then log and print T*."""
         self.freeze_round = round_number
         pl_module.log("fixbn/freeze_round", float(round_number))
         name = type(self).__name__

@@ -1,4 +1,4 @@
-"""Local state of clients: the mechanism of FedBN, SiloBN and similar methods."""
+"""Base classes of methods whose clients keep local state, such as FedBN and SiloBN."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,27 +23,26 @@ if TYPE_CHECKING:
 
 
 class PersonalEvaluation(VariantEvaluation):
-    """Base class of methods that give each client its own model.
+    """Base class of methods that give each client a separate model.
 
-    A subclass defines :meth:`client_model`. Every evaluation of the server's model also evaluates
-    the clients' models, except in a centralised run. Two metrics are logged under ``val/`` or
+    A subclass defines :meth:`client_model`. Evaluations of the server's model also evaluate the
+    clients' models, except in a centralised run. Two metrics are logged under ``val/`` or
     ``test/``:
 
     - ``personal_accuracy``: Mean accuracy of the clients' models on the server's evaluation data.
     - ``own_accuracy``: Mean accuracy of the clients' models on the clients' own evaluation data.
-      A client's data come from its ``val_dataloader()`` or ``test_dataloader()``. If the client has
-      no such loader, its model is evaluated on the server's evaluation data, and the classes are
-      weighted as in the client's class histogram. Without a class histogram, the metric is left
-      out.
+      These data come from the client's ``val_dataloader()`` or ``test_dataloader()``. A client
+      without such a loader uses the server's evaluation data, with classes weighted as in the
+      client's class histogram. Without a class histogram, the metric is left out.
 
     Args:
-        evaluate_clients: Number of clients whose models are evaluated. The ids of these clients are
-            evenly spaced. Each client's model takes as much time as the server's model. Default:
-            all clients.
+        evaluate_clients: Number of clients whose models are evaluated, with evenly spaced ids.
+            Default: all clients. Evaluating a client's model takes as long as evaluating the
+            server's model.
 
     Raises:
-        ConfigurationError: ``evaluate_clients`` is below 1, or another method also gives the
-            clients their own models.
+        ConfigurationError: ``evaluate_clients`` is below 1, or another method also gives clients
+            separate models.
 
     Example:
         >>> class Sharpened(PersonalEvaluation):
@@ -67,7 +66,7 @@ class PersonalEvaluation(VariantEvaluation):
         return [index * clients // count for index in range(count)]
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that no other method gives the clients their own models."""
+        """Check that no other method gives clients separate models."""
         for other in pl_module.federated_callbacks:
             if other is not self and isinstance(other, PersonalEvaluation):
                 raise ConfigurationError(
@@ -75,13 +74,13 @@ class PersonalEvaluation(VariantEvaluation):
                 )
 
     def client_model(self, pl_module: "FederatedModule", client: int) -> Mapping[str, Tensor]:
-        """Return the tensors of a client's model that differ from the server's model, by name."""
+        """Return, by name, the tensors of a client's model that differ from the server's model."""
         raise NotImplementedError(f"{type(self).__name__} must define client_model(pl_module, client)")
 
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the result of :meth:`client_model` for each evaluated client. The keys are ids."""
+        """Return the result of :meth:`client_model` for each evaluated client, by client id."""
 
         def own(client: int) -> tuple[str, Mapping[str, Tensor]]:
             return str(client), self.client_model(pl_module, client)
@@ -91,7 +90,7 @@ class PersonalEvaluation(VariantEvaluation):
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Return the mean metrics, such as ``personal_accuracy`` and ``own_accuracy``, by name."""
+        """Return metrics averaged over clients, such as ``own_accuracy``, by name."""
         quality = pl_module.task.quality
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
 
@@ -116,12 +115,12 @@ class PersonalEvaluation(VariantEvaluation):
 
 
 class LocalState(PersonalEvaluation):
-    """Base class of methods whose clients keep some of their state, and do not send this state.
+    """Base class of methods whose clients keep some state without sending it.
 
-    A subclass defines ``kinds``. A client starts a round with the local state that it had after its
-    previous round. In its first round it starts with the initial state. A client's model is the
-    server's model with the client's local state. The server's model has the mean of the local state
-    over the clients of the last round.
+    A subclass defines ``kinds``. A client starts a round with the local state from the end of its
+    previous round. Before the first round, the local state is the initial state. A client's model
+    is the server's model with the client's local state. The server's model has the mean of the
+    local state over the clients of the last round.
 
     Args:
         evaluate_clients: Number of clients whose models are evaluated. Default: all clients.
@@ -130,10 +129,10 @@ class LocalState(PersonalEvaluation):
         ConfigurationError: ``evaluate_clients`` is below 1, or the model has no state of ``kinds``.
 
     Attributes:
-        kinds: Kinds of state, and parts of the model, that clients keep (see
+        kinds: Kinds of state and parts of the model that clients keep (see
             ``fl_lightning.round.policy``).
-        memory: Local state of each client, with client ids as keys: a row ``[columns]`` for each
-            block. The key ``SERVER`` has the initial state.
+        memory: Local state of each client, keyed by client id: a row ``[columns]`` for each block.
+            The key ``SERVER`` has the initial state.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -188,7 +187,7 @@ class LocalState(PersonalEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the local state of each evaluated client. The keys are client ids.
+        """Return the local state of each evaluated client, keyed by client id.
 
         Before round 1, the local state of every client is empty.
         """

@@ -1,4 +1,4 @@
-"""Evaluation on the clients' own data, and adaptation of the server's model to unlabelled data."""
+"""Evaluation on clients' own data, and adaptation of the server's model to unlabelled data."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 Adaptation = Callable[[nn.Module, Iterable[Any]], object]
-"""Function of (model, batches) that adapts a model in place to the inputs of evaluation data.
+"""Function that adapts a model in place to the inputs of evaluation data.
 
-The model is a copy of the server's model in eval mode. The batches have no labels. The function can
-iterate over them only once. Gradients are enabled.
+The arguments are the model and the batches. The model is a copy of the server's model in eval mode.
+The batches have no labels, and can be iterated only once. Gradients are enabled.
 """
 
 
 def adapted_state(
     pl_module: "FederatedModule", adapt: Adaptation, loader: Iterable[Any], name: str, client: int = -1
 ) -> dict[str, Tensor]:
-    """Return the parameters and buffers of an adapted copy of the server's model, by name.
+    """Return the parameters and buffers of an adapted copy of the server's model.
 
-    The adaptation changes neither the server's model nor the random numbers of training.
+    The adaptation does not change the server's model or the random numbers of training.
 
     Args:
         pl_module: The federated module.
         adapt: The adaptation.
         loader: Batches of evaluation data. Only the first entry of each batch, the inputs, is used.
-        name: Name of the adaptation. The random numbers of the adaptation depend on the seed, this
-            name, the round and the client.
+        name: Name of the adaptation. Its random numbers depend on the seed, the name, the round and
+            the client.
         client: Id of the client that owns the data, or -1 for the server.
     """
 
@@ -47,7 +47,7 @@ def adapted_state(
         for batch in loader:
             batch = pl_module.on_device(batch)
             batch = batch[0] if isinstance(batch, list | tuple) else batch
-            # clone, because autograd rejects tensors from inference mode, which may be cached
+            # clone: autograd rejects tensors that a loader has cached in inference mode
             yield tree_map_only(Tensor, torch.clone, batch)
 
     with (
@@ -66,8 +66,8 @@ def adapted_state(
 def input_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the mean and the biased variance of each BN layer's inputs, each ``[channels]``.
 
-    In this pass, BN layers normalise with the batch. For all BN layers except the first, the
-    statistics therefore depend on how the inputs are divided into batches.
+    In this pass, BN layers normalise with the batch. The statistics of all BN layers except the
+    first therefore depend on the composition of the batches.
 
     Args:
         model: The model.
@@ -95,13 +95,13 @@ def evaluate_client(
     split: str,
     evaluate: Callable[[Any, ServerEvaluation], None],
 ) -> ServerEvaluation | None:
-    """Evaluate a model on a client's own data. Other ranks do not take part.
+    """Evaluate a model on a client's own data, on this rank only.
 
     Args:
         pl_module: The federated module.
         client: Id of the client.
         split: The evaluation data, ``"val"`` or ``"test"``.
-        evaluate: Function that adds a batch to an evaluation. The random numbers of this function
+        evaluate: Function that adds a batch to an evaluation. The random numbers of the function
             and of the loader depend only on the run's seed and the client.
 
     Returns:
@@ -119,11 +119,11 @@ def evaluate_client(
 
 
 def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return the accuracy for data with given proportions of the classes.
+    """Return the accuracy on data with given frequencies of the classes.
 
     Args:
         class_accuracy: Accuracy of each class. Classes with the accuracy None are left out.
-        weights: Frequency of each class. The frequencies need not sum to 1.
+        weights: Frequency of each class, in any unit.
 
     Returns:
         The accuracy, or None if every class is left out or has weight 0.

@@ -1,4 +1,4 @@
-"""Figures, tables, histograms and result lines that a callback adds to a run's report."""
+"""Figures, tables, histograms and result lines of a callback for a run's report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, float]]
-"""Rows of ``metrics.jsonl``. Each row maps the names of a round's metrics to their values."""
+"""Rows of ``metrics.jsonl``. A row maps the names of a round's metrics to their values."""
 
 Drawing = Callable[[Sequence[str]], "Figure"]
-"""Function that draws a figure. Its argument is the lines of the figure's title.
+"""Function that draws a figure, given the lines of the figure's title.
 
 See ``fl_lightning.pictures.style``.
 """
@@ -19,7 +19,7 @@ See ``fl_lightning.pictures.style``.
 
 @dataclass(frozen=True)
 class Table:
-    """A table of numbers and strings.
+    """Table of numbers and strings.
 
     Attributes:
         columns: Names of the columns.
@@ -39,8 +39,8 @@ class Report:
 
     A figure becomes the file ``<name>.png`` in the run's folder, and has the key ``<name>`` at W&B.
     A table becomes the file ``<name>.csv``, and has the key ``<name>_table`` at W&B. A figure and a
-    table may therefore have the same name. All methods are called when a fit ends, stops or fails.
-    This may be before the first round.
+    table may have the same name. All methods are called when a fit ends, stops or fails, even
+    before the first round.
 
     Example:
         >>> class Steps(Report):
@@ -51,11 +51,10 @@ class Report:
     """
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
-        """Return functions that draw the report's figures, by the figures' names.
+        """Return a drawing function for each figure, keyed by the figure's name.
 
         Args:
-            rows: Rows of ``metrics.jsonl``. If the run was resumed, they include the rows from
-                before the interruption.
+            rows: All rows of ``metrics.jsonl``, including rows from before a resume.
         """
         return {}
 
@@ -64,7 +63,7 @@ class Report:
         return {}
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Return lists of values by name. W&B shows a histogram of each list."""
+        """Return lists of values by name, of which W&B shows histograms."""
         return {}
 
     def result(self) -> Mapping[str, float]:
@@ -72,5 +71,5 @@ class Report:
         return {}
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return texts for the printed table of results, with the labels of its lines as keys."""
+        """Return texts for the printed table of results, keyed by the labels of the lines."""
         return {}

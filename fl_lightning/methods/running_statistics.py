@@ -1,4 +1,4 @@
-"""Running statistics of all BN layers, concatenated along the channels."""
+"""Functions for the running statistics of all BN layers, concatenated along the channels."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -40,11 +40,10 @@ def split_statistics(
 ) -> dict[str, Tensor]:
     """Split concatenated statistics into the running mean and variance of each layer.
 
-    The result maps names of buffers to tensors.
+    The keys of the result are names of buffers.
 
     Args:
-        buffers: A model's buffers by name. The sizes of the buffers decide where the statistics are
-            split.
+        buffers: A model's buffers by name, whose sizes give the sizes of the split statistics.
         kinds: Kind of each buffer, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
         mean: Means of all layers, concatenated, ``[channels]``.
         variance: Variances of all layers, concatenated, ``[channels]``.
@@ -61,8 +60,4 @@ def _join(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
 
 
 def _names(kinds: Mapping[str, str]) -> list[list[str]]:
-    """Return the names of all running means, and the names of all running variances.
-
-    Both lists have the order of the layers.
-    """
     return [[name for name, kind in kinds.items() if kind == wanted] for wanted in ("mean", "var")]

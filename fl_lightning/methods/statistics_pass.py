@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
-"""Mode of :func:`collect`: the batches, and the formula for their statistics.
+"""Mode of :func:`collect`: the batches, and the formula for the statistics.
 
 Union batch k is the union of the k-th batches of all clients.
 
-- ``pooled``: Each union batch has a mean and a variance. The result is their mean over all union
-  batches. As in HeteroFL, all data must be in one place.
+- ``pooled``: Means and variances of the union batches, averaged over all union batches. As in
+  HeteroFL, all data must be in one place.
 - ``pooled_total_variance``: Mean and variance of all values in the union batches.
-- ``per_client``: Each client's batch has a mean and a variance. The result is their mean over all
-  batches of all clients. The variance between clients is left out.
-- ``per_client_total_variance``: Mean and variance of all values in the clients' batches. Both are
-  merged from the clients' moments by the law of total variance.
+- ``per_client``: Means and variances of the clients' batches, averaged over all batches of all
+  clients. The variance between clients is left out.
+- ``per_client_total_variance``: Mean and variance of all values in the clients' batches, computed
+  from the clients' moments by the law of total variance.
 
-In the first BN layer both total variances equal the variance of all clients' data. In deeper layers
-the two total variances differ, because earlier BN layers have normalised the inputs with a batch.
-Normalisation with a client's batch removes the differences between clients. Normalisation with a
-union batch keeps these differences.
+In the first BN layer, both modes with a total variance give the variance of all clients' data. In
+deeper layers, their results differ, because earlier BN layers normalise with a batch. Normalising
+with a client's batch removes differences between clients. Normalising with a union batch keeps
+these differences.
 """
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
-"""Mean and variance of each BN layer's inputs, each ``[channels]``. Layer names are the keys."""
+"""Mean and variance of each BN layer's inputs, each ``[channels]``, by layer name."""
 
 Sums = tuple[Tensor, Tensor, Tensor]
-"""Three values of a BN layer from which its statistics are computed.
+"""Three values from which the statistics of a BN layer are computed.
 
-For a total variance, the three values are the number of inputs, their mean, and the sum of their
-squared deviations from the mean. For any other mode, the three values are the number of batches,
-the sum of the batches' means, and the sum of the batches' variances.
+For a total variance, the values are the number of inputs, the mean of the inputs, and the sum of
+squared deviations from the mean. For any other mode, the values are the number of batches, the sum
+of the batches' means, and the sum of the batches' variances.
 """
 
 
@@ -57,18 +57,18 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     """Measure the inputs of BN layers in one pass over the training data of all clients.
 
     The pass uses the server's weights, and does not change the model. BN layers normalise with the
-    batch. Frozen BN layers are not measured. All other layers are in eval mode, so there is no
-    dropout. (HeteroFL's pass is in training mode, but its networks have no dropout.)
+    batch. Frozen BN layers are not measured. All other layers are in eval mode, without dropout.
+    HeteroFL's pass is in training mode, but HeteroFL's networks have no dropout.
 
-    The pass uses the batches of each client's first epoch, augmented as in training. If the loader
-    has ``drop_last``, an incomplete last batch is dropped. The statistics depend only on the
-    weights, the data and the data's seed.
+    The pass uses the batches of each client's first epoch, with the augmentation of training. If
+    the loader sets ``drop_last``, an incomplete last batch is left out. The statistics depend only
+    on the weights, the data and the data's seed.
 
     Args:
         pl_module: The federated module, attached to a trainer, with its data set up.
-        mode: The batches and the formula for their statistics, see :data:`Mode`. ``pooled`` and
-            ``per_client`` average the unbiased variances of batches, as BN with ``momentum=None``
-            does. The modes whose names end in ``total_variance`` return biased variances.
+        mode: The batches and the formula, see :data:`Mode`. ``pooled`` and ``per_client`` average
+            unbiased variances of batches, as BN with ``momentum=None`` does. The other modes give
+            biased variances.
 
     Returns:
         Mean and variance of each BN layer's inputs.
@@ -98,9 +98,9 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
 def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
     """Measure the inputs of BN layers in one pass over the server's evaluation data.
 
-    The pass uses no labels. As in :func:`collect`, it uses the server's weights, and BN layers
-    normalise with the batch. As in AdaBN, mean and variance are computed over all values (Li et
-    al., "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779).
+    The pass uses the server's weights and no labels, and BN layers normalise with the batch. As in
+    AdaBN, mean and variance are computed over all values (Li et al., "Revisiting Batch
+    Normalization For Practical Domain Adaptation", arXiv 1603.04779).
 
     Args:
         pl_module: The federated module, attached to a trainer, with its data set up.
@@ -129,16 +129,15 @@ def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
 def measured_statistics(
     trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode | Literal["evaluation"]
 ) -> dict[str, Tensor]:
-    """Measure running statistics for an evaluation. The keys of the result are buffer names.
+    """Measure running statistics for an evaluation, with buffer names as keys.
 
-    In Lightning's sanity check, which precedes the first round, the result is empty.
+    In Lightning's sanity check before the first round, the result is empty.
 
     Args:
         trainer: The trainer.
         pl_module: The federated module.
-        mode: Which data are measured, and by which formula. With ``"evaluation"``,
-            :func:`collect_evaluation` measures the data of the current evaluation. With any other
-            mode, :func:`collect` measures training data.
+        mode: ``"evaluation"`` measures the current evaluation's data by :func:`collect_evaluation`.
+            Any other mode measures training data by :func:`collect`.
     """
     if trainer.sanity_checking:
         return {}
@@ -159,8 +158,8 @@ def _measuring(
 ) -> Iterator[Callable[[int, Iterable[Any]], dict[str, Sums]]]:
     """Let BN layers measure their inputs until the ``with`` block ends.
 
-    Yield a function that passes batches through the model. The function has two arguments: an index
-    that seeds random numbers, and the batches. It returns the :data:`Sums` of each BN layer in
+    Yield a function that passes batches through the model. The function takes an index, which seeds
+    random numbers, and the batches. The function returns the :data:`Sums` of each BN layer, in
     float64 on the CPU.
 
     Args:
@@ -184,7 +183,7 @@ def _measuring(
 
     def measure(index: int, batches: Iterable[Any]) -> dict[str, Sums]:
         sums.clear()
-        # a model may draw random numbers, but the global generators must not change
+        # a model may draw random numbers, but must not change the global generators
         with seeded(derive_seed(pl_module.seed, "statistics pass", index)):
             for batch in batches:
                 forward(pl_module.on_device(batch))
@@ -205,7 +204,7 @@ def _measuring(
 def _joined(pl_module: "FederatedModule", parts: list[dict[str, Sums]], total: bool) -> Statistics:
     """Compute the mean and variance of each BN layer's inputs.
 
-    Each part has the :data:`Sums` of some batches, with layer names as keys.
+    Each element of ``parts`` maps layer names to the :data:`Sums` of some batches.
     """
     statistics = {}
     for layer in dict.fromkeys(layer for part in parts for layer in part):

@@ -20,24 +20,23 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
-"""Variant whose BN layers normalise with the batch, not with running statistics."""
+"""Variant whose BN layers normalise with the batch instead of running statistics."""
 
 
 class VariantEvaluation(FederatedCallback):
     """Base class of methods and observers that evaluate variants of the server's model.
 
     A variant is the server's model with some state replaced. Every evaluation of the server's model
-    also evaluates each variant. This includes the evaluation before training, and evaluations in
-    ``fit``, ``validate`` and ``test``. Variants are evaluated on the same batches and by the same
-    rules as the server's model: the model is in eval mode, and non-finite outputs count as wrong.
-    The metrics of a variant named ``calibrated`` are ``val/accuracy_calibrated`` and
-    ``val/loss_calibrated``. Variants do not affect training.
+    also evaluates each variant, on the same batches. This includes the evaluation before training,
+    and evaluations in ``fit``, ``validate`` and ``test``. The variant is in eval mode, and
+    non-finite outputs count as wrong. The metrics of a variant named ``calibrated`` are
+    ``val/accuracy_calibrated`` and ``val/loss_calibrated``. Variants do not affect training.
 
     A variant may also be an :data:`~fl_lightning.methods.own_data.Adaptation`: a function that
     adapts a copy of the server's model to the inputs of the evaluation data. The copy is then
-    evaluated. For an adaptation named ``calibrated``, ``val/own_accuracy_calibrated`` is logged,
-    too. For this metric, one copy for each client is adapted to the client's own evaluation data,
-    and evaluated on the same data. The metric is the mean accuracy over the clients.
+    evaluated. An adaptation named ``calibrated`` also logs ``val/own_accuracy_calibrated``. For
+    this metric, a copy for each client is adapted to the client's own evaluation data, and
+    evaluated on the same data. The metric is the mean accuracy over the clients.
 
     A subclass defines :meth:`variants`, and may override :meth:`variant_metrics`.
 
@@ -51,7 +50,7 @@ class VariantEvaluation(FederatedCallback):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor] | Adaptation]:
-        """Return the variants to evaluate. This method is called at the start of each evaluation.
+        """Return the variants to evaluate, at the start of each evaluation.
 
         Returns:
             The variants by name. A variant is :data:`BATCH_STATISTICS`, an adaptation, or a dict of
@@ -67,12 +66,12 @@ class VariantEvaluation(FederatedCallback):
 
         Args:
             pl_module: The federated module.
-            split: The evaluation data, ``"val"`` or ``"test"``.
+            split: Name of the evaluation data: ``"val"`` or ``"test"``.
             evaluations: The finished evaluation of each variant.
 
         Returns:
-            Metrics by name, without the prefix ``val/`` or ``test/``. Default: loss and accuracy of
-            each variant.
+            Metrics by name, without the prefix ``val/`` or ``test/``. The default is the loss and
+            accuracy of each variant.
         """
         return {
             f"{metric}_{name}": value
@@ -88,7 +87,7 @@ class VariantEvaluation(FederatedCallback):
         variants = self.variants(trainer, pl_module)
         self._adaptations = {name: variant for name, variant in variants.items() if callable(variant)}
         loader = f"{'test' if trainer.testing else pl_module.data.fit_split}_dataloader"
-        # move the tensors to the device, because tensors from a checkpoint are on the CPU
+        # tensors from a checkpoint are on the CPU
         self._tensors = {
             name: adapted_state(pl_module, variant, getattr(pl_module.data, loader)(), name)
             if callable(variant)
@@ -108,9 +107,9 @@ class VariantEvaluation(FederatedCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Evaluate every variant on a batch. This does not affect the evaluation of the server."""
+        """Evaluate every variant on a batch."""
         with isolate_rng():
-            # a batch's variants are divided among the ranks by their number in this loop
+            # the number of a variant in this loop decides which rank evaluates it
             for turn, (name, tensors) in enumerate(self._tensors.items()):
                 evaluate = partial(self.evaluate, pl_module, tensors)
                 self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
@@ -130,10 +129,10 @@ class VariantEvaluation(FederatedCallback):
     def _adapted_to_clients(
         self, pl_module: "FederatedModule", split: str, name: str, adapt: Adaptation
     ) -> dict[str, float]:
-        """Return the metrics of an adaptation to each client's own data.
+        """Return the metrics of an adaptation, averaged over the clients.
 
-        For each client, a copy of the server's model is adapted to and evaluated on the client's
-        data. The metrics are averaged over the clients.
+        For each client, a copy of the server's model is adapted to the client's own data, and
+        evaluated on the same data.
         """
 
         def own(client: int) -> tuple[Mapping[str, float], bool]:

@@ -1,9 +1,9 @@
-"""The networks of the papers. The norm layer of each network is an argument.
+"""Networks of the papers, with a choice of norm layers.
 
-Most models take images ``[b, in_channels, height, width]`` and return outputs
-``[b, num_classes]``. ``BNProbe`` takes points ``[b, in_features]``. ``SmallDeepLab`` returns
-``[b, num_classes, height, width]``. Every model also runs under ``torch.func.vmap``, with the
-clients' stacked parameters and buffers.
+Most models take images ``[b, in_channels, height, width]`` and return outputs ``[b, num_classes]``.
+``BNProbe`` takes points ``[b, in_features]``. ``SmallDeepLab`` returns ``[b, num_classes, height,
+width]``. Every model also runs under ``torch.func.vmap`` with stacked parameters and buffers of
+several clients.
 
 :func:`~fl_lightning.models.library.library_model` and
 :func:`~fl_lightning.models.library.deeplab_v3_plus` create models of other libraries.

@@ -1,6 +1,6 @@
-"""Residual blocks of He et al., CVPR 2016, with shortcuts of option A or B.
+"""Residual blocks of He et al., CVPR 2016, with the paper's shortcuts A or B.
 
-A shortcut of option A appends channels of zeros. A shortcut of option B is a projection.
+Shortcut A appends channels of zeros. Shortcut B is a projection.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from fl_lightning.models.norm import make_conv, make_norm
 
 
 class ResidualBlock(nn.Module):
-    """Base class of residual blocks with the shortcut of option A.
+    """Base class of residual blocks with shortcut A.
 
-    If the block changes the shape of its input, the shortcut subsamples the image and appends
+    If the block changes the shape of the input, the shortcut subsamples the image and appends
     channels of zeros.
 
     Args:
@@ -23,7 +23,7 @@ class ResidualBlock(nn.Module):
         stride: Stride of the shortcut's subsampling.
 
     Attributes:
-        changes_shape: Whether the block changes the shape of its input. If not, the shortcut is the
+        changes_shape: Whether the block changes the shape of the input. If not, the shortcut is the
             identity.
     """
 
@@ -34,9 +34,9 @@ class ResidualBlock(nn.Module):
         self.changes_shape = stride > 1 or self.new_channels > 0
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return the block's input for the sum at the end of the block.
+        """Return the block's input in the shape of the block's output.
 
-        If the block changes the shape, the input is subsampled, and channels of zeros are appended.
+        If necessary, subsample the input and append channels of zeros.
         """
         if not self.changes_shape:
             return x
@@ -69,9 +69,10 @@ class BasicBlock(ResidualBlock):
 
 
 class ProjectionBlock(BasicBlock):
-    """A :class:`BasicBlock` with the shortcut of option B.
+    """A :class:`BasicBlock` with shortcut B.
 
-    If the block changes the shape of its input, the shortcut is a 1x1 convolution and a norm layer.
+    If the block changes the shape of the input, the shortcut is a 1x1 convolution with a norm
+    layer.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, norm: str, groups: int) -> None:
@@ -82,7 +83,7 @@ class ProjectionBlock(BasicBlock):
             self.projection.append(make_norm(norm, out_channels, groups))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return the block's input, or its projection if the block changes the shape."""
+        """Return the block's input, projected if the block changes the shape."""
         projected: Tensor = self.projection(x)
         return projected
 
@@ -92,8 +93,8 @@ def make_stages(
 ) -> nn.Sequential:
     """Build stages of residual blocks.
 
-    The first stage keeps the shape of its input. Each later stage doubles the channels and halves
-    height and width.
+    The first stage keeps the input's shape. Each later stage doubles the channels and halves height
+    and width.
 
     Args:
         make_block: Function that creates a block from (in_channels, out_channels, stride).

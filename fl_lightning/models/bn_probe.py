@@ -1,4 +1,4 @@
-"""The one-layer network of the FBN paper's toy example."""
+"""Network of the toy example in the FBN paper."""
 
 from torch import Tensor, nn
 
@@ -7,11 +7,11 @@ from fl_lightning.recorded import Recorded
 
 
 class BNProbe(Recorded, nn.Module):
-    """Classifier with two layers: BN without gamma and beta, and a linear layer.
+    """Linear classifier after a BN layer without gamma and beta.
 
     The model tests whether the classes are linearly separable after BN has normalised the points.
-    Its BN statistics depend only on the inputs, not on the weights (Guerraoui et al., arXiv
-    2405.14670, Section 3: "models having a single layer").
+    The BN statistics depend only on the inputs, not on the weights. The paper is Guerraoui et al.,
+    arXiv 2405.14670, Section 3.
 
     Args:
         num_classes: Number of classes.

@@ -1,4 +1,4 @@
-"""Checks of model settings. Errors name the setting to change."""
+"""Checks of model settings, with errors that name the setting to change."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ def require_images(images: Tensor, in_channels: int, image_size: int | None = No
     Args:
         images: A batch ``[b, channels, height, width]``.
         in_channels: Number of channels that the model expects.
-        image_size: Height and width in pixels that the model expects. None: any size.
+        image_size: Height and width in pixels that the model expects; None for any size.
     """
     channels, height, width = images.shape[-3:]
     if channels != in_channels:

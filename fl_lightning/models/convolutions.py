@@ -1,8 +1,8 @@
 """Convolutions whose filters are computed from a trained tensor by a formula.
 
-The trained tensor has the same name (``weight``) and the same shape as in ``nn.Conv2d``. Every
-forward pass computes the filters anew. Gradients therefore flow through the formula. The server
-aggregates only the trained tensors, not the filters.
+As in ``nn.Conv2d``, the trained tensor is ``weight``, with the same shape. Every forward pass
+computes the filters anew, so that gradients flow through the formula. The server aggregates the
+trained tensors, not the filters.
 """
 
 from typing import Any
@@ -12,13 +12,10 @@ from torch import Tensor, nn
 
 
 class ComputedConv2d(nn.Conv2d):
-    """Base class of convolutions with computed filters. The arguments are as in ``nn.Conv2d``."""
+    """Base class of convolutions with computed filters and the arguments of ``nn.Conv2d``."""
 
     def filters(self) -> Tensor:
-        """Compute the filters from the trained tensor.
-
-        Their shape is ``[out_channels, in_channels / groups, kh, kw]``.
-        """
+        """Compute the filters ``[out_channels, in_channels / groups, kh, kw]``."""
         return self.weight
 
     def forward(self, input: Tensor) -> Tensor:
@@ -32,12 +29,12 @@ class StandardizedConv2d(ComputedConv2d):
 
     A filter is ``(W - mean) / (std + eps)``. Mean and standard deviation are computed over the N
     values of one output filter. The standard deviation has the divisor N - 1. A norm layer must
-    follow, because the scale of the outputs changes. The paper is Qiao, Wang, Liu, Shen, Yuille,
-    "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", arXiv
-    1903.10520.
+    follow, because the scale of the outputs is not preserved. The paper is Qiao, Wang, Liu, Shen,
+    Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization",
+    arXiv 1903.10520.
 
     Attributes:
-        eps: Number that is added to the standard deviation. It is 1e-5, as in the authors' code.
+        eps: Number added to the standard deviation: 1e-5, as in the authors' code.
     """
 
     eps: float = 1e-5
@@ -54,13 +51,13 @@ class ScaledStandardizedConv2d(ComputedConv2d):
     A filter is ``gain kappa (W - mean) / sqrt(N var + eps)``. Mean and variance are computed over
     the N values of one output filter. Each filter has a trained gain, whose initial value is 1. The
     paper is Brock, De, Smith, "Characterizing Signal Propagation to Close the Performance Gap in
-    Unnormalized ResNets", ICLR 2021. Zhuang, Lyu, "FedWon", ICLR 2024, use the formula unchanged in
+    Unnormalized ResNets", ICLR 2021. FedWon (Zhuang, Lyu, ICLR 2024) uses the same formula in
     federated learning.
 
     Attributes:
-        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713. ReLU reduces the variance of a normally
-            distributed input. This factor compensates for the reduction.
-        eps: Number that keeps the root above 0. It is 1e-4, as in Brock et al.
+        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713. ReLU reduces the variance of normally
+            distributed inputs; the factor restores the variance.
+        eps: Number that keeps the root above 0: 1e-4, as in Brock et al.
     """
 
     kappa: float = (2 / (1 - 1 / torch.pi)) ** 0.5
@@ -78,12 +75,12 @@ class ScaledStandardizedConv2d(ComputedConv2d):
 
 
 class WeightNormConv2d(ComputedConv2d):
-    """Weight normalization: length and direction of a filter are trained separately.
+    """Weight normalization: a filter's length and direction are trained separately.
 
     A filter is ``gain W / |W|``, with the Euclidean norm over one output filter (Salimans, Kingma,
-    "Weight Normalization", NeurIPS 2016, eq. 2). The results equal those of
-    ``torch.nn.utils.parametrizations.weight_norm``, which vmap does not support. The initial
-    filters are as in ``nn.Conv2d``. The paper's data-dependent initialization is not used.
+    "Weight Normalization", NeurIPS 2016, eq. 2). ``torch.nn.utils.parametrizations.weight_norm``
+    gives equal results, but does not run under ``vmap``. The initial filters are as in
+    ``nn.Conv2d``, without the paper's data-dependent initialization.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +90,7 @@ class WeightNormConv2d(ComputedConv2d):
 
     @torch.no_grad()
     def match_gain(self) -> None:
-        """Set each gain to the norm of ``weight``, so that the initial filters equal ``weight``."""
+        """Set the gains to the norms of the filters in ``weight``."""
         self.gain.copy_(self.weight.flatten(1).norm(dim=1))
 
     def filters(self) -> Tensor:

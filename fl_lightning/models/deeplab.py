@@ -16,7 +16,7 @@ class SmallDeepLab(Recorded, nn.Module):
     The backbone has output stride 8, and its last two convolutions are dilated. The atrous spatial
     pyramid pooling has three kinds of branches: a 1x1 convolution, one 3x3 convolution per rate,
     and the mean over the image. The decoder also uses features of stride 4. By default the model
-    has 241,475 trainable floats and 14 norm layers.
+    has 241,475 trainable parameters and 14 norm layers.
 
     Args:
         num_classes: Number of classes.
@@ -25,10 +25,10 @@ class SmallDeepLab(Recorded, nn.Module):
         groups: Number of groups of every GN layer.
         width: Number of channels of the first convolution. Later convolutions have up to four times
             as many channels.
-        rates: Dilation rates of the 3x3 convolutions of the pyramid.
-        pooled_norm: Norm layer after the pyramid's mean over the image. The default (None) is the
-            norm layer that ``norm`` gives. At this place, BN needs at least two images per batch.
-            With ``"none"`` or ``"gn"``, one image is enough.
+        rates: Dilation rates of the pyramid's 3x3 convolutions.
+        pooled_norm: Norm layer after the pyramid's mean over the image. None (default) means the
+            same as ``norm``. BN after this mean needs batches of at least two images; ``"gn"`` and
+            ``"none"`` do not.
 
     Raises:
         ConfigurationError: A setting is invalid.

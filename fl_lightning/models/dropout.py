@@ -1,9 +1,9 @@
 """Dropout whose mask does not depend on the order of calls.
 
 torch's dropout draws from a global generator. A client's masks therefore depend on earlier draws,
-and ``torch.func.vmap`` draws other masks than a loop over clients. The dropout of this module
-computes the mask as a hash. The hash depends on the element's index, the layer's number, and a key
-from (seed, round, client, step). The mask is bit-identical for every executor, device and dtype.
+and ``torch.func.vmap`` draws different masks than a loop over clients. The dropout of this module
+computes masks from a hash of the element's index, the layer's number and a key. The key depends on
+the seed, round, client and step. Masks are bit-identical for every executor, device and dtype.
 """
 
 from collections.abc import Sequence
@@ -39,21 +39,21 @@ def dropout_keys(seed: int, round: int, client_ids: Sequence[int], step: int) ->
 class Dropout(nn.Module):
     """Dropout: in training, elements become 0 with probability ``p``.
 
-    All other elements are divided by 1 - p.
+    All other elements are divided by ``1 - p``.
 
-    Executors set the buffer ``key`` before every local step (see :func:`dropout_keys`). Within a
-    step the mask is always the same. A layer that is called twice in one forward pass would drop
-    the same elements twice. Use a separate layer for each call.
+    The mask depends on the buffer ``key``, which is set before every local step (see
+    :func:`dropout_keys`). Within a local step, a layer always uses the same mask. Use a separate
+    layer for each call in a forward pass.
 
     Args:
         p: Probability in [0, 1] that an element is dropped.
-        dim: Number of trailing dimensions whose elements are dropped together. With 0, single
-            elements are dropped. With 1, 2 or 3, channels of ``[b, channels, ...]`` are dropped, as
-            by ``nn.Dropout1d``, ``nn.Dropout2d`` or ``nn.Dropout3d``.
+        dim: Number of trailing dimensions whose elements are dropped together. 0 drops single
+            elements. 1, 2 or 3 drops channels, like ``nn.Dropout1d``, ``nn.Dropout2d`` or
+            ``nn.Dropout3d``.
 
     Attributes:
-        key: Scalar int64 buffer in [0, 2**63). It is not in the ``state_dict``. Under ``vmap`` it
-            has the shape ``[C]``, with one key per client.
+        key: Scalar int64 buffer in [0, 2**63), not in the ``state_dict``. Under ``vmap``, each
+            client has a separate key.
         layer: Number of this layer in its model, see :func:`convert_dropout`.
 
     Raises:
@@ -88,12 +88,13 @@ class Dropout(nn.Module):
         return torch.where(self.kept(x), x * scale, 0.0)
 
     def kept(self, x: Tensor) -> Tensor:
-        """Return the bool mask of the elements that are not dropped.
+        """Return the bool mask of the elements that are kept.
 
         The mask has the shape of ``x``, except that the last ``dim`` dimensions have size 1.
         """
         shape = x.shape[: x.dim() - self.dim]
-        # hash twice: after a single hash, the masks of two keys would be permutations
+        # hash twice: with a single hash, one key's mask would be a permutation of another key's
+        # mask
         low = _mix((self.key & _MASK32) ^ _mix(self.layer + 1))
         high = _mix((self.key >> 32) ^ low)
         words = _mix(_mix(torch.arange(shape.numel(), device=x.device) ^ low) ^ high)
@@ -107,8 +108,8 @@ class Dropout(nn.Module):
 def _mix(words: _Words) -> _Words:
     """Hash integers in [0, 2**32) to integers in [0, 2**32), without collisions.
 
-    Tensors are changed in place. Multipliers and shifts come from a low-bias hash of C. Wellons's
-    hash-prospector. Both multipliers are below 2**31. No product therefore overflows int64.
+    A tensor is changed in place. The constants come from a low-bias hash of C. Wellons's
+    hash-prospector. Both multipliers are below 2**31, so that products do not overflow int64.
     """
     words ^= words >> 16
     words *= 0x21F0AAAD
@@ -141,11 +142,10 @@ def convert_dropout(model: nn.Module) -> int:
     dropout layer, each module gets a separate layer. Calls of ``F.dropout`` are not replaced.
 
     Returns:
-        Number of dropout layers in the model, including those that were already :class:`Dropout`.
+        Number of all dropout layers in the model.
 
     Raises:
-        ConfigurationError: A torch layer draws random numbers, and :class:`Dropout` cannot replace
-            it.
+        ConfigurationError: :class:`Dropout` cannot replace a torch layer that draws random numbers.
     """
     for path, module in list(model.named_modules(remove_duplicate=False)):
         inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0

@@ -15,11 +15,11 @@ class FBNCNN(Recorded, nn.Module):
     """The FBN paper's CNN: four 3x3 convolutions, two linear layers and a log-softmax.
 
     Each convolution is followed by a ReLU and then by a norm layer, as in the paper. By default the
-    network has 1,310,922 trainable floats, 4 BN layers with 384 channels in all, and 97.19 million
-    multiply-adds for a 32x32 image. All weights have torch's default initialisation.
+    network has 1,310,922 trainable parameters, 4 BN layers with 384 channels in all, and 97.19
+    million multiply-adds for a 32x32 image. All weights have torch's default initialisation.
 
-    The outputs are log-probabilities, as the negative log-likelihood loss expects. Cross-entropy
-    gives the same value as this loss, because a log-softmax does not change log-probabilities.
+    The outputs are log-probabilities. Cross-entropy and the negative log-likelihood are equal for
+    these outputs, because a log-softmax does not change log-probabilities.
 
     Args:
         num_classes: Number of classes.
@@ -29,7 +29,7 @@ class FBNCNN(Recorded, nn.Module):
             ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`. The
             convolutions always have biases.
         groups: Number of groups of every GN layer.
-        dropout: Probability in [0, 1] with which the two dropout layers drop an element.
+        dropout: Drop probability of the two dropout layers, in [0, 1].
         width: Number of channels of the first two convolutions. The next two convolutions and the
             first linear layer have twice as many channels.
         order: ``"relu_bn"``: ReLU before norm, as in the paper. ``"bn_relu"``: norm before ReLU, as

@@ -8,7 +8,7 @@ from fl_lightning.models.blocks import ResidualBlock
 
 
 class ScalarBias(nn.Module):
-    """A trained scalar that is added to the input.
+    """Layer that adds a trained scalar to the input.
 
     The scalar has the initial value 0, and belongs to the parameter group ``scalars``.
     """
@@ -25,8 +25,8 @@ class ScalarBias(nn.Module):
 class FixupBlock(ResidualBlock):
     """A residual block without norm layers.
 
-    It computes ``relu(x + scale conv2(relu(conv1(x + b1a) + b1b) + b2a) + b2b)``. The four biases
-    and the scale are trained scalars. If the shape changes, the shortcut is applied to ``x + b1a``
+    The block computes ``relu(x + scale conv2(relu(conv1(x + b1a) + b1b) + b2a) + b2b)``. The four
+    biases and the scale are trained scalars. If the shape changes, the shortcut gets ``x + b1a``
     instead of ``x``, as in the authors' code.
 
     Args:
@@ -56,8 +56,8 @@ def initialise_fixup(network: nn.Module, classifier: nn.Linear) -> None:
 
     The classifier and the last convolution of each block are set to 0. All initial logits are
     therefore 0. The first convolution of each block has He's initialisation (normal, variance 2 /
-    fan-out). Its weights are multiplied by ``L^(-1 / (2m - 2))``, with L blocks of m = 2
-    convolutions.
+    fan-out), multiplied by ``L^(-1 / (2m - 2))``. L is the number of blocks, and m = 2 is the
+    number of convolutions in a block.
     """
     blocks = [module for module in network.modules() if isinstance(module, FixupBlock)]
     shrink = len(blocks) ** -0.5

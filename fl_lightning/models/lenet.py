@@ -1,4 +1,4 @@
-"""LeNet of FixBN (Section 3.2) and Hsieh et al., ICML 2020.
+"""LeNet of the FixBN paper (Section 3.2) and of Hsieh et al., ICML 2020.
 
 The network is Caffe's cifar10-quick, with added norm layers.
 """
@@ -24,8 +24,8 @@ class LeNet(Recorded, nn.Module):
         in_channels: Channels of the images.
         image_size: Height and width of the images in pixels, at least 8.
         norm: Norm layer: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
-            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`. Without a
-            norm layer, convolutions have biases.
+            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`.
+            Convolutions without a norm layer have biases.
         groups: Number of groups of every GN layer.
 
     Raises:
@@ -45,7 +45,7 @@ class LeNet(Recorded, nn.Module):
         check_at_least(8, image_size=image_size)
         self.in_channels = in_channels
         self.image_size = image_size
-        # Caffe rounds sizes up: 15.5 becomes 16, and the last window exceeds the border
+        # ceil_mode: Caffe rounds the size 15.5 up to 16, and the last window exceeds the border
         self.features = nn.Sequential(
             make_conv(norm, in_channels, 32, 5, padding=2),
             nn.MaxPool2d(3, stride=2, ceil_mode=True),

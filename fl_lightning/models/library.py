@@ -12,13 +12,13 @@ from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
-    """Arguments of a library's functions that create models.
+    """Names and defaults of the arguments by which a library creates models.
 
     Attributes:
         num_classes: Name of the library's argument for the number of classes.
-        in_channels: Name of the library's argument for the number of channels. If it is None,
-            images have 3 channels.
-        defaults: Further arguments by name. Their values are used unless the user sets them.
+        in_channels: Name of the library's argument for the number of channels; None if images must
+            have 3 channels.
+        defaults: Further arguments by name, with values that the user may override.
     """
 
     num_classes: str = "num_classes"
@@ -29,7 +29,7 @@ class _Library(NamedTuple):
 _LIBRARIES = {
     "torchvision": _Library(in_channels=None),
     "timm": _Library(in_channels="in_chans"),
-    # without this value, the library would download weights
+    # any value except None downloads weights
     "segmentation_models_pytorch": _Library("classes", defaults={"encoder_weights": None}),
 }
 
@@ -43,19 +43,19 @@ def library_model(
     groups: int = 2,
     settings: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Create a model of another library or of a user, and replace its norm layers.
+    """Create a model of another library or of a user, with a choice of norm layers.
 
-    The libraries are torchvision, timm and segmentation_models_pytorch. Weights are downloaded only
-    if ``settings`` request pretrained weights. To load weights from a local file, set
-    ``initial_weights`` of :class:`~fl_lightning.round.module.FederatedModule`.
+    Supported libraries are torchvision, timm and segmentation_models_pytorch. Weights are
+    downloaded only if ``settings`` request pretrained weights. To load weights from a local file,
+    set ``initial_weights`` of :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
         function: Dotted path of the function or class that creates the model, such as
             ``"torchvision.models.resnet18"``, ``"timm.create_model"`` or
             ``"segmentation_models_pytorch.Unet"``.
-        num_classes: Number of classes. The default (None) is the library's default.
-        in_channels: Number of channels of the images. The default (None) is the library's default.
-            torchvision's models take 3 channels.
+        num_classes: Number of classes. None (default) uses the library's default.
+        in_channels: Number of channels of the images. None (default) uses the library's default.
+            torchvision's models require 3 channels.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
@@ -63,8 +63,8 @@ def library_model(
             timm.
 
     Raises:
-        ConfigurationError: The library is missing. Or it does not know the function or its
-            settings. Or ``groups`` does not divide the number of channels of a layer.
+        ConfigurationError: The library is missing, the function or a setting is unknown, or
+            ``groups`` does not divide a layer's channels.
     """
     package, (module, _, name) = function.partition(".")[0], function.rpartition(".")
     library = _LIBRARIES.get(package, _Library())
@@ -115,28 +115,28 @@ def deeplab_v3_plus(
     """Create the DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch.
 
     Install ``fl_lightning[segmentation]`` first. Height and width of the images must be divisible
-    by ``output_stride``. The logits have the height and width of the image. With 19 classes and the
-    encoder MobileNet-v2, the model has 4,383,139 trainable floats. With 19 classes and the encoder
-    ResNet-50, the model has 26,682,211 trainable floats.
+    by ``output_stride``. The logits have the same height and width as the images. With 19 classes,
+    the model has 4,383,139 trainable parameters for the encoder MobileNet-v2, and 26,682,211 for
+    ResNet-50.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         encoder: Name of the encoder, such as ``"mobilenet_v2"`` or ``"resnet50"``.
-        output_stride: Height of the image divided by the height of the encoder's last feature map.
+        output_stride: Ratio of the image's height to the height of the encoder's last feature map.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
-        pooled_norm: Norm layer after the pyramid's mean over the image. The default (None) is the
-            norm layer that ``norm`` gives. At this place, BN needs at least two images per batch.
-            With ``"none"`` or ``"gn"``, one image is enough.
-        encoder_weights: File with weights of the encoder, such as torchvision's weights for
-            ImageNet. See :func:`~fl_lightning.models.weights.load_weights`. A classifier in the
-            file is ignored. None: random weights.
+        pooled_norm: Norm layer after the pyramid's mean over the image. None (default) means the
+            same as ``norm``. BN after this mean needs batches of at least two images; ``"gn"`` and
+            ``"none"`` do not.
+        encoder_weights: File with weights of the encoder, such as torchvision's ImageNet weights,
+            see :func:`~fl_lightning.models.weights.load_weights`. A classifier in the file is
+            ignored. None (default) uses random weights.
 
     Raises:
-        ConfigurationError: The library is missing. Or it does not know the encoder. Or the weights
-            do not fit. Or ``groups`` does not divide the number of channels of a layer.
+        ConfigurationError: The library is missing, the encoder is unknown, the weights do not fit,
+            or ``groups`` does not divide a layer's channels.
     """
     settings = {"encoder_name": encoder, "encoder_output_stride": output_stride}
     try:

@@ -1,4 +1,4 @@
-"""Terms that layers of a model add to a client's loss, such as penalties on activations."""
+"""Loss terms from layers of a model, such as penalties on activations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,18 +8,17 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 _OPEN: list[list[Tensor]] = []
-"""Lists of loss terms, one for each current forward pass.
+"""Stack of lists that collect the loss terms of the current forward passes.
 
-The terms are in lists, because a compiled pass can trace a list within one graph.
+torch.compile can trace appending to a list within one graph.
 """
 
 
 def add_loss(term: Tensor) -> None:
     """Add a term to the loss of the current local step.
 
-    A layer calls this function in its forward pass. The term changes the gradient, but it is not
-    part of the reported training loss. Terms are ignored outside of local steps, that is, in
-    evaluations and passes over the data.
+    A layer calls this function in its forward pass. The term changes the gradient, but not the
+    reported training loss. Outside of local steps, such as in evaluations, terms are ignored.
 
     Args:
         term: A scalar tensor, computed from activations, parameters or buffers of one client.
@@ -38,7 +37,7 @@ def add_loss(term: Tensor) -> None:
 
 @contextmanager
 def collecting() -> Iterator[list[Tensor]]:
-    """Yield a list that collects all terms of :func:`add_loss` until the ``with`` block ends."""
+    """Yield a list that collects all terms from :func:`add_loss` until the ``with`` block ends."""
     _OPEN.append([])
     try:
         yield _OPEN[-1]

@@ -1,4 +1,4 @@
-"""Functions that create norm layers, and convolutions that precede norm layers."""
+"""Functions that create norm layers and the convolutions before norm layers."""
 
 from torch import nn
 
@@ -16,7 +16,7 @@ NORMS = {
     "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
     "none": "No layer.",
 }
-"""Description of each norm layer by name. The CIFAR ResNets also accept ``"fixup"``."""
+"""Description of each norm layer, by name. The CIFAR ResNets also accept ``"fixup"``."""
 _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
     "gn_ws": StandardizedConv2d,
     "weight_norm": WeightNormConv2d,
@@ -27,15 +27,14 @@ _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
 def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     """Create a norm layer for feature maps ``[b, channels, height, width]``.
 
-    All norm layers except ``"bn"`` treat images independently. If the norm is not ``"bn"`` and a
-    round has one local step, federated training therefore equals training on the union of the
-    clients' batches.
+    All norm layers except ``"bn"`` treat images independently. With one local step per round,
+    federated training without BN therefore equals training on the union of the clients' batches.
 
     Args:
         norm: One of :data:`NORMS`. ``"in"`` needs feature maps of more than one pixel.
         channels: Number of channels.
-        groups: Number of groups of a GN layer, not the number of channels in a group. Hsieh et al.,
-            "The Non-IID Data Quagmire", ICML 2020, and FixBN, App. B.4, use 2 groups.
+        groups: Number of groups of a GN layer, not of channels in a group. Hsieh et al., "The
+            Non-IID Data Quagmire", ICML 2020, and FixBN, App. B.4, use 2 groups.
 
     Raises:
         ConfigurationError: ``norm`` is unknown, or ``groups`` does not divide the channels.
@@ -60,9 +59,9 @@ def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
     """Replace all BN layers of a model by another kind of norm layer.
 
     BN layers are found by type. The new layers keep the affine parameters and ``eps``. Shared
-    layers stay shared. Convolutions do not change. With ``"none"``, a convolution without bias
-    therefore still has no bias. Some BN layers contain other operations. For example, timm's
-    ``BatchNormAct2d`` contains dropout and an activation. Such operations become separate modules.
+    layers stay shared. Convolutions do not change, and get no bias even with ``"none"``. Other
+    operations inside a BN layer become separate modules, such as dropout and activation in timm's
+    ``BatchNormAct2d``.
 
     Args:
         model: The model, changed in place.
@@ -99,7 +98,7 @@ def make_conv(
     padding: int = 0,
     bias: bool | None = None,
 ) -> nn.Conv2d:
-    """Create a convolution that precedes a norm layer. For most norm layers, it is ``nn.Conv2d``.
+    """Create the convolution before a norm layer: ``nn.Conv2d`` for most norm layers.
 
     Args:
         norm: The norm layer, see :func:`make_norm`.
@@ -108,7 +107,7 @@ def make_conv(
         kernel_size: Height and width of the filters.
         stride: Stride of the convolution.
         padding: Width of the zero padding around the input.
-        bias: Whether the convolution has a bias. With None, it has a bias only if no norm layer
+        bias: Whether the convolution has a bias. None (default) means a bias only if no norm layer
             adds a shift.
     """
     if bias is None:

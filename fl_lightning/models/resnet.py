@@ -19,17 +19,17 @@ from fl_lightning.recorded import Recorded
 class CIFARResNet(Recorded, nn.Module):
     """ResNet of depth 6n+2 with a convolution, three stages of n blocks, and a linear layer.
 
-    A global mean precedes the linear layer. With depth 20 and the default settings, the model has
-    269,722 trainable floats, 19 BN layers with 688 channels in all, and 40.55 million multiply-adds
-    for a 32x32 image. Convolutions are initialised as in He et al., ICCV 2015, eq. 10 (normal,
-    variance 2 / fan-in, zero bias). The linear layer keeps torch's default initialisation.
+    The linear layer gets the mean over the image. With depth 20 and the default settings, the model
+    has 269,722 trainable parameters, 19 BN layers with 688 channels in all, and 40.55 million
+    multiply-adds for a 32x32 image. Convolutions are initialised as in He et al., ICCV 2015, eq. 10
+    (normal, variance 2 / fan-in, zero bias). The linear layer keeps torch's default initialisation.
 
     ``norm="fixup"`` is the FixUp ResNet of Zhang, Dauphin, Ma, ICLR 2019, with 268,393 trainable
-    floats at depth 20. Its blocks have no norm layers. It has scalar biases after the first
-    convolution and before the linear layer. All weights have FixUp's initialisation, except for the
-    first convolution, which keeps torch's initialisation. The authors train the scalars with a
-    tenth of the learning rate. To do the same, set ``parameter_groups: {scalars: {lr_scale: 0.1}}``
-    of :class:`~fl_lightning.round.module.FederatedModule`.
+    parameters at depth 20. The blocks have no norm layers. Scalar biases follow the first
+    convolution and precede the linear layer. The first convolution keeps torch's initialisation;
+    all other weights have FixUp's initialisation. The authors train the scalars with a tenth of the
+    learning rate. To do the same, set ``parameter_groups: {scalars: {lr_scale: 0.1}}`` of
+    :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
         depth: Number of weighted layers, 6n+2.
@@ -37,15 +37,15 @@ class CIFARResNet(Recorded, nn.Module):
         in_channels: Channels of the images. The images may have any size.
         norm: Norm layer: ``"fixup"``, ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``,
             ``"weight_norm"``, ``"scaled_ws"`` or ``"none"``, see
-            :func:`fl_lightning.models.norm.make_norm`. Without a norm layer, convolutions have
+            :func:`fl_lightning.models.norm.make_norm`. Convolutions without a norm layer have
             biases.
         groups: Number of groups of every GN layer.
         width: Number of channels of the first stage. The other two stages have two times and four
             times as many channels.
-        init: Initialisation. ``"he"``: as described above. ``"xavier"``: Glorot, Bengio, AISTATS
-            2010, eq. 16 (uniform), for convolutions and the linear layer. Biases are 0. The code of
-            FedBE (Chen, Chao, ICLR 2021) does the same. ``norm="fixup"`` requires ``"he"``, but
-            uses FixUp's initialisation.
+        init: Initialisation. ``"he"`` (default) is described above. ``"xavier"`` initialises
+            convolutions and the linear layer by Glorot, Bengio, AISTATS 2010, eq. 16 (uniform),
+            with biases 0, as the code of FedBE (Chen, Chao, ICLR 2021) does. ``norm="fixup"`` has a
+            separate initialisation, and requires the default.
 
     Raises:
         ConfigurationError: A setting is invalid.
@@ -90,7 +90,7 @@ class CIFARResNet(Recorded, nn.Module):
 
 
 def initialise(model: nn.Module, init: str) -> None:
-    """Initialise a model's weights. Biases become 0.
+    """Initialise a model's weights, and set the biases to 0.
 
     Args:
         model: The model, changed in place.
@@ -110,21 +110,21 @@ def initialise(model: nn.Module, init: str) -> None:
 
 
 class ResNet8(CIFARResNet):
-    """:class:`CIFARResNet` of depth 8: one block per stage, by default 75,290 trainable floats."""
+    """:class:`CIFARResNet` of depth 8: one block per stage, by default 75,290 parameters."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(8, *args, **settings)
 
 
 class ResNet20(CIFARResNet):
-    """:class:`CIFARResNet` of depth 20: 3 blocks per stage, by default 269,722 trainable floats."""
+    """:class:`CIFARResNet` of depth 20: 3 blocks per stage, by default 269,722 parameters."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(20, *args, **settings)
 
 
 class ResNet32(CIFARResNet):
-    """:class:`CIFARResNet` of depth 32: 5 blocks per stage, by default 464,154 trainable floats."""
+    """:class:`CIFARResNet` of depth 32: 5 blocks per stage, by default 464,154 parameters."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(32, *args, **settings)

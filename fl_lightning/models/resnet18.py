@@ -16,17 +16,17 @@ from fl_lightning.recorded import Recorded
 class ResNet18(Recorded, nn.Module):
     """ResNet-18: four stages of two basic blocks, a global mean and a linear layer.
 
-    The shortcuts are projections (option B) where the shape changes. By default the model has
-    11,173,962 trainable floats, 20 BN layers with 4,800 channels in all, and 555.42 million
-    multiply-adds for a 32x32 image. With ``stem="imagenet"`` and 1000 classes it has 11,689,512
-    trainable floats, as many as torchvision's ``resnet18``. Convolutions are initialised as in He
-    et al., ICCV 2015, eq. 10.
+    Where the shape changes, shortcuts are projections (option B of the paper). By default the model
+    has 11,173,962 trainable parameters, 20 BN layers with 4,800 channels in all, and 555.42 million
+    multiply-adds for a 32x32 image. With ``stem="imagenet"`` and 1000 classes, the model has
+    11,689,512 trainable parameters, as many as torchvision's ``resnet18``. Convolutions are
+    initialised as in He et al., ICCV 2015, eq. 10.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images. The images may have any size.
-        norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`. Without a norm layer,
-            convolutions have biases.
+        norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`. Convolutions without a
+            norm layer have biases.
         groups: Number of groups of every GN layer.
         stem: First layers. ``"cifar"``: a 3x3 convolution of stride 1. ``"imagenet"``: a 7x7
             convolution and a 3x3 max pooling, both of stride 2.

@@ -1,4 +1,4 @@
-"""A multilayer perceptron for tables."""
+"""Multilayer perceptron for tables."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class TabularMLP(Recorded, nn.Module):
 
     Args:
         num_classes: Number of outputs. Default: 1, for regression.
-        in_features: Number of features of a sample. The sample may have any shape.
+        in_features: Number of features of a sample of any shape.
         hidden: Width of each hidden layer.
         norm: ``"bn"`` (BatchNorm1d), ``"gn"``, ``"ln"`` or ``"none"``.
         groups: Number of groups of every GN layer.

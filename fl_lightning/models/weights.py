@@ -20,19 +20,18 @@ def load_weights(
 ) -> str:
     """Load the weights of a file into a model.
 
-    If the classifiers of the file and the model differ in the number of classes, the model's
-    classifier keeps its initial values.
+    If the file has another number of classes than the model, the model's classifier keeps its
+    initial values.
 
     Args:
         model: The model, changed in place.
-        path: File with a state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint,
-            which holds the server's model.
-        setting: Name of the setting that gives the path, for messages.
-        without: Prefixes of tensor names. Tensors with such a name are ignored. An example is
-            ``("fc.",)`` for a classifier.
+        path: File with a state dict (``torch.save`` or ``.safetensors``), or checkpoint of a run
+            with the server's model.
+        setting: Name of the setting with the path, for error messages.
+        without: Prefixes of tensor names to ignore, such as ``("fc.",)`` for a classifier.
 
     Returns:
-        A line of text. It names the file, and the tensors that keep their initial values.
+        A line of text with the name of the file and of the tensors that keep their initial values.
 
     Raises:
         ConfigurationError: The file is missing or damaged, or its content does not fit the model.
@@ -40,7 +39,7 @@ def load_weights(
     read = _read(setting, user_path(setting, path))
     weights = {name: value for name, value in read.items() if not name.startswith(without)}
     counters = {name for name, kind in buffer_kinds(model).items() if kind == "counter"} - weights.keys()
-    # batch counters may be missing, because early releases of torch did not have them
+    # early releases of torch have no batch counters
     differing = {name: shapes for name, shapes in misfits(weights, model).items() if name not in counters}
     if differing and not _are_heads(differing):
         raise misfit_error(f"{setting}: {path}", "file", model, differing)
@@ -58,7 +57,7 @@ def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tens
     Args:
         model: The model, which does not change.
         path: A file as in :func:`~fl_lightning.models.weights.load_weights`.
-        setting: Name of the setting that gives the path, for messages.
+        setting: Name of the setting with the path, for error messages.
 
     Raises:
         ConfigurationError: The file is missing or damaged, or its content does not fit the model.
@@ -73,16 +72,10 @@ def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tens
 def _expect_numbers(
     place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
 ) -> None:
-    """Raise a ``ConfigurationError`` if tensors are non-finite or have the wrong kind of number.
+    """Refuse weights that are non-finite, or have another kind of number than the model.
 
-    torch would silently convert one kind of number to another, such as complex to real. Buffers may
-    be infinite, as in a mask.
-
-    Args:
-        place: Name of the file or checkpoint, for the message.
-        weights: The weights by name.
-        model: The model into which the weights are loaded.
-        without: Names of tensors that are not loaded.
+    torch would silently convert kinds of number, such as complex to real. Only buffers may be
+    infinite, such as masks.
     """
     current, parameters = model.state_dict(), dict(model.named_parameters())
     for name, value in weights.items():
@@ -100,7 +93,6 @@ def _expect_numbers(
 
 
 def _kind(value: Tensor) -> str:
-    """Return the kind of a tensor's numbers, such as ``"integer"``."""
     return "floating-point" if value.is_floating_point() else "complex" if value.is_complex() else "integer"
 
 
@@ -151,20 +143,20 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
     Args:
         what: Noun for the file in error messages.
         path: The file.
-        map_location: As in ``torch.load``. None: the CPU.
-        weights_only: As in ``torch.load``. The default (None) is True. It allows only tensors and
-            plain values.
+        map_location: As in ``torch.load``. None (default) means the CPU.
+        weights_only: As in ``torch.load``. None (default) means True: only tensors and plain values
+            are allowed.
 
     Raises:
-        ConfigurationError: The file is damaged, or contains objects that ``weights_only`` does not
-            allow.
+        ConfigurationError: The file is damaged, or contains objects that ``weights_only`` forbids.
     """
     try:
         with path.open("rb") as file:
             is_legacy = file.read(2) == b"\x80\x02"  # the file is a pickle, torch's format until release 1.5
         if not is_legacy:
             with zipfile.ZipFile(path) as archive:
-                # torch.load ignores CRC errors, and returns random memory for "folder" entries
+                # torch.load ignores CRC errors, and returns uninitialised memory for "folder"
+                # entries
                 folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
                 if folder or archive.testzip() is not None:
                     raise zipfile.BadZipFile
@@ -177,11 +169,11 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
 
 
 def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
-    """Return the tensors whose shape in the weights differs from their shape in the model.
+    """Return tensor shapes that differ between the weights and the model.
 
     Returns:
-        The shape in the weights and the shape in the model, as a pair for each tensor name. If a
-        tensor is missing on one side, its shape is None.
+        For each tensor name, the shape in the weights and the shape in the model. The shape of a
+        missing tensor is None.
     """
     current = model.state_dict()
     shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, current)]
@@ -190,11 +182,11 @@ def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
 
 
 def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) -> ConfigurationError:
-    """Return an error that names the first tensor whose shape differs.
+    """Return an error that names the first tensor with a different shape.
 
     Args:
-        place: The file, in words, such as ``"checkpoint last.ckpt"``.
-        noun: What the error message calls the file: ``"checkpoint"`` or ``"file"``.
+        place: Description of the file, such as ``"checkpoint last.ckpt"``.
+        noun: Noun for the file: ``"checkpoint"`` or ``"file"``.
         model: The model that the weights do not fit.
         differing: Result of :func:`misfits`.
     """
@@ -207,11 +199,10 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
 
 
 def _are_heads(differing: _Shapes) -> bool:
-    """Return whether the tensors may differ only because the numbers of classes differ.
+    """Return whether the tensors may differ only in the number of classes.
 
-    This is the case if the shapes differ only in the first dimension, the number of classes. All
-    differing tensors of the file must have the same number of classes. The same holds for the
-    differing tensors of the model.
+    The first dimension of a shape is then the number of classes. It must be equal for all tensors
+    of the file, and for all tensors of the model.
     """
     shapes = [(old, new) for old, new in differing.values() if old and new]
     alike = {(old[0], new[0]) for old, new in shapes}
