@@ -15,11 +15,11 @@ class AdaBN(VariantEvaluation):
     """AdaBN: evaluation with BN statistics of the evaluated data, without labels (Algorithm 1).
 
     One pass over the data measures the statistics (:func:`adapt_statistics`). The evaluation then
-    uses these statistics as running statistics. Training does not change.
+    uses the measured statistics as running statistics. Training does not change.
 
     - ``val/accuracy_adabn``: accuracy with statistics of the server's evaluation data.
-    - ``val/own_accuracy_adabn``: mean accuracy over the clients. Each client is evaluated on its
-      own evaluation data, with the statistics of these data.
+    - ``val/own_accuracy_adabn``: mean accuracy over the clients, with each client's own evaluation
+      data and their statistics.
 
     In ``test`` the names of the metrics begin with ``test/``.
 
@@ -46,9 +46,9 @@ class AdaBN(VariantEvaluation):
 def adapt_statistics(model: nn.Module, batches: Iterable[Any]) -> None:
     """Set each BN layer's running statistics to the mean and biased variance of its inputs.
 
-    During this pass, BN layers normalise with the statistics of the batch
-    (:func:`~fl_lightning.methods.own_data.input_statistics`). So for every BN layer after the
-    first, the result depends on how the data are divided into batches.
+    During this pass, BN layers normalise with the batch
+    (:func:`~fl_lightning.methods.own_data.input_statistics`). The result for every BN layer after
+    the first therefore depends on the composition of the batches.
 
     Args:
         model: The model, changed in place.

@@ -28,19 +28,19 @@ _TARGETS = {
 class Byzantine(FederatedCallback):
     """Byzantine clients: attackers that know what the honest clients of a round send.
 
-    The hooks of an attack run after the hooks of all methods. So an attack sees and replaces the
-    final messages of a round:
+    The hooks of an attack run after the hooks of all methods. An attack therefore sees and replaces
+    the final messages of a round:
 
-    - Statistics: the attack replaces the values that clients send. With FBN these values depend on
-      the setting ``wire``. With other methods they are moving averages.
+    - Statistics: the attack replaces the statistics that clients send. With FBN, the setting
+      ``wire`` decides which statistics are sent. With other methods, they are moving averages.
     - Parameters: the attack replaces the attacker's update. An update is the difference between the
       client's parameters and the server's parameters. With one local step (E = 1) of SGD, the
       update is the gradient times a step size.
-    - The attack does not change other payload of a method (momentum, control variates). It does not
-      change the state that clients keep, either.
+    - Other state: the attack does not change other payload of a method, such as momentum and
+      control variates. State that clients keep does not change, either.
 
-    The partition gives data to attackers too, unless it is wrapped in ``HonestOnly``. The metric
-    ``byzantine/clients`` is the number of attackers in the round's cohort.
+    The partition also gives data to attackers, unless the partition is wrapped in ``HonestOnly``.
+    The metric ``byzantine/clients`` is the number of attackers in the round's cohort.
 
     Args:
         attack: The attack, see :mod:`fl_lightning.attacks`.
@@ -49,11 +49,12 @@ class Byzantine(FederatedCallback):
         target: State that an attack on messages replaces: ``"means"``, ``"variances"``,
             ``"statistics"`` (means and variances), ``"parameters"`` or ``"everything"``.
         start_round: First round with attacks.
-        per: Scope of the factor, for attacks that search for the strongest factor. ``"model"``: one
-            factor for all replaced state. ``"layer"``: one factor for the parameters, and two
-            factors for each BN layer (one for means, one for variances).
-        stay_valid: Whether attackers send only variances above 0. If they do, the server's setting
-            ``statistics_domain`` finds no invalid variance.
+        per: Scope of the factor, for attacks that search for the strongest factor. ``"model"``
+            searches one factor for all replaced state. ``"layer"`` searches one factor for the
+            parameters, one for the means of each BN layer, and one for the variances of each BN
+            layer.
+        stay_valid: Whether attackers send only variances above 0, which the server's setting
+            ``statistics_domain`` cannot detect as invalid.
 
     Raises:
         ConfigurationError: A setting is out of range, or an attacker's id does not exist.
@@ -113,7 +114,7 @@ class Byzantine(FederatedCallback):
         return type(self.attack).messages is not Attack.messages
 
     def rows(self, cohort: Cohort) -> list[int]:
-        """Return the rows of the attackers in a cohort. Before ``start_round`` the list is empty."""
+        """Return the rows of the attackers in a cohort; an empty list before ``start_round``."""
         active = cohort.round >= self.start_round
         return [row for row, client in enumerate(cohort.client_ids) if active and client in self.attackers]
 
@@ -161,7 +162,7 @@ class Byzantine(FederatedCallback):
     ) -> None:
         """Count how often a backdoor's trigger makes the model predict the target class.
 
-        Inputs that belong to the target class are not counted.
+        Inputs of the target class are not counted.
         """
         if isinstance(self.attack, Backdoor):
             inputs, targets = batch

@@ -17,18 +17,19 @@ from fl_lightning.errors import ConfigurationError, check_choice
 class SharedBatchNorm(SwappedBatchNorm):
     """BN layer that normalises with the server's statistics and pools the moments of its batches.
 
-    Three buffers ``[channels]`` describe the values that the client has seen in this round:
-    ``count`` (their number), ``batch_mean`` (their mean) and ``batch_m2`` (the sum of their squared
-    deviations from the mean).
+    Three buffers ``[channels]`` describe the layer's inputs at a client in this round. ``count`` is
+    the number of values, ``batch_mean`` is their mean, and ``batch_m2`` is the sum of their squared
+    deviations from the mean.
     """
 
     method = "FBN"
     scratch = ("count", "batch_mean", "batch_m2")
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return ``gamma (x - m) / sqrt(v + eps) + beta`` (Algorithm 2), and pool the moments of x.
+        """Return ``gamma (x - m) / sqrt(v + eps) + beta`` (Algorithm 2).
 
-        m and v are the server's running mean and variance.
+        m and v are the server's running mean and variance. In training, also merge the inputs x into
+        the moments of the round.
         """
         if self.training:
             count, mean, m2, batches = map(self.get_buffer, (*self.scratch, "num_batches_tracked"))
@@ -40,40 +41,38 @@ class SharedBatchNorm(SwappedBatchNorm):
 class FBN(FederatedCallback):
     """Federated BatchNorm: all clients normalise with the server's running mean and variance.
 
-    Every local step normalises with the running mean m and variance v that the server computed in
-    the last round. No gradient flows through m and v. Clients send the statistics that they
-    measure, and the server adds the variance between clients. So m and v equal the running
-    statistics of PyTorch's BN on the union of all clients' batches (the union batch). The variance
-    is unbiased: with N values per channel in the union batch, it has the factor N/(N-1).
+    Every local step normalises with the running mean m and variance v from the server's last round.
+    No gradient flows through m and v. Clients send measured statistics, and the server adds the
+    variance between clients. m and v therefore equal the running statistics of PyTorch's BN on the
+    union of all clients' batches (the union batch). The variance is unbiased: for N values per
+    channel in the union batch, it includes the factor N/(N-1).
 
-    With one local step (E = 1), this is Algorithm 2 of the paper. Footnote 4 of the paper hints at
-    several local steps. We extend the algorithm to E steps in this way:
+    With one local step (E = 1), the method is Algorithm 2 of the paper. Footnote 4 of the paper
+    hints at several local steps. For E local steps, we extend the algorithm as follows:
 
     - A client computes the exact mean and variance of all values in its E batches.
     - The server updates its moving average once per round. The weight of the new statistics is 1 -
       (1 - beta)^E, where beta is the BN layer's ``momentum`` in PyTorch's convention.
     - If clients take different numbers of local steps, E is the largest of these numbers.
 
-    Training equals the training of one client that has the union batch and uses FBN. For this
-    equality, the gradients must be weighted by batch size. If batch sizes differ, set ``weighting:
-    samples``. If batch sizes are equal but the clients' data sets differ in size, set ``weighting:
-    uniform``. Training does not equal training with ordinary BN, because ordinary BN normalises
-    with the present batch.
+    Training equals FBN's training of a single client with the union batch if gradients are weighted
+    by batch size. If batch sizes differ, set ``weighting: samples``. If batch sizes are equal but
+    the clients' data sets differ in size, set ``weighting: uniform``. Training does not equal
+    training with ordinary BN, because ordinary BN normalises with the current batch.
 
     The server averages the clients' means m_i and variances v_i. The module's setting
     ``statistics_aggregator`` can replace the average by another rule.
 
     Args:
         wire: Statistics that clients send. ``"run"``: the moving averages m_i and v_i, as in the
-            paper. ``"batch"``: mean and variance of the client's values. The variance also has the
-            factor N/(N-1). Both choices give the same results up to rounding, if all clients are
-            honest and the aggregator is a mean.
-        ema: Weight of the old statistics in the moving average after a round of E local steps.
-            ``"per_step"``: (1 - beta)^E. ``"per_round"``: 1 - beta.
+            paper. ``"batch"``: mean and unbiased variance of the client's batches. With honest
+            clients and a mean as aggregator, both choices give the same results up to rounding.
+        ema: Weight of the old statistics in the moving average after E local steps. ``"per_step"``
+            is (1 - beta)^E, and ``"per_round"`` is 1 - beta.
 
     Raises:
         ConfigurationError: A setting is unknown, the model has no BN layer, a BN layer has
-            ``momentum=None``, or all batches together have only one value per channel.
+            ``momentum=None``, or the union batch has only one value per channel.
 
     Example:
         >>> from fl_lightning.testing import blobs, centralised, small_cnn, train
@@ -119,13 +118,13 @@ class FBN(FederatedCallback):
             layer.server.running_var.lerp_(variance, layer.beta / layer.weight)
 
     def _layers(self, model: nn.Module, cohort: Cohort) -> Iterator[SimpleNamespace]:
-        """Yield the tensors and factors of each BN layer that was called in this round.
+        """Yield the tensors and factors of each BN layer that was used in this round.
 
         N is the number of values per channel in the batches of all clients. The fields are:
 
         - ``server``: The server's BN layer.
-        - ``clients``: The clients' buffers of the layer. The entry ``shares``, ``[C]``, is each
-          client's share of the N values.
+        - ``clients``: The clients' buffers of the layer, and ``shares``, ``[C]``: each client's
+          share of the N values.
         - ``unbias``: The factor N / (N - 1).
         - ``beta``: Weight of this round in the server's moving average.
         - ``weight``: Weight of this round in the statistics that clients send: ``beta`` if
@@ -139,7 +138,7 @@ class FBN(FederatedCallback):
                 raise ConfigurationError(f"FBN: BN layer {name!r} {ONE_VALUE}")
             if total:
                 clients = SimpleNamespace(**buffers, shares=buffers["count"][:, 0] / total)
-                # the momentum is not None, because swap_batch_norm has checked it
+                # momentum is not None: swap_batch_norm has checked it
                 beta = 1 - (1 - (server.momentum or 0)) ** steps
                 weight, unbias = beta if self.wire == "run" else 1.0, total / (total - 1)
                 yield SimpleNamespace(server=server, clients=clients, unbias=unbias, beta=beta, weight=weight)

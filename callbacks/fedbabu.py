@@ -14,23 +14,23 @@ class FedBABU(PersonalEvaluation):
     """FedBABU: training changes only the body; the head keeps its initial value.
 
     The server sends the head once to each client. In each evaluation, every client fine-tunes a
-    copy of the server's model on its own training data (Algorithm 1 and section 5). Both body and
-    head are fine-tuned. The fine-tuning takes steps of the client optimizer at its initial learning
-    rate (:func:`~fl_lightning.methods.fine_tuning.fine_tuned`).
+    copy of the server's model, body and head, on the client's training data (Algorithm 1 and
+    section 5). Fine-tuning uses the client optimizer with the initial learning rate
+    (:func:`~fl_lightning.methods.fine_tuning.fine_tuned`).
 
     ``own_accuracy`` is the accuracy of the fine-tuned models, the paper's personalised accuracy.
     ``accuracy`` is the accuracy of the server's model.
 
     Args:
-        fine_tune_epochs: Number of passes over the client's training data. Default: 1. With 0, the
+        fine_tune_epochs: Number of passes over the client's training data (default 1). With 0, the
             server's model is evaluated.
         head: The head, see :class:`~fl_lightning.callbacks.fedper.FedPer`.
         evaluate_clients: Number of clients whose models are fine-tuned and evaluated. Default: all
             clients.
 
     Raises:
-        ConfigurationError: ``fine_tune_epochs`` is negative, or another method also gives the
-            clients their own models.
+        ConfigurationError: ``fine_tune_epochs`` is negative, or another method also gives clients
+            separate models.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

@@ -6,16 +6,16 @@ from fl_lightning.methods import LocalState
 class FedBN(LocalState):
     """FedBN: clients keep gamma, beta, statistics and counter of BN; the other parameters are averaged.
 
-    There is no global model: each client combines the averaged parameters with its own BN state.
-    The authors' code differs in two points:
+    There is no global model: each client combines the averaged parameters with local BN state. The
+    authors' code differs in two points:
 
-    - It treats a layer as BN if the name of the layer contains "bn". Here the type of the layer
-      decides. So ResNet's ``downsample.1`` is also treated as BN.
-    - It weights every client with 1/n. Set ``weighting: uniform`` for the same weights.
+    - The code treats a layer as BN if the layer's name contains "bn". Here the layer's type
+      decides. ResNet's ``downsample.1``, for example, is treated as BN only here.
+    - The code gives every client the weight 1/n. For equal weights, set ``weighting: uniform``.
 
     The paper does not study label skew, where clients have different classes. With label skew, a
-    client's model has a low accuracy on the server's test set, because its BN state fits only the
-    client's classes. :class:`~fl_lightning.methods.local_state.LocalState` explains the two
+    client's BN state fits only the client's classes. The client's model then has a low accuracy on
+    the server's test set. :class:`~fl_lightning.methods.local_state.LocalState` explains the two
     accuracies of the clients' models.
 
     Example:

@@ -22,26 +22,29 @@ class FedDNA(FederatedCallback):
     """FedDNA (lite): importance-weighted aggregation of BN statistics, without the paper's VAE.
 
     Parameters are averaged as in FedAvg. Statistics are averaged with one weight per client, the
-    importance q_i. The importances are at least 0 and sum to 1. The server's mean is
-    ``mu = sum q_i mu_i``, and its variance is ``sigma^2 = sum q_i (sigma_i^2 + mu_i^2) - mu^2``.
+    importance q_i. The importances are at least 0 and sum to 1. The server's mean is ``mu = sum q_i
+    mu_i``, and the server's variance is ``sigma^2 = sum q_i (sigma_i^2 + mu_i^2) - mu^2``.
 
     The paper learns q with an adversarial variational auto-encoder (VAE). We found no code of the
-    paper. Here q minimises a divergence between Gaussians, summed over all channels: the Gaussian N
-    has the server's mean and variance, and N_i has the mean and variance of client i. So do not
-    expect the paper's numbers.
+    paper. Here q minimises a divergence between Gaussians, summed over all channels. The Gaussian N
+    has the server's mean and variance; N_i has the mean and variance of client i. Results will
+    therefore differ from the paper's.
 
     The clients' statistics are moving averages.
     :class:`~fl_lightning.callbacks.moment_matching.MomentMatching` explains how this affects the
     server's variance.
 
     Args:
-        divergence: The sum that q minimises. p_i are the aggregation weights. ``"kl"``: ``sum p_i
-            KL(N_i || N)``. The minimum is at q = p, so this is moment matching. ``"reverse_kl"``:
-            ``sum p_i KL(N || N_i)``. Outlying clients get less weight. Mirror descent solves this
-            convex problem.
+        divergence: The sum that q minimises, with aggregation weights p_i. ``"kl"`` is ``sum p_i
+            KL(N_i
+
+        N)``, with the minimum q = p, which is moment matching. ``"reverse_kl"`` is ``sum p_i KL(N
+
+        N_i)``, which gives outlying clients less weight. This convex problem is solved by mirror
+            descent.
         between: Whether sigma^2 includes the variance between clients. If False, sigma^2 is ``sum
-            q_i sigma_i^2``, and ``"kl"`` equals FedAvg. The setting does not change the
-            importances.
+            q_i sigma_i^2``, and ``"kl"`` equals FedAvg. The importances are the same for both
+            values.
 
     Raises:
         ConfigurationError: The divergence is unknown, the model has no running statistics, or the
@@ -79,13 +82,13 @@ class FedDNA(FederatedCallback):
         )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
-        """Print how this version differs from the paper."""
+        """Print the difference between this version and the paper."""
         pl_module.print(
             f"FedDNA (lite): importances minimise {self.divergence}, in place of the paper's adversarial training."
         )
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Set the server's statistics; log the largest importance and the entropy of the importances."""
+        """Set the server's statistics, and log the importances' maximum and entropy."""
         means, variances = client_statistics(cohort)
         importances = self.importances(means, variances, cohort.weights)
         set_server_statistics(cohort, *self.combine(means, variances, importances))
@@ -115,7 +118,7 @@ class FedDNA(FederatedCallback):
         return weighted_mean(means, importances), weighted_mean(variances, importances)
 
     def aggregate(self, means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the importances; return the server's mean and variance, each ``[channels]``."""
+        """Return the server's mean and variance with computed importances, each ``[channels]``."""
         return self.combine(means, variances, self.importances(means, variances, weights))
 
 
@@ -130,10 +133,10 @@ def reverse_kl_importances(
     The objective is a convex function of q. Its term ``sigma^2 + (mu - mu_i)^2`` is linear in q.
     Its term ``-log sigma^2`` is convex, because sigma^2 is concave.
 
-    Mirror descent on the simplex starts from q = p. A line search halves the size of each step
-    until the objective is low enough, so the objective never rises. The next step begins with twice
-    the size. The descent ends once the duality gap ``q @ g - min g`` is below 1e-7. Here g is the
-    gradient. The objective is above its minimum by at most this gap.
+    Mirror descent on the simplex starts from q = p. A line search halves a step until the objective
+    decreases enough. The next step begins with twice this size. The descent ends once the duality
+    gap ``q @ g - min g``, with the gradient g, is below 1e-7. The objective exceeds the minimum by
+    at most this gap.
 
     Args:
         means: Means of the clients, ``[C, channels]``.
@@ -142,8 +145,8 @@ def reverse_kl_importances(
         iterations: Maximum number of steps.
 
     Returns:
-        The importances q, shape ``[C]``, with the dtype and device of ``weights``. If a statistic
-        is not finite, q is p.
+        The importances q, ``[C]``, with the dtype and device of ``weights``. If a statistic is not
+        finite, the result is p.
     """
     mu, var, p = means.double().cpu(), variances.double().cpu() + _EPS, weights.double().cpu()
     squares = var + mu**2

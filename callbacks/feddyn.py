@@ -12,22 +12,22 @@ from fl_lightning.round import aggregate
 class FedDyn(FederatedCallback):
     """FedDyn: each client adds ``alpha / 2 |x_i - x|^2 - <g_i, x_i>`` to its loss (Algorithm 1).
 
-    x are the server's parameters, and x_i are the parameters of client i. g_i estimates the
-    gradient of client i's loss at x_i. It starts from 0 and stays at the client. It changes only in
-    rounds in which the client takes part: ``g_i <- g_i - alpha (x_i - x)``.
+    x are the server's parameters, and x_i are the parameters of client i. The client keeps g_i, an
+    estimate of the gradient of the client's loss at x_i, which starts from 0. After each round of
+    the client, g_i is updated: ``g_i <- g_i - alpha (x_i - x)``.
 
-    The server keeps h, the weighted mean of all g_i. After a round it updates
-    ``h <- h - alpha |S|/n mean(x_i - x)``. S is the cohort, and n is the number of clients. The
-    server's new parameters are ``mean(x_i) - h / alpha``. Clients send only parameters. The logged
-    loss excludes the added terms.
+    The server keeps h, the weighted mean of all g_i. After each round, the server updates ``h <- h
+    - alpha |S|/n mean(x_i - x)``. S is the cohort, and n is the number of clients. The server's new
+    parameters are ``mean(x_i) - h / alpha``. Clients send only parameters. The logged loss excludes
+    the added terms.
 
     Here ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the
     cohort's share of the total weight of all clients. With ``weighting: uniform``, ``mean`` and
     ``|S|/n`` are as in the paper. The server optimizer gets the pseudo-gradient ``x - mean(x_i) + h
     / alpha``. With the server optimizer ``SGD(lr=1)``, the result is the paper's update.
 
-    The method applies to parameters that clients train and the server averages. It does not change
-    statistics, frozen parameters or local parameters (FedBN).
+    The method applies to parameters that clients train and the server averages. Statistics, frozen
+    parameters and local parameters (FedBN) are excluded.
 
     Args:
         alpha: Weight of the regularisation, above 0. The paper uses 0.001 to 0.1.
@@ -61,7 +61,7 @@ class FedDyn(FederatedCallback):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
-        """Add the gradient ``alpha (x_i - x) - g_i``."""
+        """Add ``alpha (x_i - x) - g_i`` to the gradients."""
         for block, own in self._own.items():
             cohort.grads.blocks[block] += self.alpha * cohort.updates(block) - own[cohort.rows]
 
@@ -81,7 +81,7 @@ class FedDyn(FederatedCallback):
         self.memory[SERVER] = server
 
     def state_dict(self) -> dict[str, ClientMemory]:
-        """Return each client's g_i under its id, and h under ``SERVER``: one vector per block."""
+        """Return each client's g_i by client id, and h under ``SERVER``: one vector per block."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

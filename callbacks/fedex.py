@@ -24,7 +24,7 @@ _BATCH, _FREEZE = 0, 1
 
 
 class ChosenBatchNorm(SwappedBatchNorm):
-    """BN layer that uses running statistics for ``frozen`` clients, and the batch for others."""
+    """BN layer that uses running statistics for some clients, and the batch for others."""
 
     method = "FedExFixBN"
     scratch = ("frozen",)
@@ -34,14 +34,14 @@ class ChosenBatchNorm(SwappedBatchNorm):
         self.register_buffer("frozen", torch.zeros_like(self.running_mean[0], dtype=torch.bool), False)  # type: ignore[index]  # swap_batch_norm has checked it
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the normalised inputs. Frozen clients use running statistics, also in training."""
+        """Return the inputs, normalised with running statistics or with the batch."""
         if not self.training:
             return super().forward(inputs)
         frozen, buffers = self.get_buffer("frozen"), dict(self.named_buffers(recurse=False))
         before = {name: buffers[name].clone() for name in buffers if name not in self.scratch}
         mean, variance = before["running_mean"], before["running_var"]
         shared = F.batch_norm(inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
-        # set clones, because the backward pass of ``shared`` needs the old buffers unchanged
+        # set clones: the backward pass of ``shared`` needs the old buffers unchanged
         for name, old in before.items():
             setattr(self, name, old.clone())
         by_batch = super().forward(inputs)
@@ -53,38 +53,38 @@ class ChosenBatchNorm(SwappedBatchNorm):
 class FedExFixBN(FoundFreezing):
     """FixBN with a search for T*: FedEx compares batch and frozen statistics (our adaptation).
 
-    FedEx tunes settings that may differ between the clients of a round. But T*, the last round
-    before BN freezes, is one number for the whole run. So the search compares two configurations of
-    a client:
+    FedEx tunes settings that may differ between the clients of a round. T*, the last round before
+    BN freezes, is one number for the entire run. The search therefore compares two configurations
+    of a client:
 
     - Train with batch statistics.
-    - Train with the server's running statistics and leave them unchanged (frozen).
+    - Train with the server's running statistics, without changing them (frozen).
 
-    Each client samples a configuration from a distribution theta, which the server keeps. After its
-    local steps, each client reports the loss of its model on its next batch. For this loss, the
-    model is in eval mode and uses the client's running statistics. The paper uses validation data
-    in place of the next batch. After the first epoch, the client has already trained on the samples
-    of this batch. The server uses the reported losses for an exponentiated gradient step on theta.
+    Each client samples a configuration from the server's distribution theta. After the local steps,
+    each client reports the loss of its model on its next batch, in eval mode with the client's
+    running statistics. The paper uses validation data; after the first epoch, our client has
+    already trained on the samples of the next batch. The server uses the losses for an
+    exponentiated gradient step on theta.
 
     The search ends once the entropy of theta is below ``cutoff``. If frozen statistics are then
-    more probable, T* is the present round, and the statistics of all clients freeze from the next
+    more probable, T* is the current round, and the statistics of all clients freeze from the next
     round on. If batch statistics are more probable, all clients train with batch statistics to the
     end.
 
     The search is myopic: it compares losses after the local steps of a round, not final accuracies.
-    Each step subtracts a baseline from the losses: the mean loss of earlier rounds. The first round
-    takes no step, because there are no earlier rounds. In the paper, the first round takes a step
-    with the baseline 0.
+    Each gradient step subtracts a baseline from the losses: the mean loss of earlier rounds. The
+    first round takes no step, because no earlier round exists. In the paper, the first round takes
+    a step with the baseline 0.
 
-    Each round of the search logs ``fedex/probability_freeze`` and ``fedex/entropy`` (nats). If the
-    search ends with frozen statistics, ``fixbn/freeze_round`` is logged from then on.
+    Each round of the search logs ``fedex/probability_freeze`` and ``fedex/entropy`` (nats). After a
+    search that ends with frozen statistics, each round logs ``fixbn/freeze_round``.
 
     Args:
         schedule: Schedule of the step sizes, see :func:`step_size`.
-        discount: Discount of older losses in the baseline, in [0, 1]. The loss of a round has
+        discount: Discount of older losses in the baseline, in [0, 1]. A round's loss has
             ``discount`` times the weight of the next round's loss.
-        cutoff: Bound for the entropy of theta in nats, in [0, ln 2). The search ends once the
-            entropy is below this bound. With 0, the search never ends.
+        cutoff: Entropy of theta in nats below which the search ends, in [0, ln 2). With 0, the
+            search never ends.
 
     Raises:
         ConfigurationError: A setting is out of range, or the model has no BN layer with running
@@ -121,7 +121,7 @@ class FedExFixBN(FoundFreezing):
         self.batch_round: int | None = None
 
     def undecided(self) -> Mapping[str, str]:
-        """Declare that running statistics may still freeze, unless batch statistics were chosen."""
+        """Declare that statistics may still freeze, unless the search chose batch statistics."""
         return super().undecided() if self.batch_round is None else {}
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
@@ -156,9 +156,9 @@ class FedExFixBN(FoundFreezing):
             self._decide(pl_module, cohort.round)
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return how many floats a client sends (1: its loss) and receives (1: its configuration).
+        """Return the numbers of floats sent (a client's loss) and received (a configuration).
 
-        After the search, both numbers are 0.
+        Both numbers are 1 during the search, and 0 after the search.
         """
         return (1, 1) if self._searches(cohort.round) else (0, 0)
 
@@ -179,8 +179,8 @@ class FedExFixBN(FoundFreezing):
     def _choices(self, pl_module: FederatedModule, cohort: Cohort) -> Tensor:
         """Return each client's configuration, int64 ``[C]``.
 
-        0 means batch statistics, and 1 means frozen statistics. The draw depends only on theta,
-        seed, round and client.
+        0 means batch statistics, and 1 means frozen statistics. The random choice depends only on
+        theta, seed, round and client.
         """
         theta = self.log_theta.exp()
         draws = [
@@ -213,18 +213,18 @@ def gradient_estimate(
         choices: Index of the configuration that each client sampled, int64 ``[C]``.
         weights: Aggregation weights ``[C]``, sum 1.
         theta: Probability of each of the k configurations, ``[k]``.
-        baseline: Number that is subtracted from every loss. It reduces the variance of the
-            estimate and does not change the expected step.
+        baseline: Number to subtract from every loss. It reduces the variance of the estimate
+            without changing the expected step.
     """
     shares = weights * (losses - baseline) / theta[choices]
     return torch.zeros_like(theta).index_add(0, choices, shares)
 
 
 def discounted_mean(past: Sequence[float], discount: float) -> float:
-    """Return a weighted mean of ``past``, a list that begins with the oldest value.
+    """Return a weighted mean of values, of which the oldest value is the first.
 
-    The newest value has weight 1. Every other value has ``discount`` times the weight of the value
-    after it.
+    The newest value has the weight 1. Every other value has ``discount`` times the weight of the
+    next value.
     """
     weights = torch.tensor(discount, dtype=torch.float64) ** torch.arange(len(past) - 1, -1, -1)
     return float(weights @ torch.tensor(past, dtype=torch.float64) / weights.sum())
@@ -243,9 +243,8 @@ def step_size(gradient: Tensor, schedule: str, past: float) -> tuple[float, floa
     Args:
         gradient: Gradient estimate of this step, ``[k]`` for k configurations.
         schedule: Name of the schedule.
-        past: Sum over the earlier steps: their number (``"auto"``) or the sum of their a^2
-            (``"adaptive"``). Pass 0 in the first step. In later steps, pass the value that the
-            previous step returned.
+        past: 0 in the first step; in later steps, the ``past`` that the previous step returned. For
+            ``"auto"``, it is the number of earlier steps; for ``"adaptive"``, the sum of their a^2.
     """
     largest = float(gradient.abs().max())
     past += {"auto": 1.0, "adaptive": largest**2}.get(schedule, 0.0)

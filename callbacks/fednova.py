@@ -7,16 +7,16 @@ from fl_lightning import Cohort, ConfigurationError, FederatedCallback, Federate
 
 
 class FedNova(FederatedCallback):
-    """FedNova: clients send normalised updates, so a client gains no weight from more local steps.
+    """FedNova: clients send normalised updates, to gain no weight from more local steps.
 
     Client i sends ``d_i = (x - x_i) / a_i``. x are the server's parameters, and x_i are the
     client's parameters. :func:`step_length` computes a_i. The server's update is ``(sum p_i a_i)
     sum p_i d_i``, with the aggregation weights p_i. The server optimizer gets this update as its
     pseudo-gradient. If all clients take the same number of local steps, FedNova equals FedAvg.
-    FedNova does not change how statistics and local parameters (FedBN) are treated.
+    FedNova does not change the treatment of statistics and local parameters (FedBN).
 
-    The formula of a_i holds for SGD, with or without momentum, if momentum starts from zeros in
-    each round. All other cases raise an error: other client optimizers, dampening, Nesterov
+    The formula of a_i holds for SGD without momentum, and for SGD whose momentum starts from zeros
+    in each round. All other cases raise an error: other client optimizers, dampening, Nesterov
     momentum, methods that keep or restart momentum, and methods that correct client drift. With
     FedProx, for example, a_i would depend on mu.
 

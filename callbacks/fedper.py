@@ -8,13 +8,13 @@ class FedPer(LocalState):
     """FedPer: clients keep the head (the personalization layers); the body (base layers) is averaged.
 
     Clients train body and head together (Algorithm 1). Clients also keep the buffers of the head.
-    In the paper the head is the classifier and up to three blocks before it, and each client
-    initialises its head at random. Here all heads start from the server's initial head.
+    In the paper, the head is the classifier with up to three preceding blocks, and each client's
+    head starts from random values. Here all heads start from the server's initial head.
 
     Args:
-        head: Name of a module or parameter, such as ``fc``, or a list of names. Together they form
-            the head (see ``fl_lightning.cohort.parts``). Default: the last layer. With an empty
-            list, the method is FedAvg.
+        head: Name of a module or parameter, such as ``fc``, or a list of names (see
+            ``fl_lightning.cohort.parts``). Default: the last layer. With an empty list, the method
+            is FedAvg.
         evaluate_clients: Number of clients whose models are evaluated. Default: all clients.
 
     Example:

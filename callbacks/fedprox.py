@@ -11,9 +11,8 @@ class FedProx(FederatedCallback):
     theta are the server's parameters, and theta_i are the parameters of client i. Only the gradient
     of the term, ``mu (theta_i - theta)``, is computed. The logged loss excludes the term.
 
-    The term includes all parameters that the server averages. It excludes local parameters (FedBN)
-    and statistics. The first local step is the same as in FedAvg, because theta_i is then equal to
-    theta.
+    The term includes all parameters that the server averages, but not local parameters (FedBN) or
+    statistics. The first local step equals FedAvg's, because theta_i still equals theta.
 
     Args:
         mu: Weight of the proximal term, at least 0. With 0, the method is FedAvg.

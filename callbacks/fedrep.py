@@ -9,13 +9,13 @@ from fl_lightning.errors import check_at_least
 
 
 class FedRep(FedPer):
-    """FedRep: in each round a client trains first its head, then the body; only the body is averaged.
+    """FedRep: each client first trains the head, then the body; only the body is averaged.
 
     The first ``head_steps`` local steps of a round train only the head. The other steps train only
-    the body (Algorithm 1). The part that is not trained has gradient 0 and learning rate 0, so
-    momentum and weight decay do not change it. Each of the two phases starts with a fresh client
-    optimizer. A client with at most ``head_steps`` local steps trains only its head. BN normalises
-    with the batch in both phases, so running statistics change in both phases.
+    the body (Algorithm 1). The untrained part has gradient 0 and learning rate 0, so that momentum
+    and weight decay have no effect. Both phases start with a new client optimizer. A client with at
+    most ``head_steps`` local steps trains only the head. Running statistics change in both phases,
+    because BN normalises with the batch.
 
     The authors weight clients by their number of samples. After the last round they tune the heads
     of all clients. Here a client is evaluated with the head from the last round in which it took
@@ -56,10 +56,10 @@ class FedRep(FedPer):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
-        """Stop the training of the head or the body: set its gradient and learning rate to 0."""
+        """Set gradient and learning rate of the untrained part, the head or the body, to 0."""
         if step == self.head_steps:
             cohort.restart_optimizer()
         for block, layout in cohort.params.layout.items():
-            # stop the body while the head trains, and the head while the body trains
+            # the body rests while the head trains, and the head rests while the body trains
             if {*layout.parts, layout.kind}.isdisjoint(self.kinds) == (step < self.head_steps):
                 cohort.rest(block)

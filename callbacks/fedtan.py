@@ -35,7 +35,7 @@ class JointStep:
     def mean(self, statistic: Tensor) -> Tensor:
         """Return the mean of a statistic over all clients of the cohort.
 
-        The setting ``backward`` decides how a gradient flows through the mean.
+        The setting ``backward`` decides which gradient flows through the mean.
         """
         mean: Tensor = cohort_mean(statistic, self.clients)
         if self.backward == "aggregated":
@@ -61,7 +61,7 @@ class TANBatchNorm(SwappedBatchNorm):
     """BN layer that uses the statistics of all clients' batches in a joint step.
 
     Attributes:
-        joint: The present joint step. If None, the layer is an ordinary BN layer.
+        joint: The current joint step. With None, the layer is an ordinary BN layer.
     """
 
     method = "FedTAN"
@@ -73,7 +73,7 @@ class TANBatchNorm(SwappedBatchNorm):
         self.joint = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the normalised inputs. A joint step uses statistics of all clients' batches."""
+        """Return the normalised inputs, in a joint step with statistics of all clients' batches."""
         if self.joint is None or not self.training:
             output: Tensor = super().forward(inputs)
             return output
@@ -82,7 +82,7 @@ class TANBatchNorm(SwappedBatchNorm):
         each = [0, *range(2, inputs.dim())]
         values = inputs.to(self.running_mean.dtype)
         mean = self.joint.mean(values.mean(each, keepdim=True))
-        # sum(x - mu) over all clients is 0, so the gradient of the variance with respect to mu is 0
+        # the gradient of the variance with respect to mu is 0: sum(x - mu) over all clients is 0
         variance = self.joint.mean((values - mean.detach()).square().mean(each, keepdim=True))
         self._track(mean.flatten(), self.joint.unbiased(variance.flatten(), inputs))
         output = (values - mean) / (variance + self.eps).sqrt()
@@ -101,40 +101,37 @@ class TANBatchNorm(SwappedBatchNorm):
 class FedTAN(FederatedCallback):
     """FedTAN: clients exchange BN statistics and their gradients in the first local step.
 
-    In the first local step every BN layer uses the mean and variance of the union of all clients'
-    batches. The clients also average the gradients that flow through this mean and variance. Each
-    layer needs three exchanges, in which the clients wait for each other. All later local steps are
-    as in FedAvg: they use the client's batch statistics and update the client's running statistics.
+    In the first local step, every BN layer normalises with the mean and variance of all clients'
+    batches together. The clients also average the gradients that flow through this mean and
+    variance. Each layer needs three exchanges, in which the clients wait for each other. Later
+    local steps are as in FedAvg, with each client's batch statistics and running statistics.
 
-    With one local step per round (E = 1), the run equals centralised training with BN on the union
-    of all batches. This holds for any model, because the gradients are equal in every round. It
-    holds only if all clients have the same aggregation weight, because the first step weights all
-    clients equally. The weights are equal if all clients have the same number of samples. They are
-    also equal with ``weighting: uniform``, which gives the authors' weights 1/n.
+    With one local step per round (E = 1), the run of any model equals centralised training with BN
+    on the union of all batches. This requires equal aggregation weights, because the first step
+    weights all clients equally. Weights are equal if all clients have the same number of samples,
+    or with ``weighting: uniform``, as in the authors' code.
 
-    The first step is one forward pass over all clients, whichever executor is chosen. It needs
-    memory for the batches of all clients, and these batches must have equal shapes.
+    With every executor, the first step is one forward pass over all clients. This pass needs memory
+    for the batches of all clients. The batches must have equal shapes.
 
     Args:
         backward: Gradient that flows through the statistics in the first step. ``"aggregated"``:
-            the clients average this gradient (the method). ``"own"``: the gradient flows only
-            through the client's own statistics, so clients exchange nothing in the backward pass.
-            We assume that the paper's baseline "FedAvg + Algorithm 2" works in this way, because we
-            had neither a text nor code of this baseline. ``"none"``: no gradient flows through the
-            statistics.
+            the clients average this gradient, as in the paper. ``"own"``: the gradient flows only
+            through the client's own statistics, without an exchange in the backward pass. This may
+            be the paper's baseline "FedAvg + Algorithm 2", of which we had no description and no
+            code. ``"none"``: no gradient flows through the statistics.
         var_correction: Factor that makes the running variance unbiased. ``"union"``: N/(N-1) for N
             values per channel in the batches of all clients, as in centralised BN. ``"official"``:
             b/(b-1) for b images in a client's batch, as in the authors' code.
         affine_init: Initial gamma of BN. ``"ones"``: the model's initial values. ``"uniform"``:
             random numbers in [0, 1) from the module's seed, as in the authors' code. A checkpoint
             replaces the initial gamma.
-        restart_momentum: Whether clients restart their optimizer after the first step, as in the
+        restart_momentum: Whether clients restart the optimizer after the first step, as in the
             authors' code.
 
     Raises:
-        ConfigurationError: A setting is unknown, the model has no BN layer, or the aggregator is
-            not the weighted mean. Also raised if ``restart_momentum`` is set and another callback
-            keeps the momentum.
+        ConfigurationError: A setting is unknown, the model has no BN layer, the aggregator is not
+            the weighted mean, or another callback keeps the momentum despite ``restart_momentum``.
 
     Example:
         >>> from fl_lightning.testing import blobs, centralised, distance, small_cnn, train
@@ -208,17 +205,19 @@ class FedTAN(FederatedCallback):
                 cohort.restart_optimizer()
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return how many floats a client sends and receives in the first local step."""
+        """Return the numbers of floats that a client sends and receives in the first local step."""
         channels = torch.tensor([layer.num_features for layer in self.layers])
         floats = int(cohort.extra["calls"][0].cpu() @ channels) * (4 if self.backward == "aggregated" else 2)
         return floats, floats
 
     def extra_exchanges(self, cohort: Cohort) -> int:
-        """Return the number of exchanges: 2 per call of a BN layer, 3 if gradients are averaged."""
+        """Return the number of exchanges: 3 per call of a BN layer, or 2 without averaged
+        gradients.
+        """
         return int(cohort.extra["calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
 
 
 def _calls(cohort: Cohort) -> Tensor:
-    """Return how often each client has called each BN layer in training, ``[C, layers]``."""
+    """Return each client's number of calls of each BN layer in training, ``[C, layers]``."""
     kinds = cohort.buffer_kinds
     return torch.stack([cohort.buffers[name] for name in kinds if kinds[name] == "counter"], 1)

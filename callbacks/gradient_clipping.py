@@ -13,13 +13,12 @@ class ClientGradientClipping(FederatedCallback):
 
     The norm is computed over all parameters of a client, as in ``torch.nn.utils.clip_grad_norm_``.
 
-    The order of the callbacks matters. If this callback comes after FedProx or SCAFFOLD in the
-    list, it clips the corrected gradient. If it comes before them, it clips the gradient of the
-    loss.
+    The order of the callbacks matters. After FedProx or SCAFFOLD in the list, this callback clips
+    the corrected gradient. Before FedProx or SCAFFOLD, it clips the gradient of the loss.
 
     Args:
-        max_norm: Largest norm, above 0. With infinity no gradient changes.
-        norm: Order p of the norm, above 0. With ``.inf``, the norm is the largest absolute entry.
+        max_norm: Largest norm, above 0. With infinity, no gradient changes.
+        norm: Order p of the norm, above 0. ``.inf`` means the largest absolute entry.
 
     Raises:
         ConfigurationError: A setting is out of range.

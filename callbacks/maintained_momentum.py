@@ -13,22 +13,21 @@ from fl_lightning.round import aggregate
 
 
 class MaintainedMomentum(FederatedCallback):
-    """Maintained momentum: the client optimizer's state is kept from one round to the next.
+    """Maintained momentum: the client optimizers' state is kept between rounds.
 
-    The method works with any elementwise optimizer. It keeps SGD's momentum, or Adam's moments and
-    step counts. All state starts from zeros.
+    The method keeps the state of any elementwise optimizer, such as SGD's momentum, or Adam's
+    moments and step counts. All state starts from zeros.
 
-    The start from zeros matters if SGD has ``dampening`` d: after the first gradient g, the
-    momentum is ``(1 - d) g``. In torch it would be g. The FBN paper also starts its momentum ``q <-
-    0.99 q + 0.01 g`` from q = 0. Without this method, the momentum is g after the first step of
-    every round.
+    For SGD with ``dampening`` d, the momentum after the first gradient g is therefore ``(1 - d)
+    g``; in torch, it would be g. The FBN paper also starts the momentum ``q <- 0.99 q + 0.01 g``
+    from q = 0. Without this method, the momentum is g after the first step of every round.
 
     Args:
-        scope: ``"local"``: each client keeps its state, also during rounds in which it does not
-            take part. ``"global"``: clients send their states after their local steps, and the
-            module's aggregator (default: weighted mean) combines them. Every client of the next
-            round starts from the result. In both scopes, the momentum of local parameters (FedBN's
-            gamma and beta) stays at the client.
+        scope: ``"local"``: each client keeps a separate state, also in rounds without this client.
+            ``"global"``: clients send their states after the local steps, and the module's
+            aggregator (default: weighted mean) combines the states. Every client of the next round
+            starts from the result. In both scopes, the momentum of local parameters, such as
+            FedBN's gamma and beta, stays at the client.
 
     Raises:
         ConfigurationError: The scope is unknown, or the client optimizer has no state (SGD without
@@ -89,14 +88,14 @@ class MaintainedMomentum(FederatedCallback):
             self._remember(client, {**rest, "steps": steps[False][index].clone()})
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return how many floats of global state a client sends and receives in each round."""
+        """Return the numbers of floats that a client sends and receives for the global state."""
         floats = sum(
             rows.shape[1] for block, rows in _state(cohort).values() if self._is_shared(cohort, block)
         )
         return floats, floats
 
     def state_dict(self) -> dict[str, ClientMemory]:
-        """Return each client's state under its id, and the combined state under ``SERVER``."""
+        """Return each client's state by client id, and the combined state under ``SERVER``."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -106,7 +105,7 @@ class MaintainedMomentum(FederatedCallback):
     def _is_shared(self, cohort: Cohort, block: str) -> bool:
         """Return whether the server keeps a block's state.
 
-        The server keeps it in global scope, unless the block holds local parameters.
+        In global scope, the server keeps the state of all blocks except local parameters.
         """
         return self.scope == "global" and cohort.treatment(block) != "local"
 
@@ -117,7 +116,7 @@ class MaintainedMomentum(FederatedCallback):
 def _state(cohort: Cohort) -> dict[str, tuple[str, Tensor]]:
     """Return the client optimizer's state by name.
 
-    Each entry is the name of a block and the block's rows ``[C, columns]``.
+    Each value is the name of a block and the block's rows ``[C, columns]``.
     """
     return {
         f"{key}/{block}": (block, rows)

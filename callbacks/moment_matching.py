@@ -16,20 +16,20 @@ class MomentMatching(FederatedCallback):
 
     This method does not come from a paper.
 
-    With aggregation weights p, the server's mean is ``mu = sum p_i mu_i``. Its variance is
+    With aggregation weights p, the server's mean is ``mu = sum p_i mu_i``. The server's variance is
     ``sigma^2 = sum p_i sigma_i^2 + sum p_i (mu_i - mu)^2``. FedAvg omits the last sum. For example,
-    two clients have the means 0 and 10, and both have the variance 1. Their joint variance is 26,
-    but FedAvg gives 1. Parameters train as in FedAvg; only evaluation differs. The module's setting
+    if two clients have the means 0 and 10 and the variance 1, the joint variance is 26, but FedAvg
+    gives 1. Parameters train as in FedAvg; only evaluation differs. The module's setting
     ``statistics_aggregator`` can replace the three sums by another rule.
 
-    Caution: the server's variance usually contains only a part of the variance between clients. The
-    reason is that clients send moving averages, ``mu_i = (1 - b) mu + b (client's mean)``. Here b
-    is 1 - (1 - beta)^E, for E local steps and PyTorch's momentum beta. These mu_i are only b times
-    as far apart as the clients' means, so the last sum is only b^2 times the variance between
-    clients. A correct moving average would add b times this variance in each round. So after many
-    rounds, the server's variance contains only the fraction b of the variance between clients. With
-    beta = 0.1, this fraction is a tenth for E = 1, and nearly 1 for E = 50. FBN corrects this: it
-    divides the last sum by b.
+    Caution: the server's variance usually contains only a part of the variance between clients,
+    because clients send moving averages ``mu_i = (1 - b) mu + b (client's mean)``. Here b is 1 - (1
+    - beta)^E, for E local steps and PyTorch's momentum beta. The mu_i are only b times as far apart
+    as the clients' means, and the last sum is only b^2 times the variance between clients. A
+    correct moving average would add b times this variance in each round. After many rounds, the
+    server's variance therefore contains the fraction b of the variance between clients. With beta =
+    0.1, this fraction is a tenth for E = 1, and nearly 1 for E = 50. FBN divides the last sum by b
+    to correct this.
 
     In two cases, the server's variance contains all of the variance between clients:
 

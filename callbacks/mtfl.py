@@ -4,20 +4,20 @@ from fl_lightning.methods import LocalState
 
 
 class MTFL(LocalState):
-    """MTFL with private gamma and beta: clients keep gamma and beta of BN; all other state is averaged.
+    """MTFL with private gamma and beta: clients keep BN's gamma and beta; other state is averaged.
 
     A client's gamma and beta start from the server's initial values. ``own_accuracy`` is the
-    paper's measure: the accuracy of a client's model on test data with the client's distribution.
-    It is measured after the client has received the averaged state.
+    paper's measure: the accuracy of a client's model, with the averaged state, on test data with
+    the client's distribution.
 
-    In the paper (section 3), private patches are the state that clients keep. Its variants are
-    these methods:
+    In the paper (section 3), clients keep private patches. These methods implement the paper's
+    variants:
 
     - Private patches "yb" (gamma and beta): this method.
     - Private patches "us" (running means and variances):
       :class:`~fl_lightning.callbacks.silobn.SiloBN`.
     - Both patches: :class:`~fl_lightning.callbacks.fedbn.FedBN`.
-    - FedAvg-Adam, which also averages Adam's moments:
+    - FedAvg-Adam, which averages Adam's moments:
       :class:`~fl_lightning.callbacks.maintained_momentum.MaintainedMomentum` with global scope.
 
     Example:

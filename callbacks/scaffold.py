@@ -13,37 +13,38 @@ from fl_lightning.round import aggregate
 class SCAFFOLD(FederatedCallback):
     """SCAFFOLD: clients correct their drift with control variates.
 
-    In each local step, client i replaces its gradient g by ``g - c_i + c``. c_i estimates the
+    In each local step, client i replaces the gradient g by ``g - c_i + c``. c_i estimates the
     gradient of client i, and c estimates the mean gradient of all clients. c and all c_i start from
     0. After a round (Algorithm 1, option II):
 
-    - c_i becomes the mean of the gradients g that client i computed in its E_i local steps. A
-      client that is absent keeps its c_i.
+    - c_i becomes the mean of the gradients g in the E_i local steps of client i. For a client
+      outside the cohort, c_i does not change.
     - c becomes ``c + |S|/n mean(new c_i - old c_i)``. S is the cohort, and n is the number of
       clients.
 
     The paper computes c_i as ``c_i - c + (theta - theta_i) / (E_i eta)``, with the learning rate
     eta of the round. For SGD, this formula also gives the mean of the gradients. We compute the
-    mean directly, because differences of parameters have rounding errors. The mean is also defined
-    for other client optimizers, such as Adam or SGD with momentum. These optimizers use the
-    corrected gradient for their steps. c_i and c exclude weight decay. The paper's server learning
-    rate is the learning rate of the server optimizer.
+    mean directly, because differences of parameters have rounding errors. The mean also suits other
+    client optimizers, such as Adam or SGD with momentum, which take steps on the corrected
+    gradient. c_i and c exclude weight decay. The paper's server learning rate is the learning rate
+    of the server optimizer.
 
     Here ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the
-    cohort's share of the total weight of all clients. So c stays the weighted mean of all c_i. With
-    ``weighting: uniform``, or if all clients have the same number of samples, ``mean`` and
-    ``|S|/n`` are as in the paper.
+    cohort's share of the total weight of all clients. c therefore stays the weighted mean of all
+    c_i. With ``weighting: uniform``, or if all clients have the same number of samples, ``mean``
+    and ``|S|/n`` are as in the paper.
 
-    Some clients (stragglers) may take fewer local steps than planned. With ``weighting: samples``,
-    their weights still count all planned steps. Otherwise c would not be the mean of all c_i. A
-    robust aggregator filters a Byzantine client's c_i in the same way as the client's update. If
-    the aggregator's setting ``per`` is ``layer``, it filters each layer separately.
+    Stragglers take fewer local steps than planned. With ``weighting: samples``, their weights still
+    count all planned steps; otherwise c would not be the mean of all c_i. A robust aggregator
+    filters a Byzantine client's c_i like the client's update. With ``per: layer``, the aggregator
+    filters each layer separately.
 
-    The method applies to parameters that clients train and the server averages. It does not apply
-    to statistics, frozen parameters or local parameters (FedBN). The method doubles the traffic of
-    the parameters in both directions. The order of the callbacks matters. A callback before
-    SCAFFOLD in the list, such as ClientGradientClipping, changes g. A callback after SCAFFOLD
-    changes the corrected gradient.
+    The method applies to parameters that clients train and the server averages. Statistics, frozen
+    parameters and local parameters (FedBN) are excluded. The method doubles the traffic of the
+    parameters in both directions.
+
+    The order of the callbacks matters. A callback before SCAFFOLD in the list, such as
+    ClientGradientClipping, changes g. A callback after SCAFFOLD changes the corrected gradient.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train
@@ -96,13 +97,13 @@ class SCAFFOLD(FederatedCallback):
         cohort.store_vectors(self.memory, variates)
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return how many floats a client sends (the change of c_i) and receives (c)."""
+        """Return the numbers of floats that a client sends (the change of c_i) and receives (c)."""
         blocks = cohort.params.blocks.items()
         floats = sum(block.shape[1] for name, block in blocks if cohort.treatment(name) == "averaged")
         return floats, floats
 
     def state_dict(self) -> dict[str, ClientMemory]:
-        """Return each client's c_i under its id, and c under ``SERVER``: one vector per block."""
+        """Return each client's c_i by client id, and c under ``SERVER``: one vector per block."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

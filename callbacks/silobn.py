@@ -6,9 +6,9 @@ from fl_lightning.methods import LocalState
 class SiloBN(LocalState):
     """SiloBN: clients keep their running statistics; weights, gamma and beta are averaged.
 
-    Training does not read running statistics. So all parameters are bit for bit the same as in
-    FedAvg with BN. Only the clients' statistics differ. If a client has not taken part yet, it is
-    evaluated with the server's statistics. They are the mean over the clients of the last round.
+    Training does not read running statistics. All parameters are therefore bit for bit the same as
+    in FedAvg with BN. Only the clients' statistics differ. A client that has not taken part yet is
+    evaluated with the server's statistics: the mean over the clients of the last round.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train

@@ -15,18 +15,17 @@ from fl_lightning.methods import FoundFreezing
 class SlidingWindowFixBN(FoundFreezing):
     """FixBN that finds T* in training: BN freezes once its statistics change at a steady pace.
 
-    In each round, every client sends running statistics. The change of a client is the L1 distance
-    between these statistics and the statistics that the client sent in its previous round. The
-    change of a round is the weighted mean of its clients' changes. A window holds the changes of
-    the last W rounds. Once the variance in the window is below ``threshold``, the search ends: T*
-    is the present round, and all clients freeze their statistics from the next round on. The
-    variance has the factor 1/W, as in the paper.
+    In each round, every client sends running statistics. A client's change is the L1 distance
+    between the statistics in this round and in the client's previous round. A round's change is the
+    weighted mean of the clients' changes. A window holds the changes of the last W rounds. Once the
+    variance in the window is below ``threshold``, the search ends. T* is the current round, and
+    statistics are frozen from the next round on. The variance has the factor 1/W, as in the paper.
 
     A client that takes part for the first time has no change. If no client of a round has a change,
-    the window stays as it is.
+    the window does not change.
 
-    The paper does not say which norm it uses, or how the clients agree on T*. The L1 norm, the
-    weighted mean and one T* for all clients are our choice.
+    The paper does not define the norm, or how clients agree on T*. The L1 norm, the weighted mean
+    and a common T* for all clients are our choices.
 
     Until T* is found, each round logs its change as ``fixbn/statistics_change``. If the window is
     full, the round also logs ``fixbn/window_variance``. Once T* is found, ``fixbn/freeze_round`` is
@@ -36,7 +35,7 @@ class SlidingWindowFixBN(FoundFreezing):
         window: Number of rounds W in the window, at least 2. The paper recommends a large number.
         threshold: Threshold tau of the variance, at least 0. Suitable values grow with the square
             of the number of BN channels, because the L1 norm is a sum over channels. The paper
-            recommends a small value. With the threshold 0, statistics are never frozen.
+            recommends a small value. With 0, statistics are never frozen.
 
     Raises:
         ConfigurationError: A setting is out of range, or the model has no BN layer with running
@@ -65,7 +64,7 @@ class SlidingWindowFixBN(FoundFreezing):
         self.statistics = ClientMemory()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Add this round's change to the window; freeze if the variance in the window is small."""
+        """Add this round's change to the window, and freeze if the window's variance is small."""
         if self.freeze_round is not None:
             return
         names = [name for name, kind in cohort.buffer_kinds.items() if kind in ("mean", "var")]
@@ -87,7 +86,7 @@ class SlidingWindowFixBN(FoundFreezing):
                 self.statistics = ClientMemory()
 
     def state_dict(self) -> dict[str, object]:
-        """Return T*, the window, and the statistics that each client sent last (none after T*)."""
+        """Return T*, the window, and, until T* is found, each client's last statistics."""
         return super().state_dict() | {"changes": self.changes, "statistics": self.statistics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

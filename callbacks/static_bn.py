@@ -17,23 +17,23 @@ from fl_lightning.round import resolve_policy
 class StaticBN(FederatedCallback):
     """Static BN (sBN): a pass over the training data measures the running statistics.
 
-    In training, running statistics are neither tracked nor sent. Instead all clients pass once over
-    their training data with the server's new weights, without gradients (see
-    :func:`~fl_lightning.methods.statistics_pass.collect`). Such a pass takes place after each
-    evaluated round and after the last round. After a skipped round, it takes place only if no
-    earlier pass used the present weights. Between two passes, the server and its checkpoints hold
-    the statistics of the earlier pass. Parameters train as in FedAvg; only evaluation differs.
+    In training, running statistics are neither tracked nor sent. Instead, all clients make a pass
+    over their training data with the server's new weights, without gradients (see
+    :func:`~fl_lightning.methods.statistics_pass.collect`). A pass takes place after each evaluated
+    round and after the last round. After a skipped round, a pass takes place only if no earlier
+    pass used the current weights. Between two passes, the server and its checkpoints hold the
+    statistics of the earlier pass. Parameters train as in FedAvg; only evaluation differs.
 
     Args:
         statistics_pass: Data and formula of the statistics.
 
-            - ``"pooled"``: mean and variance of each union batch, averaged over the union batches,
-              as in HeteroFL's code. Union batch k is the union of all clients' k-th batches.
-              HeteroFL instead shuffles all data and divides them into batches. A real federation
-              cannot pool data in this way.
+            - ``"pooled"``: means and variances of the union batches, averaged over the union
+              batches. Union batch k is the union of all clients' k-th batches. HeteroFL's code
+              averages in the same way, but over batches of all data, shuffled. A real federation
+              cannot pool data.
             - ``"pooled_total_variance"``: mean and variance of all values in the union batches.
-            - ``"per_client"``: mean and variance of each client's batch, averaged over all batches
-              of all clients. This average leaves out the variance between clients.
+            - ``"per_client"``: means and variances of the clients' batches, averaged over all
+              batches of all clients. The variance between clients is left out.
             - ``"per_client_total_variance"``: mean and variance of all values in the clients'
               batches, computed from each client's count, mean and variance.
 
@@ -61,7 +61,7 @@ class StaticBN(FederatedCallback):
         self._is_last = False
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare that a round resets the statistics that BN tracks in training."""
+        """Declare that a round resets running statistics."""
         return dict.fromkeys(("mean", "var", "counter"), "reset")
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
@@ -91,10 +91,10 @@ class StaticBN(FederatedCallback):
         return self._pass, int(self._is_last and bool(self._pass))
 
     def _measure_if_used(self, trainer: L.Trainer, pl_module: FederatedModule, round_number: int) -> None:
-        """Measure the statistics, and record the traffic of the pass, if the statistics are needed.
+        """Measure the statistics if they are needed, and record the traffic of the pass.
 
-        They are needed if two conditions hold: the round is evaluated or is the last round, and no
-        earlier pass used the present weights.
+        Statistics are needed if the round is evaluated or the last, and no earlier pass used the
+        current weights.
         """
         self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
         used = self._is_last or _is_evaluated(trainer, round_number)
@@ -118,7 +118,7 @@ class StaticBN(FederatedCallback):
             self._measure(pl_module, self._trained_round)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
-        """Print a warning if statistics and weights of a checkpoint are from different rounds."""
+        """Warn if statistics and weights of a checkpoint are from different rounds."""
         if self._trained_round != self.measured_round:
             pl_module.print(
                 f"StaticBN: statistics are of round {self.measured_round}, weights of round {self._trained_round}: the run stopped "
@@ -126,7 +126,7 @@ class StaticBN(FederatedCallback):
             )
 
     def state_dict(self) -> dict[str, int]:
-        """Return the round of the last pass, and the last round that trained the weights."""
+        """Return the round of the last pass, and the last round that changed the weights."""
         return {"measured_round": self.measured_round, "trained_round": self._trained_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,10 +142,10 @@ class StaticBN(FederatedCallback):
             buffers[f"{layer}.running_var"].copy_(variance)
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
-        """Return how many floats each client sends and receives in a pass.
+        """Return the numbers of floats that each client sends and receives in a pass.
 
-        Clients send statistics and receive weights. For the clients of the next cohort, no weights
-        are counted here, because the broadcast of the next round counts them.
+        Clients send statistics and receive weights. Weights for clients of the next cohort are not
+        counted here, because the broadcast of the next round counts them.
         """
         return self._pass
 

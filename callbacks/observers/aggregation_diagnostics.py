@@ -13,25 +13,23 @@ from fl_lightning.round import sent_vectors
 
 
 class AggregationDiagnostics(Report, FederatedCallback):
-    """Observer of the server's aggregation rules under attack; training is unchanged.
+    """Observer of the aggregation rules under attack; training does not change.
 
     The observer measures round 1 and every ``every_n_rounds``-th round. A measured round takes
-    longer, because it aggregates twice. Clients send three kinds of state: updates of parameters,
-    means, and variances. Each metric exists for each kind. ``KIND`` stands for ``parameters``,
-    ``means`` or ``variances``:
+    longer, because it aggregates twice. Each metric is logged for three kinds of state. ``KIND`` is
+    ``parameters`` (updates), ``means`` or ``variances``:
 
     - ``byzantine/distance_KIND``: L2 distance between the aggregate and the mean of the honest
-      clients. The unit is the average L2 distance between an honest client and this mean. The mean
-      and the average use the clients' weights if the aggregation rule uses them.
+      clients. The unit is the average L2 distance between an honest client and this mean. Mean and
+      average are weighted if the aggregation rule uses weights.
     - ``byzantine/share_KIND``: The attackers' share in the aggregate. If the rule is a mean with
       equal weights, f attackers among n clients have the share f / n. If the rule trims or filters
       out all attackers, the share is 0.
 
-    Without attackers, the distance is 0 if the rule is the mean. If the rule is robust, the
-    distance is above 0, because robust rules are biased. The distance is measured directly after
-    the rule, before the server adds the variance between clients and applies ``statistics_domain``.
-    Some kinds have several vectors, such as the means of each layer. In this case, the share is
-    averaged over all coordinates of these vectors.
+    Without attackers, the distance is 0 for the mean, and above 0 for robust rules, because robust
+    rules are biased. The distance is measured directly after the rule, before the server adds the
+    variance between clients and applies ``statistics_domain``. If a kind has several vectors, such
+    as the means of each layer, the share is averaged over all coordinates.
 
     The file ``shares.csv`` has each client's mean share over the measured rounds.
 

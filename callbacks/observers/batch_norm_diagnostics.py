@@ -27,37 +27,37 @@ _MEASURES = ("statistics", "gradients", "gap", "bias")
 
 
 class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
-    """Observer of Batch Normalization in any run, with any method; training is unchanged.
+    """Observer of Batch Normalization in a run with any method; training does not change.
 
     Round 1 and every ``every_n_rounds``-th round are measured. In a measured round, the observer
-    computes the first local step a second time, without dropout. In this step, BN layers normalise
-    as in training. Training stays the same bit for bit if two conditions hold. Models and data draw
-    random numbers only from the global generators of torch, numpy and Python. The results of models
-    and data do not depend on the number of calls.
+    computes the first local step a second time, without dropout. BN layers normalise as in
+    training. Training is bit for bit the same under two conditions: models and data draw random
+    numbers only from the global generators of torch, numpy and Python, and their results do not
+    depend on the number of calls.
 
     Two measures are taken in each measured round. In the formulas, S are the server's running means
     and variances at the start of the round. S_m are the mean and unbiased variance of each BN
-    layer's inputs at client m, in the first local step of the client. S_m is measured even if the
-    layer normalises with other statistics. p_m is the aggregation weight of client m.
+    layer's inputs in the first local step of client m, even if the layer normalises with other
+    statistics. p_m is the aggregation weight of client m.
 
     - ``"statistics"``:
 
       - ``bn/global_change``: The L1 norm of S' - S. S' are the server's statistics after the round.
-      - ``bn/local_deviation``: ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper). A layer
-        that is not called counts as 0.
-      - ``bn/global_change_per_float``, ``bn/local_deviation_per_float``: The two metrics above,
-        each divided by the number of floats in S.
+      - ``bn/local_deviation``: ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper). An unused
+        layer counts as 0.
+      - ``bn/global_change_per_float``, ``bn/local_deviation_per_float``: ``bn/global_change`` and
+        ``bn/local_deviation`` divided by the number of floats in S.
       - ``bn/window_variance``: The unbiased variance of each float in S_m over the measured rounds
-        of client m. The metric is the mean over all floats and clients (Figure 3b).
+        of client m, averaged over all floats and clients (Figure 3b).
 
     - ``"gradients"``:
 
       - ``bn/gradient_deviation``: ``|sum_m w_m g_m - g| / |g|`` in L2 norms. g_m is the first
-        gradient of client m, and its weight w_m is proportional to the batch size. g is the
-        gradient of one client that has the union of all batches and uses the same method.
-      - ``bn/gradient_deviation_affine``, ``bn/gradient_deviation_weights``: The deviation of only
-        gamma and beta, and the deviation of only the other parameters. They are logged if the model
-        has gamma and beta.
+        gradient of client m, with a weight w_m proportional to the batch size. g is the gradient of
+        a single client with the union of all batches and the same method.
+      - ``bn/gradient_deviation_affine``, ``bn/gradient_deviation_weights``: The same deviation for
+        only gamma and beta, and for all other parameters. Both are logged only if the model has
+        gamma and beta.
 
       All gradients are gradients of the loss, before FedProx, SCAFFOLD or clipping change them.
       Frozen and local parameters are excluded. For GN, FBN, FedTAN and frozen FixBN, the deviation
@@ -65,9 +65,9 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     Two measures are taken in every evaluation inside ``fit``. In the formulas, m and v are the
     server's running mean and variance. m* and v* are the mean and biased variance of each BN
-    layer's inputs. m* and v* are measured in one pass over the training data with the server's
-    weights. In this pass, batch k is the union of all clients' k-th batches, and BN normalises with
-    the batch. For the first BN layer, m* and v* are the mean and variance over all training data.
+    layer's inputs, measured in one pass over the training data with the server's weights. In this
+    pass, batch k is the union of all clients' k-th batches, and BN normalises with the batch. For
+    the first BN layer, m* and v* are the mean and variance over all training data.
 
     - ``"gap"``:
 
@@ -85,26 +85,26 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     Files: ``bn_drift.png`` shows these measures over the rounds. ``bn_layers.png`` and
     ``bn_layers.csv`` show each layer in about 100 rounds. In these two files, the gradient
-    deviation of a layer combines its weight and bias, because the gradient of a bias before BN is
-    only a rounding error. ``result.json`` has the newest numbers of each measure and their round.
-    An evaluation after the last round counts as part of the last round. If the model has no running
+    deviation of a layer combines weight and bias, because the gradient of a bias before BN is only
+    a rounding error. ``result.json`` has the newest numbers of each measure, with their round. An
+    evaluation after the last round counts as part of the last round. If the model has no running
     statistics, only gradients are measured.
 
     Cost on a CPU with E = 1: a measured round took 3.2 times (LeNet) to 3.7 times (ResNet-8) as
-    long as another round. With only ``"statistics"``, it took 2.5 times as long. With the default
+    long as an unmeasured round. With only ``"statistics"``, the factor was 2.5. With the default
     interval, a run takes 1.2 to 1.3 times as long as without this observer. A measured round needs
-    additional memory for a second cohort and for the union batch. ``"bias"`` needs memory for a
-    forward pass on one batch of each client.
+    memory for a second cohort and for the union batch. ``"bias"`` needs memory for a forward pass
+    on one batch of each client.
 
     Args:
         every_n_rounds: Interval of the measured rounds, at least 1.
-        window: Maximum number of a client's measured rounds in ``bn/window_variance``, at least 2.
-            The newest rounds are used.
-        window_clients: Number of clients in ``bn/window_variance``, at least 1. Their ids are
-            evenly spaced. The observer and its checkpoints store up to ``window * window_clients``
-            times as many floats as S has.
-        measure: List of measures: ``statistics``, ``gradients``, ``gap``, ``bias``. None selects
-            all except ``bias``, which is costly.
+        window: Number of each client's newest measured rounds in ``bn/window_variance``, at least
+            2.
+        window_clients: Number of clients in ``bn/window_variance``, at least 1, with evenly spaced
+            ids. The observer and its checkpoints store up to ``window * window_clients`` copies of
+            the statistics.
+        measure: List of measures: ``statistics``, ``gradients``, ``gap``, ``bias``. None (default)
+            selects all except ``bias``, which is costly.
 
     Raises:
         ConfigurationError: A setting is out of range or unknown.
@@ -149,14 +149,14 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         self._true: dict[str, Tensor] = {}
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
-        """Register the BN layers; reset all measurements if the run starts from round 1."""
+        """Register the BN layers, and reset all measurements unless the run is resumed."""
         if not pl_module.trainer.current_epoch:
             self.start_anew()
         layers = batch_norm_layers(pl_module.model) if has_statistics(pl_module.model) else {}
         self.channels = {name: layer.num_features for name, layer in layers.items()}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Measure the first local step if the round is due. All methods have prepared it."""
+        """Measure the first local step if the round is measured."""
         if self._is_measured(cohort):
             gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)
@@ -173,7 +173,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     def on_train_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: FederatedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log how much the server's statistics changed in this round, after all other callbacks."""
+        """Log the change of the server's statistics in this round, after all other callbacks."""
         if self._before is not None:
             after = layer_statistics(dict(pl_module.model.named_buffers()), self.channels)
             self.log_floats(pl_module, "global_change", (after - self._before).abs().double())
@@ -226,8 +226,8 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the measured variants: ``batch_statistics``, ``recalibrated`` or both.
 
-        ``batch_statistics`` uses the statistics of the evaluation batch. ``recalibrated`` uses
-        statistics from a pass over the training data.
+        ``batch_statistics`` uses the evaluation batch. ``recalibrated`` uses statistics from a pass
+        over the training data.
         """
         variants: dict[str, Mapping[str, Tensor]] = {}
         self._true = {}
@@ -262,7 +262,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
                 self.keep(pl_module, quantity, dict(zip(layers, values, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clients' statistics in their newest rounds, and all reported numbers."""
+        """Return the clients' statistics of the newest rounds, and all reported numbers."""
         return {"windows": self.windows, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -11,20 +11,19 @@ from fl_lightning.methods import Drawing, Report, Rows, Table
 from fl_lightning.pictures import LAYERS, drift_figure, has_drift, layers_figure
 
 MAX_ROUNDS = 100
-"""Maximum number of stored rounds per quantity. They are evenly spread over the run."""
+"""Maximum number of stored rounds per quantity, spread evenly over the run."""
 
 
 class BatchNormReport(Report):
-    """Base class of a callback that measures BN: it logs, stores and reports the numbers.
+    """Base class of callbacks that log, store and report measurements of BN.
 
     A subclass passes its numbers to :meth:`log_measure` and :meth:`log_floats`.
 
     Attributes:
         history: Measured numbers, ``history[quantity][round][layer]``.
-        newest: Newest metrics of each measure and their round, ``newest[measure] = (round,
+        newest: Round and metrics of each measure's newest values: ``newest[measure] = (round,
             metrics)``.
-        channels: Number of channels of each BN layer that has running statistics. Keys are the
-            names of the layers, in the order of the model.
+        channels: Number of channels of each BN layer with running statistics, by layer name.
     """
 
     def __init__(self) -> None:
@@ -43,8 +42,8 @@ class BatchNormReport(Report):
         Args:
             pl_module: The federated module.
             name: Name of the metric without the prefix ``bn/``.
-            values: One number for each running mean (row 0) and each running variance (row 1) of
-                all layers, ``[2, channels]``.
+            values: Numbers ``[2, channels]``: row 0 for the running means and row 1 for the running
+                variances of all layers.
         """
         total = float(values.sum())
         metrics = {f"bn/{name}": total, f"bn/{name}_per_float": total / values.numel()}
@@ -54,13 +53,13 @@ class BatchNormReport(Report):
     def keep_floats(self, pl_module: FederatedModule, name: str, values: Tensor) -> None:
         """Average ``values`` over each layer, and store the averages.
 
-        The averages are the quantities ``<name>_mean`` and ``<name>_var``.
+        The quantities are named ``<name>_mean`` and ``<name>_var``.
 
         Args:
             pl_module: The federated module.
             name: Name of the measured quantity.
-            values: One number for each running mean (row 0) and each running variance (row 1) of
-                all layers, ``[2, channels]``.
+            values: Numbers ``[2, channels]``: row 0 for the running means and row 1 for the running
+                variances of all layers.
         """
         for kind, row in zip(("mean", "var"), values, strict=True):
             pieces = row.split(list(self.channels.values()))
@@ -68,18 +67,18 @@ class BatchNormReport(Report):
             self.keep(pl_module, f"{name}_{kind}", means)
 
     def keep(self, pl_module: FederatedModule, quantity: str, values: Mapping[str, float]) -> None:
-        """Store one number per layer. Skip this round if a nearby round is already stored."""
+        """Store one number per layer, unless a nearby round is already stored."""
         by_round = self.history.setdefault(quantity, {})
         every = max(pl_module.planned_rounds, MAX_ROUNDS) / MAX_ROUNDS
         if not by_round or (max(by_round) - 1) // every < (pl_module.round - 1) // every:
             by_round[pl_module.round] = dict(values)
 
     def log_measure(self, pl_module: FederatedModule, measure: str, metrics: Mapping[str, float]) -> None:
-        """Log metrics of the whole model, and store them as the newest metrics of ``measure``."""
+        """Log metrics of the model, and store the metrics as the newest ones of ``measure``."""
         for name, value in metrics.items():
             pl_module.log(name, value)
         if metrics:
-            # ``now``: in training the current round, otherwise the last finished round (or 0)
+            # ``now``: the current round in training, else the last finished round (or 0)
             trainer, now = pl_module.trainer, int(pl_module.metrics.get("round", 0))
             if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
                 now = pl_module.round
@@ -87,10 +86,11 @@ class BatchNormReport(Report):
             self.newest[measure] = now, {**(values if before == now else {}), **metrics}
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
-        """Return the figures ``bn_drift`` (the whole model) and ``bn_layers`` (each layer)."""
+        """Return the figures ``bn_drift`` (entire model) and ``bn_layers`` (each layer)."""
         figures: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():
-            # an evaluation after the last round is not in that round's row yet: add its metrics
+            # add the metrics of an evaluation after the last round, which the round's row does not
+            # have yet
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             figures["bn_drift"] = lambda title: drift_figure(rows, title)
@@ -104,7 +104,7 @@ class BatchNormReport(Report):
         return {"bn_layers": Table(("round", "layer", "quantity", "value"), rows)} if rows else {}
 
     def result(self) -> Mapping[str, float]:
-        """Return each measure's newest metrics, and their round under ``bn_<measure>_round``."""
+        """Return each measure's newest metrics, with the round as ``bn_<measure>_round``."""
         values: dict[str, float] = {}
         for measure, (round_number, metrics) in self.newest.items():
             values |= {name.replace("/", "_"): value for name, value in metrics.items()}
@@ -112,7 +112,7 @@ class BatchNormReport(Report):
         return values
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return the newest gradient deviation and train-eval gap in words, each with its round."""
+        """Return the newest gradient deviation and train-eval gap as text, with their rounds."""
         return {
             label: f"{self.newest[measure][1][name]:.3g} in round {self.newest[measure][0]:,}"
             for label, measure, name in (

@@ -1,4 +1,4 @@
-"""Functions of logits that separate errors of the classifier's bias from errors of the features.
+"""Functions of logits that distinguish errors of the classifier's bias from errors of the features.
 
 All functions take some of these arguments, for N samples and C classes:
 
@@ -14,32 +14,32 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-9
-"""Tolerance: largest relative deviation of a mean class probability from 1 / C."""
+"""Largest accepted relative deviation of a mean class probability from 1 / C."""
 _ITERATIONS = 200
 _OWN = 0.1
 
 
 def predicted_shares(logits: Tensor) -> Tensor:
-    """Return, for each class, the share of the samples with this prediction, ``[C]``."""
+    """Return the share of the samples that are predicted as each class, ``[C]``."""
     return logits.argmax(1).bincount(minlength=logits.shape[1]).double() / len(logits)
 
 
 def uniform_bias(logits: Tensor) -> Tensor | None:
     """Return a bias for the logits that makes the mean probability of every class 1 / C.
 
-    The bias minimises the convex function ``mean_n logsumexp(logits_n + bias) - mean(bias)``. The
-    gradient of this function is the mean probability minus 1 / C. For finite logits the minimum
-    exists, and it is unique up to an added constant. If the model never predicts a class, the bias
-    raises the logit of that class.
+    The bias minimises the convex function ``mean_n logsumexp(logits_n + bias) - mean(bias)``, whose
+    gradient is the mean probability minus 1 / C. For finite logits, the minimum exists, and is
+    unique up to an added constant. If the model never predicts a class, the bias raises the logit
+    of this class.
 
     Each iteration takes a fixed-point step ``bias -= log(C * mean probability)``, as in Sinkhorn's
-    scaling. Then it takes a Newton step if this step brings the mean probabilities closer to 1 / C.
+    scaling. A Newton step follows if it brings the mean probabilities closer to 1 / C.
 
     Returns:
-        The bias with mean 0, float64, shape ``[C]``. None if 200 iterations were not enough to
+        The bias with mean 0, float64, shape ``[C]``. The result is None if 200 iterations do not
         reach :data:`TOLERANCE`.
     """
-    # large logits need a good starting point: solve first for the same logits times a small factor
+    # large logits need a good starting point: solve the problem for smaller logits first
     spread = float(logits.std(0, correction=0).max())
     halvings = max(0, math.ceil(math.log2(max(1.0, spread))))
     bias, deviation = logits.new_zeros(logits.shape[1]), math.inf
@@ -61,7 +61,7 @@ def _iterated(logits: Tensor, bias: Tensor) -> tuple[Tensor, float]:
     fixed_point = bias - _log_shares(logits + bias)
     candidates = [fixed_point, fixed_point + _newton_step(logits + fixed_point)]
     deviations = [float(_log_shares(logits + b).expm1().abs().max()) for b in candidates]
-    # a Newton step that is not finite has the deviation NaN, which is never the smaller one
+    # a non-finite Newton step has the deviation NaN, and is never chosen
     better = int(deviations[1] < deviations[0])
     return candidates[better] - candidates[better].mean(), deviations[better]
 
@@ -73,7 +73,7 @@ def _log_shares(logits: Tensor) -> Tensor:
 
 
 def _newton_step(logits: Tensor) -> Tensor:
-    """Return the Newton step that starts from a bias of 0, ``[C]``.
+    """Return the Newton step from a bias of 0, ``[C]``.
 
     The step is not finite if the Hessian is singular.
     """
@@ -90,8 +90,7 @@ def client_classes(histograms: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the list of classes that belong to each client.
 
     A class belongs to a client if the client has enough samples of the class: at least a tenth of
-    the number of samples in the client's most frequent class. So classes with only a few samples do
-    not belong to the client.
+    the number of samples in the client's most frequent class.
 
     Args:
         histograms: Number of training samples of each class, for each client.
@@ -103,12 +102,12 @@ def client_classes(histograms: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Return the accuracy: the share of the samples whose class has the highest logit."""
+    """Return the share of the samples whose class has the highest logit."""
     return float((logits.argmax(1) == labels).double().mean())
 
 
 def accuracy_within(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[int]]) -> float | None:
-    """Return the mean accuracy over the clients of a model that is told each sample's client.
+    """Return the mean accuracy over clients if the model knows each sample's client.
 
     A client is evaluated on all samples of its classes. The prediction is the class with the
     highest logit among the client's classes. Clients without samples are left out.
@@ -127,13 +126,13 @@ def accuracy_within(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[in
 
 
 def accuracy_between(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[int]]) -> float | None:
-    """Return how often the model predicts the right client of a sample.
+    """Return the share of the samples for which the right client is predicted.
 
     No class may belong to two clients. The predicted client is the client whose classes have the
-    largest sum of probabilities. If a class belongs to no client, its samples are left out.
+    largest sum of probabilities. Samples of classes without a client are left out.
 
     Returns:
-        The share of the samples with the right client, or None if all samples are left out.
+        The share, or None if all samples are left out.
     """
     owner = torch.full((logits.shape[1],), -1)
     for client, group in enumerate(groups):
@@ -148,7 +147,7 @@ def accuracy_between(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[i
 
 
 def shared_class(groups: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
-    """Return two clients and a class that both have. Return None if there is no such class."""
+    """Return two clients and a class that belongs to both; None if there is no such class."""
     owner: dict[int, int] = {}
     for client, group in enumerate(groups):
         for label in group:

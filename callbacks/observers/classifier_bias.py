@@ -1,4 +1,4 @@
-"""Measures of the classifier's bias and of the features of the server's model."""
+"""Measures of the bias of the server's classifier, and of the features before the classifier."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,21 +28,21 @@ from fl_lightning.round import ServerEvaluation, Task
 class ClassifierBias(FederatedCallback):
     """Observer that shows whether the classifier's bias or the features cause a low accuracy.
 
-    Each evaluation of the server's model in ``fit`` (also before training), ``validate`` and
-    ``test`` logs these metrics under ``val/`` or ``test/``:
+    Each evaluation in ``fit``, ``validate`` and ``test`` logs these metrics under ``val/`` or
+    ``test/``:
 
     - ``train_loss``, ``train_accuracy``: Loss and accuracy on a fixed sample of training batches,
       augmented as in training. The batches come from the clients' first epoch and are evenly spaced
       over all clients.
-    - ``predicted_share_<class>``: Share of the samples for which the model predicts this class.
-    - ``accuracy_calibrated``: Accuracy after a bias is added to the logits. With this bias, all C
+    - ``predicted_share_<class>``: Share of the samples that are predicted as this class.
+    - ``accuracy_calibrated``: Accuracy with a bias added to the logits. With this bias, all C
       classes have the same mean probability, 1 / C. The bias is found without labels
       (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). The difference from
-      ``accuracy`` is the effect of the classifier's bias. The metric is left out if the search for
-      the bias does not converge.
-    - ``accuracy_within_clients``: Mean accuracy over the clients, if each sample's client is known.
-      A client is evaluated on the samples of its classes. The prediction is the class with the
-      highest logit among the client's classes.
+      ``accuracy`` is the effect of the classifier's bias. If the search for the bias does not
+      converge, the metric is left out.
+    - ``accuracy_within_clients``: Mean accuracy over the clients if the model knows each sample's
+      client. A client is evaluated on the samples of the client's classes. The prediction is the
+      class with the highest logit among the client's classes.
     - ``accuracy_between_clients``: Share of the samples for which the right client is predicted.
       The predicted client is the client whose classes have the largest sum of probabilities. If two
       clients share a class, the metric is left out, and a message says so.
@@ -51,10 +51,10 @@ class ClassifierBias(FederatedCallback):
     the number of samples in the client's most frequent class. The last two metrics need a data
     module with class histograms.
 
-    All these metrics, and also ``accuracy`` and ``loss``, are logged a second time for the mean of
-    the newest server models. Their names then end in ``_mean_model``. The mean gives all models
-    equal weight. It includes parameters, running means and running variances. Counters are taken
-    from the newest model.
+    All metrics above, ``accuracy`` and ``loss`` are also logged for the mean of the newest server
+    models, with names that end in ``_mean_model``. The mean gives all models equal weight. It
+    includes parameters, running means and running variances. Counters are taken from the newest
+    model.
 
     Samples with non-finite outputs count only in ``accuracy`` and ``loss``. The setting
     ``trainer.limit_val_batches`` has no effect here: all evaluation data are used.
@@ -64,8 +64,8 @@ class ClassifierBias(FederatedCallback):
             computed.
         train_samples: Approximate number of training samples in ``train_loss`` and
             ``train_accuracy``, at least 1.
-        checkpoints: Checkpoints or state dicts for ``test`` and ``validate``. Their mean replaces
-            the mean of the newest models. Default: none.
+        checkpoints: Files with checkpoints or state dicts. In ``test`` and ``validate``, their mean
+            replaces the mean of the newest models. Default: no files.
 
     Raises:
         ConfigurationError: A setting is out of its range, a file does not fit the model, or the
@@ -93,7 +93,7 @@ class ClassifierBias(FederatedCallback):
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Store the server's model once more, because a skipped round does not change it."""
+        """Store the server's model again, because a skipped round does not change the model."""
         self._keep(pl_module)
         return {}, 0
 
@@ -102,7 +102,7 @@ class ClassifierBias(FederatedCallback):
             model = {name: tensor.clone() for name, tensor in pl_module.model.state_dict().items()}
             self.models = [*self.models, model][-self.mean_of :]
 
-    # data modules may cache tensors for training here, and training cannot use inference tensors
+    # data modules may cache tensors here, and training cannot use inference tensors
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
@@ -116,14 +116,14 @@ class ClassifierBias(FederatedCallback):
         models: Sequence[Mapping[str, Tensor]] = files or self.models
         with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
             self._log(pl_module, split)
-            if models:  # with one model the mean would be the same model
+            if models:  # the mean of a single model is the model itself
                 with slots.filled(_mean(models, pl_module.model.state_dict())):
                     self._log(pl_module, split, "_mean_model")
 
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
     def _log(self, pl_module: FederatedModule, split: str, suffix: str = "") -> None:
-        """Log the metrics of the module's present model, on all ranks.
+        """Log the metrics of the module's current model, on all ranks.
 
         Args:
             pl_module: The federated module.
@@ -185,7 +185,7 @@ class ClassifierBias(FederatedCallback):
 
 
 class _Outputs(ServerEvaluation):
-    """Evaluation that also stores the outputs and labels of each batch of this rank."""
+    """Evaluation that also stores the outputs and labels of this rank's batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class _Outputs(ServerEvaluation):
 
     def gathered(self, pl_module: FederatedModule) -> tuple[Tensor, Tensor]:
         """Return logits ``[N, C]`` and labels ``[N]`` of all ranks, in the order of the data."""
-        self.finish()  # raises an error on all ranks if one rank has failed
+        self.finish()  # if one rank has failed, all ranks raise an error
         parts: dict[int, tuple[Tensor, Tensor]] = {}
         for outputs in pl_module.ranks.exchange(lambda: self.outputs):
             parts |= outputs
@@ -226,7 +226,7 @@ def _mean(models: Sequence[Mapping[str, Tensor]], like: Mapping[str, Tensor]) ->
     Integer tensors (counters) are taken from the last model.
 
     Args:
-        models: State dicts of the models, the newest last.
+        models: State dicts of the models; the last model is the newest.
         like: State dict with the names, data types and devices of the result.
     """
     means = {}

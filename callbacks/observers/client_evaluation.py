@@ -11,15 +11,15 @@ from fl_lightning.methods import evaluate_client, weighed_accuracy
 
 
 class ClientEvaluation(Report, FederatedCallback):
-    """Observer that evaluates the server's model for each client: mean, worst tenth and variance.
+    """Observer that evaluates the server's model for each client.
 
-    The evaluation data of a client depend on what the data module offers:
+    The data module decides how a client is evaluated:
 
-    - The client has a ``val_dataloader()`` (or ``test_dataloader()``): accuracy and loss are
+    - If the client has a ``val_dataloader()`` (or ``test_dataloader()``), accuracy and loss are
       measured on these data.
-    - The data module knows only the client's class histogram: the accuracy is estimated on the
-      server's evaluation data. Each class has the weight that it has in the client's training data.
-      The client has no loss.
+    - If only the client's class histogram is known, the accuracy is estimated on the server's
+      evaluation data. Classes have the frequencies of the client's training data. The loss is
+      unknown.
     - Otherwise the client is left out.
 
     Each evaluation logs these metrics under ``val/`` or ``test/``:
@@ -29,10 +29,10 @@ class ClientEvaluation(Report, FederatedCallback):
       clients, at least one client.
     - ``client_accuracy_variance``: Variance over the clients, for accuracies in [0, 1].
     - ``client_loss``, ``client_loss_worst``, ``client_loss_variance``: The same three numbers for
-      the loss. The worst clients are the clients with the highest losses.
+      the loss. The worst clients have the highest losses.
 
-    These are the measures of q-FFL (Li et al., "Fair resource allocation in federated learning",
-    ICLR 2020, Table 1). After the run, ``clients.csv`` holds each client's values of the last
+    The measures are those of q-FFL (Li et al., "Fair resource allocation in federated learning",
+    ICLR 2020, Table 1). After the run, ``clients.csv`` has each client's values of the last
     evaluation. W&B shows a histogram of these values.
 
     Attributes:

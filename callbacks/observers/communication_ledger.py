@@ -1,4 +1,4 @@
-"""Communication of a run by client and kind of state, and the time spent waiting for the server."""
+"""Communication of a run, by client and by kind of state, and the time of the exchanges."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,26 +14,26 @@ from fl_lightning.round import UpDown, add, total
 
 
 class CommunicationLedger(Report, FederatedCallback):
-    """Observer of a run's communication, with any method; training is the same bit for bit.
+    """Observer of a run's communication with any method; training does not change.
 
-    The ledger counts the bytes that clients and server send in each round. They include the payload
-    that methods add: momentum, control variates, statistics inside a forward pass. The ledger also
-    counts exchanges, in which the clients wait for the server. A FedTAN round with L BN layers, for
-    example, has 3L + 1 exchanges. Exchanges cost mainly time, not bytes.
+    The ledger counts the bytes that clients and server send in each round. This includes the
+    payload of methods, such as momentum, control variates and statistics inside a forward pass. The
+    ledger also counts exchanges, in which the clients wait for the server. A FedTAN round with L BN
+    layers, for example, has 3L + 1 exchanges. Exchanges cost mainly time, not bytes.
 
     The ledger also computes a simulated time for each round from the setting ``link``. A round
     takes as long as its slowest client. A centralised run sends no bytes. The ledger ignores:
 
     - Traffic of observers.
     - Models that clients would need for a personal evaluation.
-    - Frozen statistics, which every client receives once.
+    - Frozen statistics, which every client receives only once.
     - Time for computation, unless ``link`` has a time per local step.
 
     Each round logs its simulated time ``comm/simulated_s`` and these totals since the first counted
     round:
 
     - ``comm/total_upload_bytes`` and ``comm/total_download_bytes``.
-    - ``comm/total_bytes_per_client``: Bytes in both directions, mean over all clients.
+    - ``comm/total_bytes_per_client``: Mean number of bytes of a client in both directions.
     - ``comm/total_exchanges``.
     - ``comm/total_simulated_s``.
 
@@ -45,8 +45,8 @@ class CommunicationLedger(Report, FederatedCallback):
     - ``communication_by_kind.csv``: One row per kind of state.
 
     Args:
-        link: Bandwidth, latency and speed of a client, such as ``{upload_mbps: 100, download_mbps:
-            100}``. Default: the link of a phone, see
+        link: Network link and speed of a client, such as ``{upload_mbps: 100, download_mbps:
+            100}``. Default: a phone, see
             :class:`~fl_lightning.callbacks.observers.network_link.NetworkLink`.
 
     Attributes:
@@ -54,8 +54,8 @@ class CommunicationLedger(Report, FederatedCallback):
         kinds: Bytes up and bytes down of all clients together, by kind of state.
         exchanges: Number of exchanges in all rounds.
         seconds: Simulated time of all rounds, in seconds.
-        links: First round and description of each link. There are several links if the run was
-            resumed with another link.
+        links: First round and description of each link. A run that is resumed with another link has
+            several links.
     """
 
     paper = "(an observer: measurement only)"
@@ -72,13 +72,13 @@ class CommunicationLedger(Report, FederatedCallback):
         self.links: list[tuple[int, str]]
         self._begin()
 
-    # on_round_end would be too early, because other callbacks may run their on_round_end later
+    # not on_round_end, because the on_round_end of other callbacks may run later
     def on_train_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: FederatedModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the traffic and the simulated time of the round."""
         if pl_module.round == 1:
-            self._begin()  # a second fit starts to count from 0
+            self._begin()  # a second fit counts from 0
         if not self.links or self.links[-1][1] != str(self._link):
             self.links.append((pl_module.round, str(self._link)))
         traffic = pl_module.communication
@@ -163,8 +163,8 @@ class CommunicationLedger(Report, FederatedCallback):
     def _in_words(self) -> str:
         """Return the link in words.
 
-        If the run has several links, or the link applies only from a later round on, the text names
-        the first round of each link.
+        If the link has changed, or was set after round 1, the text names the first round of each
+        link.
         """
         if not self.links or (len(self.links) == 1 and self.links[0][0] == 1):
             return str(self._link)

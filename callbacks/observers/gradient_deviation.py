@@ -1,4 +1,4 @@
-"""A round's first local step, recomputed for the clients and for the union of their batches."""
+"""Gradients of a round's first local step, for the clients and for the union of their batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,10 +23,10 @@ class FirstStep:
     Attributes:
         mean_gradient: Mean of the clients' gradients, weighted by batch size. The keys are the
             names of the parameters, without frozen and local parameters.
-        union_gradient: Gradient of one client that has the union of all batches and uses the same
-            method. The keys are as in ``mean_gradient``.
-        means: Mean of each BN layer's inputs at each client, ``[C, channels]``. The layers are in
-            the order of the model. For a layer that was not called, the running mean is stored.
+        union_gradient: Gradient of a single client with the union of all batches and the same
+            method, with the keys of ``mean_gradient``.
+        means: Mean of each BN layer's inputs at each client, ``[C, channels]``, in the order of the
+            layers. An unused layer has the running mean.
         variances: Unbiased variance of each BN layer's inputs, with the same shape as ``means``.
     """
 
@@ -37,17 +37,16 @@ class FirstStep:
 
 
 def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True) -> FirstStep:
-    """Recompute a round's first local step, forward and backward, and leave the run unchanged.
+    """Compute a round's first local step, forward and backward, without changing the run.
 
-    The step is computed for the clients of the round, and then for the union: one client that has
-    the batches of all clients. It uses the run's precision, the method's BN layers, and the weights
-    and buffers from which the clients start. If the method computes all clients in one joint
-    forward pass, this step does the same. Dropout is off, because the clients and the union would
-    draw different masks.
+    The step is computed for the clients of the round, and then for the union: a single client with
+    the batches of all clients. It uses the run's precision, the method's BN layers, and the
+    clients' weights and buffers at the start of the round. If the method uses a joint forward pass,
+    this step does the same. Dropout is off, because the clients and the union would draw different
+    masks.
 
-    Callbacks may have set the state of the clients in ``on_round_start``. If all clients start from
-    the same state, the union starts from this state, too. Otherwise the union starts from the
-    server's state.
+    If all clients start from the same state, the union starts from this state, too. If callbacks
+    have given clients different states, the union starts from the server's state.
 
     Args:
         pl_module: The federated module, inside a round.
@@ -102,8 +101,8 @@ def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
     Args:
         cohort: The round's cohort before its first forward pass.
         copy: The cohort that receives the state.
-        common: Whether ``copy`` has only one client, the union. If so, it receives only state that
-            is equal for all clients and is not local.
+        common: Whether ``copy`` has only one client, the union. The union receives only non-local
+            state that is equal for all clients.
     """
     for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
         for block in rows.layout:
@@ -115,7 +114,7 @@ def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
 
 
 def _beside(pl_module: FederatedModule, cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
-    """Return a second cohort for this round. Its clients start as copies of the server."""
+    """Return a second cohort for this round, whose clients start as copies of the server."""
     copy = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups, parts=pl_module.parts)
     copy.broadcast(
         round_number=cohort.round,
@@ -132,7 +131,7 @@ def _executor(pl_module: FederatedModule) -> Executor:
     joint = pl_module.joint_method
     if joint is not None:
         return joint_executor(joint)
-    # other executors may use copies of the model, and these copies lack the forward hooks
+    # other executors may use copies of the model, which lack the forward hooks
     executor = pl_module.executor
     return executor if isinstance(executor, VectorizedExecutor) else SequentialExecutor()
 
@@ -146,8 +145,7 @@ def _join(cohort: Cohort, layers: Sequence[str], buffer: str) -> Tensor:
 def _observed(model: nn.Module) -> Iterator[list[str]]:
     """Let every BN layer store the mean and variance of its inputs in two buffers.
 
-    Executors give each client its own copy of these buffers. The context manager yields the names
-    of the BN layers.
+    Executors give each client a copy of these buffers. Yield the names of the BN layers.
     """
     layers = batch_norm_layers(model) if has_statistics(model) else {}
     handles = [layer.register_forward_hook(_observe) for layer in layers.values()]
@@ -168,5 +166,5 @@ def _observe(layer: nn.Module, args: tuple[Any, ...], _outputs: Any) -> None:
     mean = layer.get_buffer("observed_mean")
     values = args[0].detach().transpose(0, 1).flatten(1).to(mean.dtype)
     mean.copy_(values.mean(1))
-    # frozen BN accepts one value per channel, which has no unbiased variance (NaN): store 0 instead
+    # frozen BN accepts one value per channel, whose unbiased variance would be NaN: store 0
     layer.get_buffer("observed_var").copy_(values.var(1, correction=min(1, values.shape[1] - 1)))

@@ -19,7 +19,7 @@ def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Te
 def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
     """Return ``|S_m - S|``, ``[2, channels]``, as a weighted mean over the clients.
 
-    The sum over all entries is the quantity of Figure 3a in Zhong et al., arXiv 2303.06530.
+    Figure 3a in Zhong et al., arXiv 2303.06530, shows the sum over all entries.
 
     Args:
         clients: Statistics S_m of each client, ``[2, C, channels]``.
@@ -35,10 +35,10 @@ def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
     The variance is unbiased. Figure 3b in Zhong et al., arXiv 2303.06530, shows this variance.
 
     Args:
-        windows: For each client, its statistics in its newest rounds, ``[rounds, floats]``.
+        windows: Each client's statistics in the client's newest rounds, ``[rounds, floats]``.
 
     Returns:
-        The mean over all clients that have at least two rounds. None if there is no such client.
+        The mean over all clients with at least two rounds; None if there is no such client.
     """
     variances = [window.double().var(0) for window in windows if len(window) > 1]
     return torch.stack(variances).mean(0) if variances else None
@@ -53,8 +53,8 @@ def relative_deviation(
         found: Measured tensors by name.
         wanted: Reference tensors by name.
         names: Names of the tensors to compare. With an empty list the result is 0.
-        smallest: Lower bound of the denominator. A smaller norm of ``wanted`` would be only a
-            rounding error.
+        smallest: Lower bound of the denominator, for a norm of ``wanted`` that is only a rounding
+            error.
     """
     pairs = [(found[name].double(), wanted[name].double()) for name in names]
     if not pairs:
@@ -76,16 +76,32 @@ def statistics_bias(
 ) -> tuple[list[float], list[float]]:
     """Return the distance between running statistics and the moments of the data, by layer.
 
-    m and v are a layer's running mean and variance. m* and v* are the moments of its inputs.
+    m and v are a layer's running mean and variance. m* and v* are the mean and variance of the
+    layer's inputs.
 
     Args:
-        held: The server's buffers by name. They include m and v.
+        held: The server's buffers by name, including m and v.
         true: The moments m* and v* of the layers' inputs, by buffer name.
         layers: Names of the BN layers.
 
     Returns:
-        ``||m - m*|| / ||sqrt(v*)||`` and ``||v - v*|| / ||v*||`` of each layer. The first distance
-        is measured in standard deviations, because means may be zero.
+        ``
+
+        m - m*
+
+        /
+
+        sqrt(v*)
+
+        `` and ``
+
+        v - v*
+
+        /
+
+        v*
+
+        `` of each layer. The first denominator is a standard deviation, because means may be zero.
     """
     means, variances = [], []
     for layer in layers:

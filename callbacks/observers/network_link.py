@@ -1,4 +1,4 @@
-"""Simple model of a client's network link, which gives the duration of a round."""
+"""Simple model of a client's network link, from which the duration of a round follows."""
 
 import math
 from dataclasses import dataclass, fields
@@ -13,15 +13,14 @@ class NetworkLink(Recorded):
 
     A round takes ``exchanges x latency + bytes / bandwidth + local steps x seconds per step``.
 
-    The defaults are assumptions, not measurements. They are round numbers for a phone on a mobile
-    network: 0.25 MB/s up, 0.75 MB/s down, 50 ms for a round trip. Set other values for clinics or
-    data centres.
+    The defaults are assumptions for a phone on a mobile network: 0.25 MB/s up, 0.75 MB/s down, and
+    50 ms for a round trip. Set other values for clinics or data centres.
 
     Args:
         upload_mbps: Upload bandwidth in Mbit/s (10^6 bits per second).
         download_mbps: Download bandwidth in Mbit/s.
-        latency_ms: Round-trip time in milliseconds, as ``ping`` shows it. An exchange without data
-            takes this time.
+        latency_ms: Round-trip time in milliseconds, as shown by ``ping``: the time of an exchange
+            without data.
         seconds_per_local_step: Time of a local step in seconds. With 0, computation takes no time.
 
     Raises:

@@ -43,15 +43,15 @@ _SOURCES = (*_AGGREGATED, *_MEASURED, "silobn", "batch")
 class StatisticsSources(VariantEvaluation):
     """Observer that evaluates a FedAvg run with the BN statistics of other methods.
 
-    BN in training mode never reads running statistics. So FedAvg, moment matching, FedDNA, sBN and
-    SiloBN have the same parameters in every round, and differ only in evaluation. One run of FedAvg
-    gives the accuracy of each of these methods as ``val/accuracy_<source>``. This accuracy equals,
-    up to rounding, the accuracy of a separate run of the method with the same seed.
-    ``val/accuracy`` is the accuracy of FedAvg. The sources are:
+    BN in training mode never reads running statistics. FedAvg, moment matching, FedDNA, sBN and
+    SiloBN therefore have the same parameters in every round, and differ only in evaluation. A
+    single run of FedAvg gives the accuracy of each method as ``val/accuracy_<source>``. This
+    accuracy equals, up to rounding, the accuracy of a separate run of the method with the same
+    seed. ``val/accuracy`` is the accuracy of FedAvg. The sources are:
 
-    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: The statistics that the server
-      would have if this method had aggregated them in every round. ``moment_matching`` uses the
-      module's ``statistics_aggregator``. The FedDNA sources require the weighted mean.
+    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: The server's statistics if this
+      method had aggregated statistics in every round. ``moment_matching`` uses the module's
+      ``statistics_aggregator``. The FedDNA sources require the weighted mean.
     - ``static_pooled``, ``static_per_client``, ``static_total_variance``: Statistics from a pass
       over the clients' training data at each evaluation (sBN).
     - ``silobn``: The statistics that each client would keep. The metric is the mean accuracy over
@@ -60,22 +60,21 @@ class StatisticsSources(VariantEvaluation):
     - ``test_set``: Statistics from a pass over the evaluation data, without labels, at each
       evaluation (AdaBN: Li et al., arXiv 1603.04779).
 
-    ``moment_matching``, the FedDNA sources and ``silobn`` are hypothetical: the run itself does not
-    use these statistics. A run of FedAvg is enough to compute them, because a client's running
-    statistics are the sum of two terms. After E local steps with momentum beta, the first term is
-    (1 - beta)^E times the server's statistics. The second term does not depend on the server's
-    statistics.
+    ``moment_matching``, the FedDNA sources and ``silobn`` are hypothetical: the run does not use
+    these statistics. They can be computed from a run of FedAvg. After E local steps with momentum
+    beta, a client's statistics are the sum of two terms. The first term is (1 - beta)^E times the
+    server's statistics; the second term does not depend on the server's statistics.
 
-    The hypothetical sources work only with methods that average statistics. ``batch``, ``test_set``
-    and the static sources work with every method that has BN.
+    The hypothetical sources work only with methods that average statistics. The other sources work
+    with every method that has BN.
 
-    Byzantine clients attack FedAvg's run. It is unknown how they would attack another source.
-    Before the first round, all sources except ``batch`` are the initial statistics.
+    Byzantine clients attack the run of FedAvg; attacks on other sources are not simulated. Before
+    the first round, all sources except ``batch`` are the initial statistics.
 
     Args:
         sources: List of sources. None selects all.
-        evaluate_clients: Number of clients that ``silobn`` evaluates. Their ids are evenly spaced.
-            None selects all clients.
+        evaluate_clients: Number of clients that ``silobn`` evaluates, with evenly spaced ids. None
+            selects all clients.
 
     Raises:
         ConfigurationError: A source is unknown, the model has no running statistics, a BN layer has
@@ -85,7 +84,7 @@ class StatisticsSources(VariantEvaluation):
     Attributes:
         server: Hypothetical statistics of the server for each source, ``[2, channels]``: means and
             variances of all BN layers.
-        clients: Hypothetical statistics of each client under its id, as ``{"statistics": [2,
+        clients: Hypothetical statistics of each client by client id: ``{"statistics": [2,
             channels]}``.
     """
 
@@ -147,7 +146,7 @@ class StatisticsSources(VariantEvaluation):
                 self.clients[client] = {"statistics": rows[:, index].clone()}
 
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the statistics of each source. ``silobn`` has statistics for each client."""
+        """Return the statistics of each source, and of each client for ``silobn``."""
         variants: dict[str, Mapping[str, Tensor]] = {}
         for source in self._chosen:
             if source == "batch":
@@ -165,7 +164,7 @@ class StatisticsSources(VariantEvaluation):
     def variant_metrics(
         self, pl_module: FederatedModule, split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Return loss and accuracy of each source. For ``silobn``, average over the clients."""
+        """Return loss and accuracy of each source, averaged over the clients for ``silobn``."""
         values: dict[str, list[float]] = {}
         for name, evaluation in evaluations.items():
             for metric, value in evaluation.metrics.items():
@@ -173,7 +172,7 @@ class StatisticsSources(VariantEvaluation):
         return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hypothetical statistics of server and clients."""
+        """Return the hypothetical statistics of the server and the clients."""
         return {"server": self.server, "clients": self.clients}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -181,7 +180,7 @@ class StatisticsSources(VariantEvaluation):
         self.server, self.clients = state_dict["server"], ClientMemory(state_dict["clients"])
 
     def _local_statistics(self, client: int) -> Tensor:
-        """Return a client's hypothetical statistics (in the beginning the initial statistics)."""
+        """Return a client's hypothetical statistics, which start from the initial statistics."""
         return (self.clients.get(client) or self.clients[SERVER])["statistics"]
 
 
@@ -206,7 +205,7 @@ def _matched(
     """
     widths = [layer.num_features for layer in layers.values()]
     pairs = zip(torch.split(means, widths, 1), torch.split(variances, widths, 1), strict=True)
-    # use a copy, because the run's own aggregator counts the values that it clamps
+    # use a copy: the run's aggregator counts clamped values
     rule = StatisticsAggregator(statistics.rule, statistics.domain)
     mean, variance = zip(*rule([LayerStatistics(*pair, weights, 1.0) for pair in pairs]), strict=True)
     return torch.cat(mean), torch.cat(variance)
@@ -215,8 +214,8 @@ def _matched(
 def _server_share(layers: Mapping[str, _BatchNorm], cohort: Cohort, before: Mapping[str, Tensor]) -> Tensor:
     """Return the weight ``(1 - beta)^steps``, ``[C, channels]``.
 
-    It is the weight that the server's old statistics have in a client's statistics after ``steps``
-    local steps.
+    This is the weight of the server's old statistics in a client's statistics after the local
+    steps.
 
     Args:
         layers: BN layers by name; beta is a layer's momentum.
@@ -232,7 +231,7 @@ def _server_share(layers: Mapping[str, _BatchNorm], cohort: Cohort, before: Mapp
 
 
 def _by_name(pl_module: FederatedModule, statistics: Tensor | None) -> dict[str, Tensor]:
-    """Return the rows of ``statistics`` as buffers by name. For None the result is empty."""
+    """Return the rows of ``statistics`` as buffers by name; no buffers for None."""
     if statistics is None:
         return {}
     model = pl_module.model
