@@ -18,8 +18,8 @@ class AdaBN(VariantEvaluation):
     uses the measured statistics as running statistics. Training does not change.
 
     - ``val/accuracy_adabn``: accuracy with statistics of the server's evaluation data.
-    - ``val/own_accuracy_adabn``: mean accuracy over the clients, with each client's own evaluation
-      data and their statistics.
+    - ``val/own_accuracy_adabn``: mean accuracy of the clients on their own evaluation data, with
+      the statistics of these data.
 
     In ``test`` the names of the metrics begin with ``test/``.
 

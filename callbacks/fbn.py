@@ -28,8 +28,8 @@ class SharedBatchNorm(SwappedBatchNorm):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return ``gamma (x - m) / sqrt(v + eps) + beta`` (Algorithm 2).
 
-        m and v are the server's running mean and variance. In training, also merge the inputs x into
-        the moments of the round.
+        m and v are the server's running mean and variance. In training, also merge the inputs x
+        into the moments of the round.
         """
         if self.training:
             count, mean, m2, batches = map(self.get_buffer, (*self.scratch, "num_batches_tracked"))
@@ -55,18 +55,19 @@ class FBN(FederatedCallback):
       (1 - beta)^E, where beta is the BN layer's ``momentum`` in PyTorch's convention.
     - If clients take different numbers of local steps, E is the largest of these numbers.
 
-    Training equals FBN's training of a single client with the union batch if gradients are weighted
-    by batch size. If batch sizes differ, set ``weighting: samples``. If batch sizes are equal but
-    the clients' data sets differ in size, set ``weighting: uniform``. Training does not equal
-    training with ordinary BN, because ordinary BN normalises with the current batch.
+    If gradients are weighted by batch size, training equals FBN with a single client that has the
+    union batch. If batch sizes differ, set ``weighting: samples``. If batch sizes are equal but the
+    clients' data sets differ in size, set ``weighting: uniform``. Training does not equal training
+    with ordinary BN, because ordinary BN normalises with the current batch.
 
     The server averages the clients' means m_i and variances v_i. The module's setting
     ``statistics_aggregator`` can replace the average by another rule.
 
     Args:
         wire: Statistics that clients send. ``"run"``: the moving averages m_i and v_i, as in the
-            paper. ``"batch"``: mean and unbiased variance of the client's batches. With honest
-            clients and a mean as aggregator, both choices give the same results up to rounding.
+            paper. ``"batch"``: mean and variance of the client's values. This variance also
+            includes the factor N/(N-1). With honest clients and a mean as aggregator, both choices
+            give the same results up to rounding.
         ema: Weight of the old statistics in the moving average after E local steps. ``"per_step"``
             is (1 - beta)^E, and ``"per_round"`` is 1 - beta.
 

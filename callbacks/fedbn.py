@@ -10,7 +10,7 @@ class FedBN(LocalState):
     authors' code differs in two points:
 
     - The code treats a layer as BN if the layer's name contains "bn". Here the layer's type
-      decides. ResNet's ``downsample.1``, for example, is treated as BN only here.
+      decides. ResNet's ``downsample.1`` is therefore BN here, but not in the authors' code.
     - The code gives every client the weight 1/n. For equal weights, set ``weighting: uniform``.
 
     The paper does not study label skew, where clients have different classes. With label skew, a

@@ -35,13 +35,10 @@ class FedDNA(FederatedCallback):
     server's variance.
 
     Args:
-        divergence: The sum that q minimises, with aggregation weights p_i. ``"kl"`` is ``sum p_i
-            KL(N_i
-
-        N)``, with the minimum q = p, which is moment matching. ``"reverse_kl"`` is ``sum p_i KL(N
-
-        N_i)``, which gives outlying clients less weight. This convex problem is solved by mirror
-            descent.
+        divergence: The sum that q minimises, with aggregation weights p_i. ``"kl"`` is
+            ``sum p_i KL(N_i || N)``, with the minimum q = p, which is moment matching.
+            ``"reverse_kl"`` is ``sum p_i KL(N || N_i)``, which gives outlying clients less weight.
+            This convex problem is solved by mirror descent.
         between: Whether sigma^2 includes the variance between clients. If False, sigma^2 is ``sum
             q_i sigma_i^2``, and ``"kl"`` equals FedAvg. The importances are the same for both
             values.

@@ -61,10 +61,10 @@ class FedExFixBN(FoundFreezing):
     - Train with the server's running statistics, without changing them (frozen).
 
     Each client samples a configuration from the server's distribution theta. After the local steps,
-    each client reports the loss of its model on its next batch, in eval mode with the client's
-    running statistics. The paper uses validation data; after the first epoch, our client has
-    already trained on the samples of the next batch. The server uses the losses for an
-    exponentiated gradient step on theta.
+    each client reports the loss on the client's next batch, in eval mode with the client's running
+    statistics. The paper uses validation data; after the first epoch, our client has already
+    trained on the samples of the next batch. The server uses the losses for an exponentiated
+    gradient step on theta.
 
     The search ends once the entropy of theta is below ``cutoff``. If frozen statistics are then
     more probable, T* is the current round, and the statistics of all clients freeze from the next

@@ -7,7 +7,7 @@ from fl_lightning import Cohort, ConfigurationError, FederatedCallback, Federate
 
 
 class FedNova(FederatedCallback):
-    """FedNova: clients send normalised updates, to gain no weight from more local steps.
+    """FedNova: normalised updates, so that more local steps give a client no more weight.
 
     Client i sends ``d_i = (x - x_i) / a_i``. x are the server's parameters, and x_i are the
     client's parameters. :func:`step_length` computes a_i. The server's update is ``(sum p_i a_i)

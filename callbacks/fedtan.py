@@ -211,8 +211,9 @@ class FedTAN(FederatedCallback):
         return floats, floats
 
     def extra_exchanges(self, cohort: Cohort) -> int:
-        """Return the number of exchanges: 3 per call of a BN layer, or 2 without averaged
-        gradients.
+        """Return the number of exchanges.
+
+        Each call of a BN layer needs 3 exchanges, or 2 if gradients are not averaged.
         """
         return int(cohort.extra["calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
 

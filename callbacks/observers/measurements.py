@@ -85,23 +85,8 @@ def statistics_bias(
         layers: Names of the BN layers.
 
     Returns:
-        ``
-
-        m - m*
-
-        /
-
-        sqrt(v*)
-
-        `` and ``
-
-        v - v*
-
-        /
-
-        v*
-
-        `` of each layer. The first denominator is a standard deviation, because means may be zero.
+        ``||m - m*|| / ||sqrt(v*)||`` and ``||v - v*|| / ||v*||`` of each layer. The first
+        denominator is a standard deviation, because means may be zero.
     """
     means, variances = [], []
     for layer in layers:
