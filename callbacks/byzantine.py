@@ -32,7 +32,7 @@ class Byzantine(FederatedCallback):
     the final messages of a round:
 
     - Statistics: the attack replaces the statistics that clients send. With FBN, the setting
-      ``wire`` decides which statistics are sent. With other methods, they are moving averages.
+      ``wire`` decides which statistics are sent. With other methods, clients send moving averages.
     - Parameters: the attack replaces the attacker's update. An update is the difference between the
       client's parameters and the server's parameters. With one local step (E = 1) of SGD, the
       update is the gradient times a step size.

@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigurationError, check_choice
 
 
 class SharedBatchNorm(SwappedBatchNorm):
-    """BN layer that normalises with the server's statistics and pools the moments of its batches.
+    """BN layer that normalises with the server's statistics, and records moments of the inputs.
 
     Three buffers ``[channels]`` describe the layer's inputs at a client in this round. ``count`` is
     the number of values, ``batch_mean`` is their mean, and ``batch_m2`` is the sum of their squared

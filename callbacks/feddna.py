@@ -127,8 +127,8 @@ def reverse_kl_importances(
     N is the server's Gaussian, whose mean mu and variance sigma^2 depend on q. N_i is the Gaussian
     of client i. The divergence is averaged over the channels.
 
-    The objective is a convex function of q. Its term ``sigma^2 + (mu - mu_i)^2`` is linear in q.
-    Its term ``-log sigma^2`` is convex, because sigma^2 is concave.
+    The objective is a convex function of q. The term ``sigma^2 + (mu - mu_i)^2`` is linear in q.
+    The term ``-log sigma^2`` is convex, because sigma^2 is concave.
 
     Mirror descent on the simplex starts from q = p. A line search halves a step until the objective
     decreases enough. The next step begins with twice this size. The descent ends once the duality

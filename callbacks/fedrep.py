@@ -17,9 +17,8 @@ class FedRep(FedPer):
     most ``head_steps`` local steps trains only the head. Running statistics change in both phases,
     because BN normalises with the batch.
 
-    The authors weight clients by their number of samples. After the last round they tune the heads
-    of all clients. Here a client is evaluated with the head from the last round in which it took
-    part.
+    The authors weight clients by their number of samples. After the last round, the authors tune
+    the heads of all clients. Here a client is evaluated with the head from the client's last round.
 
     Args:
         head_steps: Number of local steps that train the head, at least 0. With 0, the heads are

@@ -104,7 +104,8 @@ class FedTAN(FederatedCallback):
     In the first local step, every BN layer normalises with the mean and variance of all clients'
     batches together. The clients also average the gradients that flow through this mean and
     variance. Each layer needs three exchanges, in which the clients wait for each other. Later
-    local steps are as in FedAvg, with each client's batch statistics and running statistics.
+    local steps are as in FedAvg: BN normalises with the client's batch, and updates the client's
+    running statistics.
 
     With one local step per round (E = 1), the run of any model equals centralised training with BN
     on the union of all batches. This requires equal aggregation weights, because the first step

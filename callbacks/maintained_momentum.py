@@ -95,7 +95,7 @@ class MaintainedMomentum(FederatedCallback):
         return floats, floats
 
     def state_dict(self) -> dict[str, ClientMemory]:
-        """Return each client's state by client id, and the combined state under ``SERVER``."""
+        """Return the stored states, for a checkpoint."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

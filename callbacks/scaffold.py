@@ -103,7 +103,7 @@ class SCAFFOLD(FederatedCallback):
         return floats, floats
 
     def state_dict(self) -> dict[str, ClientMemory]:
-        """Return each client's c_i by client id, and c under ``SERVER``: one vector per block."""
+        """Return all control variates, for a checkpoint."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -27,9 +27,9 @@ class SlidingWindowFixBN(FoundFreezing):
     The paper does not define the norm, or how clients agree on T*. The L1 norm, the weighted mean
     and a common T* for all clients are our choices.
 
-    Until T* is found, each round logs its change as ``fixbn/statistics_change``. If the window is
-    full, the round also logs ``fixbn/window_variance``. Once T* is found, ``fixbn/freeze_round`` is
-    logged.
+    Until T* is found, each round logs ``fixbn/statistics_change``, the round's change. If the
+    window is full, the round also logs ``fixbn/window_variance``. Once T* is found, rounds log
+    ``fixbn/freeze_round``.
 
     Args:
         window: Number of rounds W in the window, at least 2. The paper recommends a large number.

@@ -29,8 +29,8 @@ class StaticBN(FederatedCallback):
 
             - ``"pooled"``: means and variances of the union batches, averaged over the union
               batches. Union batch k is the union of all clients' k-th batches. HeteroFL's code
-              averages in the same way, but over batches of all data, shuffled. A real federation
-              cannot pool data.
+              averages in the same way, but divides the shuffled data of all clients into batches. A
+              real federation cannot pool data.
             - ``"pooled_total_variance"``: mean and variance of all values in the union batches.
             - ``"per_client"``: means and variances of the clients' batches, averaged over all
               batches of all clients. The variance between clients is left out.
@@ -82,7 +82,7 @@ class StaticBN(FederatedCallback):
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Measure the statistics if the round is evaluated and no earlier pass used these weights.
+        """Measure the statistics if they are needed after a skipped round.
 
         Returns:
             The traffic of the pass by client id, and the number of exchanges.

@@ -21,8 +21,7 @@ class BatchNormReport(Report):
 
     Attributes:
         history: Measured numbers, ``history[quantity][round][layer]``.
-        newest: Round and metrics of each measure's newest values: ``newest[measure] = (round,
-            metrics)``.
+        newest: Newest metrics of each measure: ``newest[measure] = (round, metrics)``.
         channels: Number of channels of each BN layer with running statistics, by layer name.
     """
 
@@ -74,7 +73,7 @@ class BatchNormReport(Report):
             by_round[pl_module.round] = dict(values)
 
     def log_measure(self, pl_module: FederatedModule, measure: str, metrics: Mapping[str, float]) -> None:
-        """Log metrics of the model, and store the metrics as the newest ones of ``measure``."""
+        """Log metrics of the model, and store them in ``newest[measure]``."""
         for name, value in metrics.items():
             pl_module.log(name, value)
         if metrics:
@@ -89,8 +88,7 @@ class BatchNormReport(Report):
         """Return the figures ``bn_drift`` (entire model) and ``bn_layers`` (each layer)."""
         figures: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():
-            # add the metrics of an evaluation after the last round, which the round's row does not
-            # have yet
+            # a round's row may lack the metrics of an evaluation after the last round
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             figures["bn_drift"] = lambda title: drift_figure(rows, title)

@@ -4,7 +4,7 @@ All functions take some of these arguments, for N samples and C classes:
 
 - ``logits``: Class scores, finite, float64, shape ``[N, C]``.
 - ``labels``: Class of each sample, int64, shape ``[N]``.
-- ``groups``: For each client, the list of its classes.
+- ``groups``: List of classes of each client.
 """
 
 import math
@@ -109,8 +109,8 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 def accuracy_within(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[int]]) -> float | None:
     """Return the mean accuracy over clients if the model knows each sample's client.
 
-    A client is evaluated on all samples of its classes. The prediction is the class with the
-    highest logit among the client's classes. Clients without samples are left out.
+    A client is evaluated on all samples of the client's classes. The prediction is the class with
+    the highest logit among the client's classes. Clients without samples are left out.
 
     Returns:
         The mean accuracy, or None if all clients are left out.

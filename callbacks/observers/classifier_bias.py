@@ -48,8 +48,8 @@ class ClassifierBias(FederatedCallback):
       clients share a class, the metric is left out, and a message says so.
 
     A class belongs to a client if the client has enough samples of the class: at least a tenth of
-    the number of samples in the client's most frequent class. The last two metrics need a data
-    module with class histograms.
+    the number of samples in the client's most frequent class. ``accuracy_within_clients`` and
+    ``accuracy_between_clients`` need a data module with class histograms.
 
     All metrics above, ``accuracy`` and ``loss`` are also logged for the mean of the newest server
     models, with names that end in ``_mean_model``. The mean gives all models equal weight. It
@@ -64,8 +64,8 @@ class ClassifierBias(FederatedCallback):
             computed.
         train_samples: Approximate number of training samples in ``train_loss`` and
             ``train_accuracy``, at least 1.
-        checkpoints: Files with checkpoints or state dicts. In ``test`` and ``validate``, their mean
-            replaces the mean of the newest models. Default: no files.
+        checkpoints: Files with checkpoints or state dicts. In ``test`` and ``validate``, the mean
+            of these models replaces the mean of the newest models. Default: no files.
 
     Raises:
         ConfigurationError: A setting is out of its range, a file does not fit the model, or the

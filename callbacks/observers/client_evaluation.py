@@ -18,8 +18,8 @@ class ClientEvaluation(Report, FederatedCallback):
     - If the client has a ``val_dataloader()`` (or ``test_dataloader()``), accuracy and loss are
       measured on these data.
     - If only the client's class histogram is known, the accuracy is estimated on the server's
-      evaluation data. Classes have the frequencies of the client's training data. The loss is
-      unknown.
+      evaluation data. Classes are weighted by their frequency in the client's training data. The
+      loss is left out.
     - Otherwise the client is left out.
 
     Each evaluation logs these metrics under ``val/`` or ``test/``:

@@ -1,4 +1,4 @@
-"""Communication of a run, by client and by kind of state, and the time of the exchanges."""
+"""Measurement of a run's communication, in bytes and time."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,8 +29,8 @@ class CommunicationLedger(Report, FederatedCallback):
     - Frozen statistics, which every client receives only once.
     - Time for computation, unless ``link`` has a time per local step.
 
-    Each round logs its simulated time ``comm/simulated_s`` and these totals since the first counted
-    round:
+    Each round logs the simulated time ``comm/simulated_s`` and these totals over all counted
+    rounds:
 
     - ``comm/total_upload_bytes`` and ``comm/total_download_bytes``.
     - ``comm/total_bytes_per_client``: Mean number of bytes of a client in both directions.

@@ -26,7 +26,7 @@ class FirstStep:
         union_gradient: Gradient of a single client with the union of all batches and the same
             method, with the keys of ``mean_gradient``.
         means: Mean of each BN layer's inputs at each client, ``[C, channels]``, in the order of the
-            layers. An unused layer has the running mean.
+            layers. For an unused layer, the running mean is stored.
         variances: Unbiased variance of each BN layer's inputs, with the same shape as ``means``.
     """
 
@@ -101,8 +101,8 @@ def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
     Args:
         cohort: The round's cohort before its first forward pass.
         copy: The cohort that receives the state.
-        common: Whether ``copy`` has only one client, the union. The union receives only non-local
-            state that is equal for all clients.
+        common: Whether ``copy`` has only one client, the union. Then only state is copied that is
+            equal for all clients and not local.
     """
     for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
         for block in rows.layout:

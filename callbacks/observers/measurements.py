@@ -17,7 +17,7 @@ def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Te
 
 
 def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
-    """Return ``|S_m - S|``, ``[2, channels]``, as a weighted mean over the clients.
+    """Return the weighted mean of ``|S_m - S|`` over the clients, ``[2, channels]``.
 
     Figure 3a in Zhong et al., arXiv 2303.06530, shows the sum over all entries.
 

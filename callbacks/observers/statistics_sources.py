@@ -61,9 +61,9 @@ class StatisticsSources(VariantEvaluation):
       evaluation (AdaBN: Li et al., arXiv 1603.04779).
 
     ``moment_matching``, the FedDNA sources and ``silobn`` are hypothetical: the run does not use
-    these statistics. They can be computed from a run of FedAvg. After E local steps with momentum
-    beta, a client's statistics are the sum of two terms. The first term is (1 - beta)^E times the
-    server's statistics; the second term does not depend on the server's statistics.
+    these statistics. A run of FedAvg is enough to compute such statistics. After E local steps with
+    momentum beta, a client's statistics are the sum of two terms. The first term is (1 - beta)^E
+    times the server's statistics; the second term does not depend on the server's statistics.
 
     The hypothetical sources work only with methods that average statistics. The other sources work
     with every method that has BN.
@@ -231,7 +231,7 @@ def _server_share(layers: Mapping[str, _BatchNorm], cohort: Cohort, before: Mapp
 
 
 def _by_name(pl_module: FederatedModule, statistics: Tensor | None) -> dict[str, Tensor]:
-    """Return the rows of ``statistics`` as buffers by name; no buffers for None."""
+    """Return statistics ``[2, channels]`` as buffers by name; an empty dict for None."""
     if statistics is None:
         return {}
     model = pl_module.model

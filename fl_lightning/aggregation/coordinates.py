@@ -147,7 +147,7 @@ class MeanAroundMedian(CoordinateRule):
         n = ascending.shape[1]
         count = n - self.f
         middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
-        # the window of n - f values moves up while the next value is closer than its lowest value
+        # shift the window of n - f values up while the next value is closer than the lowest value
         first = (ascending[:, count:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
         place = torch.arange(n, device=ascending.device)
         return ((place >= first) & (place < first + count)).to(ascending.dtype).div_(count)

@@ -234,8 +234,8 @@ def mix(
 ) -> list[Tensor]:
     """Return the product of ``shares`` and each block.
 
-    If all rows with a share in a result equal the centre, the result is exact. If a rejected row
-    has a share in a result, the result is NaN. Other results ignore rejected rows.
+    If all rows equal the centre, the results are exact. A result with a share of a rejected row is
+    NaN. All other results ignore rejected rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.

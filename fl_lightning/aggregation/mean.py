@@ -27,7 +27,7 @@ def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 class Aggregator(Recorded, ABC):
-    """Base class of rules by which the server combines the clients' rows into one row.
+    """Base class of rules that combine the clients' rows into one row.
 
     Attributes:
         per: Layers in a client's vector: ``"layer"`` for one layer, ``"model"`` for all layers.

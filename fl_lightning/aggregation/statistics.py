@@ -72,8 +72,8 @@ class StatisticsAggregator:
     - ``"log_variance"``: (m, ln v). The variance stays positive. With the mean as F, the result is
       the geometric mean of the variances.
     - ``"second_moment"``: the vector (m, v + b (m - c)^2), where c is the median of the clients'
-      means. This domain requires that b is not 0. Here, medians and trimmed means give valid
-      statistics, and the weighted mean is exact.
+      means. This domain requires that b is not 0. In this domain, medians and trimmed means give
+      valid statistics, and the weighted mean is exact.
 
     With any domain except None, a client's layer is invalid if it has a non-finite value or a
     negative variance. An invalid layer counts as NaN in robust rules, and has weight 0 in a mean.

@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
 
 class Attack(Recorded):
-    """Base class of attacks. Its methods let attackers behave like honest clients.
+    """Base class of attacks. By default, attackers behave like honest clients.
 
     Attributes:
         least_honest: Minimum number of honest clients in a round. If a round has fewer honest

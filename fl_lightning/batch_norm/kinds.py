@@ -56,7 +56,7 @@ TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
 - ``max``: The clients send the state, and the server takes the maximum. This is the rule for
   counters.
 - ``frozen``: The state does not change. Frozen parameters are not trained. BN layers with frozen
-  statistics train in eval mode.
+  statistics are in eval mode during training.
 - ``local``: The clients keep the state and do not send it. The method stores and restores the state
   by ``Cohort.remember`` and ``Cohort.recall``. For evaluation, the server uses the mean of the
   state over the round's cohort.

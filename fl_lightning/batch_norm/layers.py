@@ -36,8 +36,8 @@ def require_batch_norm(
         momentum: Whether the method uses the layers' momentum.
 
     Raises:
-        ConfigurationError: The model has no BN layer, or a layer has no running statistics or no
-            momentum but the method needs them.
+        ConfigurationError: The model has no BN layer, or a layer lacks running statistics or
+            momentum that the method needs.
     """
     layers, kind = batch_norm_layers(model), type(model).__name__
     if not layers:

@@ -9,9 +9,9 @@ from fl_lightning.aggregation import weighted_mean
 def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and variance of combined samples by the law of total variance.
 
-    The resulting variance is the mean of the variances plus the variance of the means. It is exact
-    if each part's weight is its share of the samples. All variances are biased, that is, divided by
-    the number of samples.
+    The resulting variance is the mean of the variances plus the variance of the means. The result
+    is exact if the weight of each part is the part's share of the samples. All variances are
+    biased: their divisor is the number of samples.
 
     Args:
         means: Mean of each part, shape ``[n, d]``.

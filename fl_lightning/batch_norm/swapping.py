@@ -62,9 +62,8 @@ def swap_batch_norm(
         The layers, which are now instances of both ``forward`` and their original class.
 
     Raises:
-        ConfigurationError: The model has no BN layer, or a layer does not suit the method.
-            Unsuitable are layers without running statistics, without a momentum that the method
-            needs, or with a custom or swapped forward pass.
+        ConfigurationError: The model has no BN layer, or a layer cannot be swapped. A layer needs
+            running statistics, PyTorch's forward pass, and a momentum if ``momentum`` is True.
     """
     layers = require_batch_norm(model, forward.method, momentum=momentum)
     for name, layer in layers.items():

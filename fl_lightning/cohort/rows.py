@@ -113,7 +113,7 @@ class Rows(Mapping[str, Tensor]):
         """Return copies ``[n, *shape]`` of some rows by name.
 
         Each block is copied by one operation. Vectors, such as gamma and beta of BN, become
-        contiguous, because BN would copy other vectors again.
+        contiguous, which avoids a further copy in BN.
 
         Args:
             index: The rows.
@@ -152,7 +152,7 @@ class Rows(Mapping[str, Tensor]):
             storage[index] = torch.cat(columns, dim=1)
 
     def _order(self, block: str, num_rows: int) -> Tensor:
-        """Return an order of a block's elements that makes the values of each tensor contiguous.
+        """Return the order of a block's elements in which each tensor is contiguous.
 
         The result is cached.
         """

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class StateSlots:
-    """Places of a model's tensors: the entries in its modules' dicts of parameters and buffers.
+    """Slots of a model: the entries in the modules' dicts of parameters and buffers.
 
     A client's tensors can be put into these slots.
 

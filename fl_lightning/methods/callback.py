@@ -113,12 +113,12 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
     ) -> None:
-        """Act after the backward pass of a local step, counted from 0, has set ``cohort.grads``."""
+        """Act after the backward pass of a local step. ``step`` counts from 0."""
 
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
     ) -> None:
-        """Act after the client optimizer has taken a local step, counted from 0."""
+        """Act after the client optimizer has taken a local step. ``step`` counts from 0."""
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
         """Act after the last local step, before the clients send their rows.
@@ -141,7 +141,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Act in a skipped round, in place of the round's remaining hooks.
 
         Returns:
-            For each client, the numbers of floats sent and received (see ``extra_traffic``); and
-            the number of exchanges (see ``extra_exchanges``).
+            A pair: the numbers of floats that each client sends and receives (see
+                ``extra_traffic``), and the number of exchanges (see ``extra_exchanges``).
         """
         return {}, 0

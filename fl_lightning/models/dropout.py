@@ -93,8 +93,7 @@ class Dropout(nn.Module):
         The mask has the shape of ``x``, except that the last ``dim`` dimensions have size 1.
         """
         shape = x.shape[: x.dim() - self.dim]
-        # hash twice: with a single hash, one key's mask would be a permutation of another key's
-        # mask
+        # hash twice: after a single hash, the masks of two keys would be permutations
         low = _mix((self.key & _MASK32) ^ _mix(self.layer + 1))
         high = _mix((self.key >> 32) ^ low)
         words = _mix(_mix(torch.arange(shape.numel(), device=x.device) ^ low) ^ high)

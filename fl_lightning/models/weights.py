@@ -155,8 +155,7 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
             is_legacy = file.read(2) == b"\x80\x02"  # the file is a pickle, torch's format until release 1.5
         if not is_legacy:
             with zipfile.ZipFile(path) as archive:
-                # torch.load ignores CRC errors, and returns uninitialised memory for "folder"
-                # entries
+                # torch.load ignores CRC errors, and returns random memory for "folder" entries
                 folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
                 if folder or archive.testzip() is not None:
                     raise zipfile.BadZipFile
