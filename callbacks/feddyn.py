@@ -81,7 +81,7 @@ class FedDyn(FederatedCallback):
         self.memory[SERVER] = server
 
     def state_dict(self) -> dict[str, ClientMemory]:
-        """Return all g_i and h, for a checkpoint."""
+        """Return the gradient estimates g_i and the server's h, for a checkpoint."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

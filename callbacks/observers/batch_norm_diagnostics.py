@@ -156,7 +156,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         self.channels = {name: layer.num_features for name, layer in layers.items()}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Measure the first local step if the round is measured."""
+        """Measure the first local step in each measured round."""
         if self._is_measured(cohort):
             gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)

@@ -62,9 +62,9 @@ class StatisticsAggregator:
     - b = N / ((N - 1) beta), with N values in a channel and BN momentum beta, gives lines 9 and 10
       of FBN (Guerraoui et al., arXiv 2405.14670). The robust form of FBN replaces all means by F.
 
-    By default, F gets a separate vector for the means of each layer, and for the variances of each
-    layer. With ``per="model"``, a vector spans all layers. A robust F can give a negative variance,
-    which is clamped to 0 and counted.
+    By default, F aggregates the means and the variances of each layer as separate vectors. With
+    ``per="model"``, a vector spans all layers. A robust F can give a negative variance, which is
+    clamped to 0 and counted.
 
     The domain decides which quantities F aggregates:
 

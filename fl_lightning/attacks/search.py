@@ -10,7 +10,7 @@ GRID = [step / 20 for step in range(101)]
 
 
 def search(harm: Callable[[float], float], how: Search) -> float:
-    """Return the factor that does the most harm among the factors that the search tries.
+    """Return the tried factor that does the most harm.
 
     The returned factor does at least as much harm as the factor 0.
 

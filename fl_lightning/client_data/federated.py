@@ -274,7 +274,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         """
         with doing("reading the server's evaluation data"):
             dataset = getattr(self.val_dataloader(), "dataset", None)
-            many = dict.fromkeys(range(-32, 0), "")  # 32 placeholders: no id() is negative
+            many = dict.fromkeys(range(-32, 0), "")  # as if 32 data sets had been read
             return [dataset_digest(dataset, known) for known in ({}, many)]
 
     def class_histograms(self) -> list[list[int]]:

@@ -26,7 +26,7 @@ class RowState(NamedTuple):
 
     Attributes:
         tensors: Parameters (autograd leaves) and buffers by name.
-        places: View of the client's row and its location in memory, for each name.
+        places: By name, a view of the client's row and the view's location in memory.
         trained: The trained parameters.
         gradients: Views to which the gradients of ``trained`` are written.
     """

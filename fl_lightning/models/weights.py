@@ -198,10 +198,11 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
 
 
 def _are_heads(differing: _Shapes) -> bool:
-    """Return whether the tensors may differ only in the number of classes.
+    """Return whether the tensors may be classifiers with different numbers of classes.
 
-    The first dimension of a shape is then the number of classes. It must be equal for all tensors
-    of the file, and for all tensors of the model.
+    The first dimension of a classifier is the number of classes. All tensors of the file must have
+    the same number of classes, and all tensors of the model, too. All other dimensions must be
+    equal.
     """
     shapes = [(old, new) for old, new in differing.values() if old and new]
     alike = {(old[0], new[0]) for old, new in shapes}
