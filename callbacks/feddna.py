@@ -22,8 +22,9 @@ class FedDNA(FederatedCallback):
     """FedDNA (lite): importance-weighted aggregation of BN statistics, without the paper's VAE.
 
     Parameters are averaged as in FedAvg. Statistics are averaged with one weight per client, the
-    importance q_i. The importances are at least 0 and sum to 1. The server's mean is ``mu = sum q_i
-    mu_i``, and the server's variance is ``sigma^2 = sum q_i (sigma_i^2 + mu_i^2) - mu^2``.
+    importance q_i. The importances are at least 0 and sum to 1. The server's mean is
+    ``mu = sum q_i mu_i``, and the server's variance is
+    ``sigma^2 = sum q_i (sigma_i^2 + mu_i^2) - mu^2``.
 
     The paper learns q with an adversarial variational auto-encoder (VAE). We found no code of the
     paper. Here q minimises a divergence between Gaussians, summed over all channels. The Gaussian N
@@ -39,8 +40,8 @@ class FedDNA(FederatedCallback):
             ``sum p_i KL(N_i || N)``, with the minimum q = p, which is moment matching.
             ``"reverse_kl"`` is ``sum p_i KL(N || N_i)``, which gives outlying clients less weight.
             This convex problem is solved by mirror descent.
-        between: Whether sigma^2 includes the variance between clients. If False, sigma^2 is ``sum
-            q_i sigma_i^2``, and ``"kl"`` equals FedAvg. The importances are the same for both
+        between: Whether sigma^2 includes the variance between clients. If False, sigma^2 is
+            ``sum q_i sigma_i^2``, and ``"kl"`` equals FedAvg. The importances are the same for both
             values.
 
     Raises:

@@ -16,10 +16,10 @@ class FedDyn(FederatedCallback):
     estimate of the gradient of the client's loss at x_i, which starts from 0. After each round of
     the client, g_i is updated: ``g_i <- g_i - alpha (x_i - x)``.
 
-    The server keeps h, the weighted mean of all g_i. After each round, the server updates ``h <- h
-    - alpha |S|/n mean(x_i - x)``. S is the cohort, and n is the number of clients. The server's new
-    parameters are ``mean(x_i) - h / alpha``. Clients send only parameters. The logged loss excludes
-    the added terms.
+    The server keeps h, the weighted mean of all g_i. After each round, the server updates
+    ``h <- h - alpha |S|/n mean(x_i - x)``. S is the cohort, and n is the number of clients. The
+    server's new parameters are ``mean(x_i) - h / alpha``. Clients send only parameters. The logged
+    loss excludes the added terms.
 
     Here ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the
     cohort's share of the total weight of all clients. With ``weighting: uniform``, ``mean`` and

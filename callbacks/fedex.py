@@ -163,7 +163,7 @@ class FedExFixBN(FoundFreezing):
         return (1, 1) if self._searches(cohort.round) else (0, 0)
 
     def state_dict(self) -> dict[str, object]:
-        """Return T*, theta and the state of the search."""
+        """Return the state of the search, for a checkpoint."""
         names = ("log_theta", "past_losses", "past_steps", "batch_round")
         return super().state_dict() | {name: getattr(self, name) for name in names}
 

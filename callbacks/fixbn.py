@@ -21,8 +21,8 @@ class FixBN(Freezing):
         freeze_round: T*, the last round with batch statistics. With 0, BN is frozen from the start.
         freeze_fraction: T* as a fraction of the planned rounds, in [0, 1]. If neither this setting
             nor ``freeze_round`` is given, the fraction is 0.5.
-        freeze: State that is frozen: ``"statistics"`` (the method), ``"affine"`` (gamma and beta)
-            or ``"both"``.
+        freeze: State that is frozen: ``"statistics"`` (the paper's method), ``"affine"`` (gamma and
+            beta) or ``"both"``.
 
     Raises:
         ConfigurationError: Both ``freeze_round`` and ``freeze_fraction`` are given, a setting is

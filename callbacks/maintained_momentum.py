@@ -18,9 +18,10 @@ class MaintainedMomentum(FederatedCallback):
     The method keeps the state of any elementwise optimizer, such as SGD's momentum, or Adam's
     moments and step counts. All state starts from zeros.
 
-    For SGD with ``dampening`` d, the momentum after the first gradient g is therefore ``(1 - d)
-    g``; in torch, it would be g. The FBN paper also starts the momentum ``q <- 0.99 q + 0.01 g``
-    from q = 0. Without this method, the momentum is g after the first step of every round.
+    For SGD with ``dampening`` d, the momentum after the first gradient g is therefore
+    ``(1 - d) g``; in torch, it would be g. The FBN paper also starts the momentum
+    ``q <- 0.99 q + 0.01 g`` from q = 0. Without this method, the momentum is g after the first step
+    of every round.
 
     Args:
         scope: ``"local"``: each client keeps a separate state, also in rounds without this client.

@@ -22,14 +22,13 @@ class MomentMatching(FederatedCallback):
     gives 1. Parameters train as in FedAvg; only evaluation differs. The module's setting
     ``statistics_aggregator`` can replace the three sums by another rule.
 
-    Caution: the server's variance usually contains only a part of the variance between clients,
-    because clients send moving averages ``mu_i = (1 - b) mu + b (client's mean)``. Here b is 1 - (1
-    - beta)^E, for E local steps and PyTorch's momentum beta. The mu_i are only b times as far apart
-    as the clients' means, and the last sum is only b^2 times the variance between clients. A
-    correct moving average would add b times this variance in each round. After many rounds, the
-    server's variance therefore contains the fraction b of the variance between clients. With beta =
-    0.1, this fraction is a tenth for E = 1, and nearly 1 for E = 50. FBN divides the last sum by b
-    to correct this.
+    Caution: the server's variance usually contains only a part of the variance between clients.
+    Clients send moving averages ``mu_i = (1 - b) mu + b (client's mean)``. Here b is
+    ``1 - (1 - beta)^E``, for E local steps and PyTorch's momentum beta. The last sum is therefore
+    b^2 times the variance between the clients' means; a correct moving average would add b times
+    this variance. After many rounds, the server's variance contains only the fraction b of the
+    variance between clients. With beta = 0.1, this fraction is a tenth for E = 1, and nearly 1 for
+    E = 50. FBN divides the last sum by b, which corrects the variance.
 
     In two cases, the server's variance contains all of the variance between clients:
 

@@ -86,7 +86,7 @@ class SlidingWindowFixBN(FoundFreezing):
                 self.statistics = ClientMemory()
 
     def state_dict(self) -> dict[str, object]:
-        """Return T*, the window, and, until T* is found, each client's last statistics."""
+        """Return the state of the search, for a checkpoint."""
         return super().state_dict() | {"changes": self.changes, "statistics": self.statistics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

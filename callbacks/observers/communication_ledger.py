@@ -45,8 +45,8 @@ class CommunicationLedger(Report, FederatedCallback):
     - ``communication_by_kind.csv``: One row per kind of state.
 
     Args:
-        link: Network link and speed of a client, such as ``{upload_mbps: 100, download_mbps:
-            100}``. Default: a phone, see
+        link: Network link and speed of a client, such as
+            ``{upload_mbps: 100, download_mbps: 100}``. Default: a phone, see
             :class:`~fl_lightning.callbacks.observers.network_link.NetworkLink`.
 
     Attributes:

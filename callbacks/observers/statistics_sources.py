@@ -84,8 +84,8 @@ class StatisticsSources(VariantEvaluation):
     Attributes:
         server: Hypothetical statistics of the server for each source, ``[2, channels]``: means and
             variances of all BN layers.
-        clients: Hypothetical statistics of each client by client id: ``{"statistics": [2,
-            channels]}``.
+        clients: Hypothetical statistics of each client, by client id:
+            ``{"statistics": [2, channels]}``.
     """
 
     paper = "(an observer: evaluation only)"

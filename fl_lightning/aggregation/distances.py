@@ -263,10 +263,7 @@ def mix(
 
 
 def _equal_shares(chosen: Tensor, num_clients: int) -> Tensor:
-    """Return shares ``[m, num_clients]``.
-
-    Each row of ``chosen`` lists k clients. These clients get the share 1/k, all others 0.
-    """
+    """Return the share 1/k for each chosen client, and 0 for all others, ``[m, num_clients]``."""
     m, k = chosen.shape
     shares = torch.zeros(m, num_clients, dtype=torch.float64, device=chosen.device)
     return shares.scatter_(1, chosen, 1 / k)

@@ -65,8 +65,9 @@ class Cohort:
         server_parameters: The server model's parameters by name, which the server's step changes.
         server_buffers: The server model's buffers by name, to which a method may write pooled
             statistics.
-        pseudo_gradient: Gradient of each averaged parameter for the server optimizer, ``[1,
-            *shape]`` by name. The hook ``on_after_aggregate`` may change the gradients in place.
+        pseudo_gradient: Gradient of each averaged parameter for the server optimizer,
+            ``[1, *shape]`` by name. The hook ``on_after_aggregate`` may change the gradients in
+            place.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind of state and each part of the model (see

@@ -1,9 +1,9 @@
 """Networks of the papers, with a choice of norm layers.
 
 Most models take images ``[b, in_channels, height, width]`` and return outputs ``[b, num_classes]``.
-``BNProbe`` takes points ``[b, in_features]``. ``SmallDeepLab`` returns ``[b, num_classes, height,
-width]``. Every model also runs under ``torch.func.vmap`` with stacked parameters and buffers of
-several clients.
+``BNProbe`` takes points ``[b, in_features]``. ``SmallDeepLab`` returns
+``[b, num_classes, height, width]``. Every model also runs under ``torch.func.vmap`` with stacked
+parameters and buffers of several clients.
 
 :func:`~fl_lightning.models.library.library_model` and
 :func:`~fl_lightning.models.library.deeplab_v3_plus` create models of other libraries.
