@@ -116,7 +116,7 @@ class ClassifierBias(FederatedCallback):
         models: Sequence[Mapping[str, Tensor]] = files or self.models
         with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
             self._log(pl_module, split)
-            if models:  # the mean of a single model is the model itself
+            if models:  # no models are stored if ``mean_of`` is 1
                 with slots.filled(_mean(models, pl_module.model.state_dict())):
                     self._log(pl_module, split, "_mean_model")
 
