@@ -39,8 +39,8 @@ def cohort_mean(own: Tensor, clients: int) -> Tensor:
     """Return the mean of a tensor over all clients of the cohort, in a joint forward pass.
 
     A joint forward pass computes all clients together. A method requests it by
-    ``needs_joint_forward``. The backward pass averages the gradients of all clients, as a server
-    would do. All clients have equal weight, because their batches have equal shapes.
+    ``needs_joint_forward``. In the backward pass, the gradients of all clients are averaged, too.
+    All clients have equal weight, because their batches have equal shapes.
 
     Args:
         own: The client's tensor, any shape.

@@ -105,7 +105,7 @@ def _last_round(module: RunContext) -> int:
 
 
 class FoundFreezing(Freezing):
-    """Base class of freezing methods that find T* during training.
+    """Base class of methods that find T*, the last round before BN freezes, during training.
 
     Attributes:
         freeze_round: T*, or None until the method has found T*.
