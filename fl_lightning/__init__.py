@@ -1,8 +1,8 @@
 """Batch Normalization in federated learning, on PyTorch Lightning.
 
-``__init__.pyi`` lists the public names. They are imported on first use, so ``import fl_lightning``
-does not import torch. In a configuration, write ``fl_lightning.X`` for the class ``X``, whichever
-module defines it.
+The public names are listed in ``__init__.pyi`` and imported on first use. Therefore
+``import fl_lightning`` does not import torch. A configuration can name every public class ``X`` as
+``fl_lightning.X``.
 """
 
 import lazy_loader

@@ -68,12 +68,12 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments without the program's name; None for ``sys.argv[1:]``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a name that the terminal cannot show must not end a run
+        # escape characters that the terminal cannot show, instead of raising an error
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(list(sys.argv[1:] if args is None else args))
     except KeyboardInterrupt:
-        # handles Ctrl-C during the import of torch; later, commands handle signals
+        # Ctrl-C during the import of torch; after the import, each command handles Ctrl-C itself
         if not launched_rank():
             print("stopped by Ctrl-C; nothing new is kept", file=sys.stderr)
         sys.exit(130)
@@ -104,7 +104,7 @@ def _run(arguments: list[str]) -> None:
         elif not (
             launched_rank() or any(x.startswith(("--print_config", "--help", "-h")) for x in arguments)
         ):
-            with suppress(OSError):  # a full disk must not end a run
+            with suppress(OSError):  # printing to a full disk must not end the run
                 print(f"fl_lightning {__version__}: loading PyTorch and Lightning", flush=True)
         from fl_lightning.cli.command_line import main as run
 
@@ -112,9 +112,9 @@ def _run(arguments: list[str]) -> None:
 
 
 def _check_files(arguments: list[str]) -> None:
-    """Check the arguments without importing PyTorch. Exit with a message if there is a mistake.
+    """Exit with a one-line message if a configuration file has a mistake.
 
-    The message is one line. All other errors are ignored here.
+    This check does not import PyTorch. Errors other than ``ConfigurationError`` are ignored here.
     """
     if launched_rank() or os.environ.get("FL_LIGHTNING_TRACEBACK"):
         return
@@ -133,4 +133,4 @@ if __name__ == "__main__":
         main()
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C at the exit must not print a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during exit prints no traceback

@@ -16,36 +16,28 @@ from types import ModuleType
 _PACKAGE = __name__.partition(".")[0]
 
 OLD_NAMES = ("callbacks", "datamodules", "configs")
-"""Names of packages that are now in ``fl_lightning`` and were once top-level packages."""
+"""Packages of ``fl_lightning`` that were once top-level packages."""
 
 
 class _Same(Loader):
-    """A module loader that makes an already loaded module available under its old name.
-
-    Args:
-        module: The module under its new name.
-    """
+    """Module loader that returns an already loaded module."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module, self.spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the already loaded module instead of a new one."""
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's original spec.
-
-        The import system has replaced it by the spec of the old name.
-        """
+        """Restore the module's spec, which the import system has replaced."""
         module.__spec__ = self.spec
 
 
 class _OldNames(MetaPathFinder):
-    """A module finder that resolves the old names of packages.
+    """Module finder that imports a package of ``fl_lightning`` by its old name.
 
-    The finder is the first in ``sys.meta_path``. In a checkout, Python's own finder would load the
-    folders of these packages a second time.
+    The finder is the first in ``sys.meta_path``. In a checkout, Python's own finder would otherwise
+    load the package a second time.
     """
 
     def find_spec(
@@ -77,20 +69,21 @@ def _is_shipped(spec: ModuleSpec) -> bool:
 
 
 def install() -> None:
-    """Install the finder of old names. In each process, it is installed only once."""
+    """Install the finder of old names, unless it is already installed."""
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _OldNames())
 
 
 def current_name(path: str) -> str:
-    """Return the current dotted path of a class.
+    """Return the current dotted path of a class that may have an old name.
 
     Args:
         path: A dotted path, such as ``"callbacks.FixBN"`` of an old configuration.
 
     Returns:
-        The path in ``fl_lightning``, here ``"fl_lightning.callbacks.FixBN"``. The path is unchanged
-        if no shipped class has this old name, or if the user has a class at this path.
+        The path in ``fl_lightning``, such as ``"fl_lightning.callbacks.FixBN"``. If no shipped
+        class has this old name, or if the user has a class at this path, ``path`` is returned
+        unchanged.
     """
     if path.partition(".")[0] not in OLD_NAMES:
         return path
@@ -103,7 +96,7 @@ def _named(path: str) -> object:
 
     If the import of the object fails, return the error message.
     """
-    # import here and not at the top, because this import is slow
+    # imported late, because pydoc is slow
     from pydoc import ErrorDuringImport, locate
 
     try:

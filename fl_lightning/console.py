@@ -34,7 +34,7 @@ def format_bytes(count: float) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Format a time, such as ``"3.2 min"``."""
+    """Format a number of seconds as a time, such as ``"3.2 min"``."""
     for unit, size in (("s", 60), ("min", 60), ("h", 24)):
         if seconds < 2 * size:
             return f"{seconds:.3g} {unit}"

@@ -28,15 +28,15 @@ class Diverged(ConfigurationError):
 
 
 class OtherData(ConfigurationError):
-    """A checkpoint whose run was trained on different data than the current run."""
+    """Mismatch: the checkpoint was trained on different data than the current run."""
 
     exit_status = 4
 
 
 class CannotVectorize(ConfigurationError):
-    """A model, or batches, that ``torch.func.vmap`` cannot compute for all clients at once.
+    """A model or batches that ``torch.func.vmap`` does not support.
 
-    Such clients must be computed one after the other.
+    The clients must be computed one after the other.
     """
 
 
@@ -49,22 +49,18 @@ _EXTRAS = {
     "timm": "timm",
     "wandb_workspaces": "dashboard",
 }
-"""Optional packages of fl_lightning. Each package has the extra that installs it.
-
-An extra is installed with ``fl_lightning[EXTRA]``.
-"""
+"""Optional packages, each with the extra that installs it (``fl_lightning[EXTRA]``)."""
 
 
 def missing_module(name: str, owner: str = "") -> str:
     """Return a clause such as ``"; pip install numpy"`` for a missing module.
 
-    The clause is empty if the missing module may be a module of the user, for example if its name
-    has a dot.
+    The clause is empty if the module may belong to the user, for example if its name has a dot.
 
     Args:
         name: The missing module.
-        owner: The importing module. If both modules are in the same package, the name is probably
-            misspelt, and the clause is empty.
+        owner: The importing module. The clause is empty if both modules are in the same package,
+            because the name is then probably misspelt.
     """
     package = name.partition(".")[0]
     if package in _EXTRAS:

@@ -20,8 +20,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Write a file atomically: even after a crash, readers find either the old or the new content.
 
     A temporary file in the target's folder is written, synced and renamed. Then the folder is
-    synced. The temporary file always has the same name: the next write removes the temporary file
-    of a killed process.
+    synced. The name of the temporary file depends only on the target. The next write therefore
+    removes the temporary file of a killed process.
 
     Args:
         path: The target; missing folders are created.
@@ -58,9 +58,9 @@ def unwritable(path: Path, error: OSError) -> ConfigurationError:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file; raise an error for a symbolic link.
+    """Open a file, but refuse a symbolic link, which could lead out of the run's folder.
 
-    Pass this function to ``open`` as ``opener``. A link may lead out of the run's folder.
+    Pass this function to ``open`` as ``opener``.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -80,8 +80,8 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool
         path: The file or the folder. A missing file is created. A symbolic link raises an error.
         folder: Whether to lock a folder (default False).
         wait: Whether to wait while another process holds the lock (default True).
-        certain: Whether to raise an error if the file system cannot lock, as is the case for some
-            network file systems. With False (default), the block runs without a lock in this case.
+        certain: Whether to raise an error if the file system does not support locks. If False
+            (default), the block runs without a lock on such a file system.
 
     Yields:
         The file descriptor.
@@ -109,7 +109,8 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
     """Return a user's path, with ``~`` expanded.
 
     Raises:
-        ConfigurationError: The path is empty, a URL, in an unknown user's home, or contains NUL.
+        ConfigurationError: The path is empty, is a URL, contains NUL, or names an unknown user's
+            home.
     """
     path = os.path.expanduser(text)
     if not path or "\0" in path or "://" in path or path.startswith("~"):
@@ -135,7 +136,7 @@ def shipped(path: str, folder: Path = Path()) -> Path | None:
 
 
 def user_file(setting: str, text: str | os.PathLike[str]) -> Path:
-    """Return a user's path of a file that is to be written.
+    """Return a user's path of an output file, with ``~`` expanded.
 
     Raises:
         ConfigurationError: The path is a folder, or :func:`user_path` raises an error.
@@ -160,12 +161,12 @@ def folder_below(root: str | os.PathLike[str], name: str) -> Path:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return a folder and its parents, except those that exist. The innermost folder is first."""
+    """Return the missing folders among a folder and its parents, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove the given folders in their order. Folders that are not empty stay."""
+    """Remove the empty folders among the given folders, in the given order."""
     for folder in folders:
         with suppress(OSError):  # the folder is not empty, or is already removed
             folder.rmdir()
@@ -211,7 +212,10 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Convert strings of non-finite floats, as ``"NaN"``, in nested values back to floats."""
+    """Convert the strings of non-finite floats in nested values to floats.
+
+    The strings are ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+    """
     if isinstance(value, dict):
         return {key: restored(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,9 +1,8 @@
-"""Randomness as a function of (seed, purpose, round, client, ...), never of call order.
+"""Random numbers that depend on seed, purpose, round and client, but never on the order of calls.
 
-All random draws of a federated run use generators made here: participation, data order,
-augmentation, dropout and attacks. Results therefore do not depend on the process, block or executor
-that computes a client. Any round can be computed alone. A resumed run needs no saved generator
-state.
+All random draws of a federated run use generators of this module: participation, data order,
+augmentation, dropout and attacks. Results therefore do not depend on the process or the executor
+that computes a client. A resumed run needs no saved generator state.
 """
 
 import hashlib
@@ -41,7 +40,10 @@ def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
 
 
 def permutation(n: int, seed: int, purpose: str, *coordinates: int) -> Tensor:
-    """Draw a random permutation of ``range(n)``, int64 ``[n]``, with :func:`generator`."""
+    """Draw a random permutation of ``range(n)``, int64 ``[n]``.
+
+    Seed, purpose and coordinates are the arguments of :func:`generator`.
+    """
     return torch.randperm(n, generator=generator(seed, purpose, *coordinates))
 
 

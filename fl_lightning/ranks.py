@@ -35,12 +35,12 @@ class Ranks:
         rank: Rank of this process, from 0.
         size: Number of ranks.
         patience: Seconds to wait for another rank.
-        here: Number of ranks on this machine. They share its memory.
+        here: Number of ranks on this machine.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, patience: float = 1800.0, here: int = 1) -> None:
         self.rank, self.size, self.patience, self.here = rank, size, patience, here
-        self._depth = 0  # number of exchanges that are running now, one inside the other
+        self._depth = 0  # number of nested calls of exchange that are running now
 
     def share(self, count: int, rank: int | None = None) -> range:
         """Return the indices of a rank's share of ``count`` items.
@@ -60,9 +60,9 @@ class Ranks:
         Each item is computed on one rank, which sends the result to the other ranks.
 
         Args:
-            function: Function of an item, equal on every rank. Results are pickled, and tensors in
-                them must be on the CPU.
-            items: Items, equal on every rank.
+            function: Function of an item; the same on every rank. Its results are pickled. Tensors
+                in the results must be on the CPU.
+            items: Items; the same on every rank.
         """
         items = list(items)
         parts = self.exchange(lambda: [function(items[index]) for index in self.share(len(items))])
@@ -71,19 +71,19 @@ class Ranks:
     def exchange(self, compute: Callable[[], Result]) -> list[Result]:
         """Call a function on every rank; return the results of all ranks, in order of rank.
 
-        If the function raises an exception on one rank, all ranks raise it.
+        If the function raises an exception on one rank, all ranks raise an exception.
 
         Args:
-            compute: Function without arguments. Its result is pickled. Afterwards, torch's
-                generators are restored.
+            compute: Function without arguments. Its result is pickled. After the call, the states
+                of torch's random generators are restored.
 
         Raises:
             ConfigurationError: A rank has raised a ``ConfigurationError``.
-            RuntimeError: Another rank has failed.
+            RuntimeError: A rank has raised any other exception.
         """
 
         def computed() -> Result:
-            # restore the generators: ranks draw different numbers here, but must stay equal
+            # restore the random generators, whose states must stay equal on all ranks
             gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # untyped in torch
             with torch.random.fork_rng(gpus):
                 return compute()
@@ -96,7 +96,8 @@ class Ranks:
             message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # all ranks raise an error of a nested exchange: keep only the notes that all have
+                # a nested exchange has raised this error on all ranks: keep only the notes that are
+                # equal on all ranks
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
             mine, message = error, pickle.dumps((None, described(error), 0))
@@ -119,7 +120,7 @@ class Ranks:
     def _all_gather(self, message: bytes) -> list[bytes]:
         """Send a message to all ranks, and return the messages of all ranks.
 
-        If a message is long, a second all-gather sends its rest.
+        The rest of a long message is sent by a second all-gather.
         """
         heads = self._all_gather_sized(len(message).to_bytes(8) + message[:_SHORT], 8 + _SHORT)
         lengths = [int.from_bytes(head[:8]) for head in heads]
@@ -138,7 +139,8 @@ class Ranks:
         """Check that every rank has the same state.
 
         Args:
-            state: Function that returns trees of tensors and plain values, by name.
+            state: Function that returns named parts of the state. A part is a tensor, a plain
+                value, or a nested container of tensors and plain values.
             place: Place of the check in the run, such as ``"round 3"``, for the error message.
 
         Raises:
@@ -167,9 +169,9 @@ class Ranks:
                     )
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
-        """Complete blocks in place with the rows that other ranks have computed.
+        """Copy the rows that other ranks have computed into the blocks of this rank.
 
-        Each rank has computed its :meth:`share` of the rows of each block.
+        Before the call, each rank has computed only its :meth:`share` of the rows of each block.
 
         Args:
             blocks: Contiguous tensors ``[C, ...]``. ``C``, the number of rows, may differ between
@@ -177,7 +179,7 @@ class Ranks:
         """
         if self.size == 1:
             return
-        # send the values as bytes, as not every backend supports every dtype
+        # send the values as bytes, because not every backend supports every dtype
         blocks = [block.view(len(block), -1).view(torch.uint8) for block in blocks if block.numel()]
         large = [block for block in blocks if block.numel() > _LARGE]
         sent: list[Any] = []
@@ -192,10 +194,7 @@ class Ranks:
                 work.wait()
 
     def _complete_together(self, blocks: Sequence[Tensor]) -> None:
-        """Complete several small blocks with one all-gather.
-
-        This is faster than one for each block.
-        """
+        """Send the rows of all small blocks in a single all-gather, because this is faster."""
 
         def parts(rank: int) -> list[Tensor]:
             shares = [self.share(len(block), rank) for block in blocks]
@@ -235,11 +234,11 @@ class Ranks:
             ) from error
 
     def _lost(self) -> list[int]:
-        """Return the ranks that are lost.
+        """Return the ranks that have ended or do not answer.
 
-        This rank reports to the store of the process group, and then leaves the group. Ranks that
-        wait in the group are woken by this, and also report. A rank that does not report in time is
-        lost.
+        This rank writes a key to the store of the process group, and then leaves the group. As a
+        result, ranks that wait in the group wake up and also write a key. A rank that writes no key
+        within ``_GRACE`` seconds is lost.
         """
         try:
             store: Any = dist.distributed_c10d._get_default_store()
@@ -255,9 +254,9 @@ class Ranks:
 
 
 def checksums(state: Mapping[str, object]) -> dict[str, int]:
-    """Return the checksums of all tensors and values in several trees.
+    """Return a checksum for each tensor and each plain value in nested containers.
 
-    The keys consist of a tree's name and the path in the tree.
+    The keys are paths such as ``server['0.weight']``.
     """
     return {
         f"{name}{keystr(place)}": _number(leaf)
@@ -267,19 +266,19 @@ def checksums(state: Mapping[str, object]) -> dict[str, int]:
 
 
 def _number(leaf: Any) -> int:
-    if hasattr(leaf, "checksum"):  # a large object that updates its own checksum
+    if hasattr(leaf, "checksum"):  # a large object, which maintains a checksum of its content
         return int(leaf.checksum())
     if isinstance(leaf, Tensor):
         values = leaf.detach().cpu()
         values = values if values.layout == torch.strided else values.to_dense()
         return zlib.crc32(values.contiguous().flatten().view(torch.uint8).numpy().data)
-    if isinstance(leaf, set | frozenset):  # sorted, as the order of a set differs between processes
+    if isinstance(leaf, set | frozenset):  # sorted, because the order of a set differs between processes
         leaf = sorted(map(repr, leaf))
     return zlib.crc32(repr(leaf).encode())
 
 
 def is_shared(error: BaseException) -> bool:
-    """Return whether every rank raises this exception. In this case, only one rank reports it."""
+    """Return whether every rank raises this exception, so that only one rank must print it."""
     return hasattr(error, "shared_by_ranks")
 
 
@@ -289,12 +288,10 @@ def _shared(error: Exception) -> Exception:
 
 
 def described(error: Exception) -> tuple[bool, str, list[str], str]:
-    """Describe an exception for another process.
-
-    The description replaces the exception itself, as some exceptions cannot be unpickled.
+    """Describe an exception for another process, because some exceptions cannot be unpickled.
 
     Returns:
-        Whether the exception is a user's mistake; its message; its notes; its traceback.
+        Four items: whether the user has made a mistake, the message, the notes and the traceback.
     """
     mistake = isinstance(error, ConfigurationError)
     message = str(error) if mistake else traceback.format_exception_only(error)[0].strip()
@@ -303,9 +300,9 @@ def described(error: Exception) -> tuple[bool, str, list[str], str]:
 
 
 def failure_of(rank: int, mistake: bool, message: str, notes: Sequence[str], trace: str) -> Exception:
-    """Make an exception of this rank from the description of another rank's exception.
+    """Make an exception from the description of another rank's exception.
 
-    The description is a return value of :func:`described`.
+    The arguments after ``rank`` are the return value of :func:`described`.
     """
     failure: Exception = ConfigurationError(message) if mistake else RuntimeError(message)
     for note in notes:

@@ -21,7 +21,7 @@ class Making(NamedTuple):
     Attributes:
         maker: The class or function.
         arguments: All arguments by name, including defaults.
-        again: Function without arguments. It makes a new object in the same way.
+        again: Function without arguments that makes an equal new object.
     """
 
     maker: Callable[..., Any]
@@ -33,9 +33,9 @@ class Recorded:
     """Base class of objects that record their constructor's arguments.
 
     Attributes:
-        deciding_files: Names of arguments that are paths of files; the files affect results.
+        deciding_files: Names of arguments that are paths of files whose content affects results.
 
-    The record contains the arguments, whatever attributes ``__init__`` sets:
+    The record does not depend on the attributes that ``__init__`` sets:
 
     ::
 
@@ -49,9 +49,9 @@ class Recorded:
     deciding_files: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Make a subclass's own ``__new__`` record its arguments.
+        """Wrap a subclass's own ``__new__``, so that it records its arguments.
 
-        Such a ``__new__`` may call ``Recorded.__new__`` without the arguments.
+        The subclass's ``__new__`` may then call ``Recorded.__new__`` without arguments.
         """
         super().__init_subclass__(**settings)
         if "__new__" in vars(cls):
@@ -66,10 +66,7 @@ class Recorded:
             cls.__new__ = recorded  # type: ignore[method-assign,assignment]  # accepts the same arguments
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Record the constructor's arguments before ``__init__`` runs.
-
-        ``__init__`` keeps its signature.
-        """
+        """Record the constructor's arguments before ``__init__`` runs."""
         made = super().__new__(cls)
         record(made, cls, args, kwargs)
         return made
@@ -78,10 +75,10 @@ class Recorded:
 def records(*deciding_files: str) -> Callable[[Item], Item]:
     """Decorate a function that makes objects, such as models.
 
-    Each object then has a record of the arguments of the call that made it.
+    The decorated function records its arguments in each object that it makes.
 
     Args:
-        deciding_files: Names of arguments that are paths of files; the files affect results.
+        deciding_files: Names of arguments that are paths of files whose content affects results.
     """
 
     def of(function: Item) -> Item:
@@ -103,7 +100,7 @@ def record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     An object that cannot have new attributes gets no record.
     """
     try:
-        # not nn.Module's __setattr__, which would make a module among the arguments a child
+        # nn.Module's own __setattr__ would register a module in the arguments as a submodule
         object.__setattr__(made, _RECORD, (maker, _copied([*args]), _copied(dict(kwargs))))
     except (AttributeError, TypeError):
         return
@@ -129,7 +126,7 @@ def making(made: object) -> Making | None:
 
 @functools.cache
 def parameters(maker: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class or function by name, as in a configuration.
+    """Return the parameters of a class or function by name.
 
     If a class passes ``**kwargs`` to its base class, the parameters of the base class replace
     ``**kwargs``. Parameters of the base class that the class itself sets are omitted. Defaults that
@@ -155,7 +152,10 @@ def _copied(value: Any) -> Any:
 
 
 def in_words(value: object) -> str:
-    """Format the value of a setting. Use :func:`describe` if its class does not define ``repr``."""
+    """Format the value of a setting.
+
+    If the value's class does not define ``__repr__``, the value is formatted by :func:`describe`.
+    """
     return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
 
 

@@ -45,7 +45,7 @@ def main(
         The command line object, after its command has ended. It holds the trainer, the model and
         the data.
     """
-    # the agent of a W&B sweep adds an argument --_wandb... when it restarts a run: remove it
+    # remove the argument --_wandb... that a W&B sweep adds when it restarts a run
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
     return _started(given, cli_class, model_class)
 
@@ -71,11 +71,7 @@ def _started(
 
 
 class _Made(Exception):
-    """Exception that stops a command line before its command runs.
-
-    Attributes:
-        cli: The command line.
-    """
+    """Exception that stops a command line before its command runs."""
 
     def __init__(self, cli: FederatedCLI) -> None:
         super().__init__()
@@ -86,7 +82,6 @@ class _Raising(FederatedCLI):
     """Command line that raises errors instead of printing them."""
 
     def end(self, error: Exception) -> NoReturn:
-        """Raise the error."""
         raise error
 
 
@@ -94,7 +89,6 @@ class _Reader(_Raising):
     """Command line that only builds its parser. It parses no arguments and runs no command."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
-        """Stop the command line by raising ``_Made``, because the parser is complete."""
         raise _Made(self)
 
 
@@ -102,7 +96,6 @@ class _Builder(_Raising):
     """Command line that builds data, model and callbacks, but no trainer."""
 
     def instantiate_trainer(self, **kwargs: Any) -> NoReturn:
-        """Stop the command line by raising ``_Made``: data, model and callbacks are built."""
         raise _Made(self)
 
 

@@ -55,7 +55,7 @@ class FederatedCLI(LightningCLI):
 
     @property
     def attempt(self) -> Attempt | None:
-        """Run directory; None if no files are written, as with ``fast_dev_run``."""
+        """Run directory; None if no files are written, for example with ``fast_dev_run``."""
         return self.training.start.attempt if self.training is not None else None
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in Lightning
@@ -67,16 +67,16 @@ class FederatedCLI(LightningCLI):
         return {self._asked: known[self._asked]} if self._asked in known else known
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing, unlike Lightning, which would load the checkpoint to find settings in it.
+        """Do nothing: checkpoints of fl_lightning contain no settings.
 
-        Lightning would load the checkpoint without the checks of fl_lightning. Checkpoints of
-        fl_lightning hold no settings.
+        Lightning's own method would load the checkpoint without the checks of fl_lightning.
         """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the settings of a run to the parser, such as ``--name`` and the checkpoints.
+        """Add the settings of a run, such as ``--name`` and the checkpoints.
 
-        Also link the model's settings to the data, and the seeds to ``seed_everything``.
+        The data module determines settings of the model such as ``num_classes``.
+        ``seed_everything`` determines the seeds of the model and the data.
         """
         words = "folder of the run in --run_root (default: stem of the YAML)"
         parser.add_argument("--name", type=str | None, default=None, help=words)
@@ -139,7 +139,7 @@ class FederatedCLI(LightningCLI):
 
         def of_data(value: Any) -> Any:
             setting = f"model.model.init_args.{name}"
-            # the link is not applied yet, so this is the user's value or the model's default
+            # the link is not applied yet: the value is the user's value or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if self._gives(name) else None
             if value is None and name == "in_features":
@@ -171,8 +171,8 @@ class FederatedCLI(LightningCLI):
     def resolve(self, config: Namespace) -> Config:
         """Return a configuration as dicts, lists, strings and numbers.
 
-        The data can determine settings of the model, such as the number of classes. Such a setting
-        is kept only if the user gives it.
+        The data can determine settings of the model, such as the number of classes. Of these
+        settings, the result has only the values that the user gives.
         """
         resolved = self.plain(config)
         # the class of the data may fix a value, such as CIFAR10's ten classes

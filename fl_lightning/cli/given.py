@@ -32,12 +32,12 @@ class Given(NamedTuple):
 
     @property
     def setting(self) -> str:
-        """Name of the setting as given by :func:`plain_name`, without a final ``+``."""
+        """Plain name of the setting (see :func:`plain_name`), without a final ``+``."""
         return plain_name(self.name).removesuffix("+")
 
 
 _SECTION = object()
-"""Placeholder for the value of a section. The settings in the section have separate entries."""
+"""Placeholder for the value of a YAML section, whose settings have separate entries."""
 
 
 def read_given(arguments: Sequence[str]) -> list[Given]:
@@ -129,7 +129,7 @@ def _check_class(tree: Config, name: str, place: str) -> None:
 
 def _read(path: Path) -> Config:
     try:
-        # safe: the loader is a SafeLoader
+        # _OnceEach is a SafeLoader: a file cannot run code
         settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)

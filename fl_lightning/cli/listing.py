@@ -35,11 +35,11 @@ KINDS = {
     "aggregators": "model.aggregator",
     "attacks": "trainer.callbacks.attack",
 }
-"""For each kind of class, such as ``attacks``, the setting that accepts the class's name."""
+"""Kinds of classes, such as ``attacks``, each with a setting that accepts the kind."""
 
 
 FILES = {"configs": "fit --config", "studies": "study"}
-"""For each kind of shipped file, the command that accepts the file."""
+"""Kinds of shipped files, each with the command that accepts the kind."""
 
 
 @command()
@@ -47,9 +47,8 @@ def main(args: Sequence[str]) -> None:
     """Print names and descriptions of methods, models and so on, or print a model's parameters.
 
     Args:
-        args: Arguments after ``list``. To list names, they are kinds such as ``methods`` (default:
-            all kinds). To list a model's parameters, they are the word ``parameters`` and arguments
-            of ``fit``.
+        args: Kinds such as ``methods`` (default: all kinds), or the word ``parameters`` followed by
+            arguments of ``fit``.
     """
     if args[:1] == ["parameters"]:
         if not args[1:]:

@@ -1,4 +1,4 @@
-"""Errors of commands. Each is printed as one line with the setting, its value and a remedy."""
+"""Errors of commands, each printed as one line with the setting, its value and a remedy."""
 
 import errno
 import inspect
@@ -47,9 +47,10 @@ _SHIPPED = ("fl_lightning", "torch", "torchvision", "lightning")
 """Packages with classes that a configuration can name without a dotted path."""
 
 _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
-"""Phrases in Lightning's messages by which a user's mistake is recognised.
+"""Phrases in Lightning's messages about two mistakes of users.
 
-The mistakes are a missing metric and duplicate callbacks."""
+The mistakes are a missing metric and duplicate callbacks.
+"""
 
 SHAPES = {
     "setting": r'Parser key "(.+?)":',
@@ -142,13 +143,7 @@ def explain(
 
 
 def _not_importable(path: str) -> str:
-    """Return the reason why a class cannot be instantiated.
-
-    The class is named in a setting whose value is a dict of objects.
-
-    Args:
-        path: Dotted path of the class.
-    """
+    """Return the reason why a class in a dict of objects cannot be instantiated."""
     module, _, name = path.rpartition(".")
     try:
         known = [other for other in dir(import_module(module)) if other[:1].isupper()]
@@ -174,7 +169,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
         return key[1] if key else ""
     option = str(unknown[unknown.lastgroup or 0])
     for end in (match.start() for match in re.finditer(r"\.", option)):
-        # the value of this setting is a class, and settings does not list the class's arguments
+        # the value of this setting is a class, whose arguments are not in settings
         if option[:end] in settings:
             break
         if not any(known.startswith(option[: end + 1]) for known in settings):
@@ -199,10 +194,10 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) ->
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause that names the classes with a setting that the class ``owner`` lacks.
+    """Return a clause that names classes with the setting ``option``, which ``owner`` lacks.
 
-    All these classes are of the same kind as ``owner``, such as aggregators. The clause is empty if
-    no class has the setting, or if more than four classes have it.
+    The classes are of the same kind as ``owner``, such as aggregators. The clause is empty if there
+    is no such class, or if there are more than four.
     """
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
@@ -212,10 +207,9 @@ def _classes_with(option: str, owner: str) -> str:
 
 
 def kinds_of_settings() -> dict[str, type]:
-    """Return the base class of each setting whose value is a class.
+    """Return the base class for each setting whose value is a class.
 
-    The key is the last part of the setting's name. Every value of the setting must be a subclass of
-    this base class.
+    The keys are the last parts of the settings' names, such as ``aggregator``.
     """
     from fl_lightning.datamodules.partitions import Partition  # imported late, because it is rarely needed
 
@@ -239,7 +233,7 @@ def kinds_of_settings() -> dict[str, type]:
 
 
 def base_classes() -> tuple[type, ...]:
-    """Return the shipped base classes. A configuration can name only subclasses of them."""
+    """Return the shipped base classes. A configuration cannot name a base class itself."""
     from fl_lightning import attacks, datamodules  # imported late, because it is rarely needed
 
     return (
@@ -294,7 +288,7 @@ def command() -> Iterator[None]:
 
 
 class _Output:
-    """An output stream that does not fail if its reader has closed. It then discards all output."""
+    """Output stream that discards all further output after a failed write."""
 
     def __init__(self, stream: TextIO, nowhere: TextIO) -> None:
         self._stream, self._nowhere = stream, nowhere
@@ -336,7 +330,6 @@ def refusals() -> Iterator[None]:
 
 
 def _end(line: str, status: int) -> NoReturn:
-    """Print the one-line message of an error and exit."""
     rank = launched_rank() if under_torchrun() else 0
     if rank:
         _let_the_first_rank_speak()
@@ -351,16 +344,16 @@ def _let_the_first_rank_speak() -> None:
 
 
 def _errors() -> TextIO:
-    """Return the stream for errors. Ranks other than 0 print only to this stream."""
+    """Return the stream for errors. On ranks other than 0, ``sys.stderr`` discards all output."""
     return (sys.__stderr__ if launched_rank() else None) or sys.stderr
 
 
 def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     """Print one line about an error and exit.
 
-    For an unforeseen error, the exit status is 1. For other errors, it is the error's attribute
-    ``exit_status`` (default 2). The traceback of an unforeseen error is written to a file. If the
-    environment variable ``FL_LIGHTNING_TRACEBACK`` is set, the traceback of any error is printed.
+    An unforeseen error gives exit status 1, and its traceback is written to a file. Any other error
+    gives the exit status in its attribute ``exit_status`` (default 2). If the environment variable
+    ``FL_LIGHTNING_TRACEBACK`` is set, the traceback is also printed.
 
     Args:
         error: Error that ends the command.
@@ -425,7 +418,7 @@ def told(error: BaseException | None) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, and its causes that were set by ``raise ... from ...``."""
+    """Yield an exception, its ``__cause__``, the cause of this cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__

@@ -1,4 +1,7 @@
-"""Parser of LightningCLI. An error is one line with the file, the line number and similar names."""
+"""Parser of LightningCLI with one-line errors.
+
+An error names the file and the line of a setting, and suggests similar names.
+"""
 
 import enum
 import inspect
@@ -27,13 +30,12 @@ yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.r
 
 
 class ConciseParser(LightningArgumentParser):
-    """A parser whose errors have one line. It does not accept abbreviated names of settings.
+    """Parser with one-line errors. It does not accept abbreviated names of settings.
 
     Attributes:
         owner: Name of the class whose settings the parser reads. The name is empty if the parser
             reads the settings of several classes.
-        given: The user's settings. Error messages take file names, line numbers and similar names
-            from these settings.
+        given: The user's settings, with file names and line numbers for error messages.
     """
 
     owner = ""
@@ -41,7 +43,7 @@ class ConciseParser(LightningArgumentParser):
     _functions: ClassVar[set[Any]] = set()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # with abbreviations, the misspelt setting --model.local_step would set another setting
+        # with abbreviations, the misspelt --model.local_step would set --model.local_steps
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._commands: Any = None
 
@@ -91,7 +93,7 @@ class ConciseParser(LightningArgumentParser):
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
         """Raise an error if a setting's default is a class that cannot be made without arguments.
 
-        An example is a setting of ShuffleNetV2.
+        For example, ShuffleNetV2 has such a setting.
         """
         for action in self._actions:
             if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
@@ -109,14 +111,17 @@ class ConciseParser(LightningArgumentParser):
         return self._commands
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Create the configured objects. An exception also names the class and its settings."""
+        """Create the configured objects.
+
+        If a constructor raises an exception, a note with the class and its settings is added.
+        """
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
 
     def _get_parser_instantiators(self) -> dict[tuple[Any, bool], Any]:
         """Let jsonargparse call :func:`_make` for each function that returns a model.
 
-        The argument ``instantiators`` in :meth:`instantiate` has this effect only for classes.
+        The argument ``instantiators`` of jsonargparse's ``instantiate`` affects only classes.
         """
         return {(function, False): _make for function in self._functions}
 
@@ -136,9 +141,9 @@ class ConciseParser(LightningArgumentParser):
 
 
 def _of_import(message: str) -> Exception | None:
-    """Import the class that a parser's message names. Return the error; None if the import works.
+    """Return the import error of the class that a parser's message names, or None.
 
-    jsonargparse does not report this error if the class is in a list.
+    jsonargparse itself does not report import errors of classes in a list.
     """
     named = re.search(r"Given value: '?(\w+(?:\.\w+)+)'?$", message)
     try:
@@ -169,7 +174,7 @@ def _refuse_null(class_type: type, settings: Config) -> None:
         if known is None or known.default is None:
             continue
         if known.annotation is known.empty:
-            # the setting has no type, and jsonargparse would not require a setting without a type
+            # jsonargparse would not require a setting without a type, even if it has no default
             if known.default is known.empty:
                 raise ConfigurationError(f"{class_type.__name__}.{name} is missing; give it")
             continue
@@ -196,8 +201,7 @@ def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
 def new_lists(arguments: Sequence[str]) -> list[str]:
     """Insert ``--trainer.callbacks=null`` before each list of callbacks, except before the first.
 
-    Without this option, jsonargparse would fill the entries of a list with settings of the earlier
-    list.
+    Without this option, jsonargparse would mix settings of the earlier list into the later list.
     """
     result, is_given = [], False
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):

@@ -36,13 +36,13 @@ class DataCLI(FederatedCLI):
             action.required &= not action.dest.startswith("model.")
 
     def instantiate_classes(self) -> None:
-        """Make the data."""
+        """Create the data module."""
         parser = ConciseParser()
         parser.add_subclass_arguments(FederatedDataModule, "data")
         self.datamodule = parser.instantiate(parser.parse_object({"data": self.config.fit.data})).data
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Do nothing, as there is no trainer."""
+        """Do nothing, because there is no trainer."""
 
 
 @command()

@@ -54,7 +54,7 @@ _resolved = cache(resolve)
 
 @contextmanager
 def _cells_are_kept() -> Iterator[None]:
-    """Add to the message of an interrupted study that finished cells and checkpoints are kept."""
+    """Tell the user of an interrupted study that finished cells and checkpoints are kept."""
     try:
         yield
     except Stopped as stopped:
@@ -192,7 +192,7 @@ class StudyCells:
 
     @cached_property
     def trials(self) -> list[list[Cell]]:
-        """Trial cells of each choice, as one list per choice."""
+        """Trial cells of each choice, with one list per choice."""
         return trial_cells(self.study, self.cell)
 
     @property
@@ -231,20 +231,23 @@ class StudyCells:
         return self._made[key]
 
     def _settings(self, labels: Labels) -> list[str]:
-        """Return the arguments of ``fit`` for a combination with its first seed."""
+        """Return the arguments of ``fit`` for a combination of labels with its first seed."""
         computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
         arguments = self.study.arguments(labels, self.study.seeds(labels)[0])
         return [*self.study.base, *computed, *arguments, *self._options]
 
     def table(self, choices: Sequence[ChoiceFound]) -> list[Cell]:
-        """Return the table's cells: all seeds of each combination that has the chosen labels."""
+        """Return the cells of the table, for all seeds.
+
+        If the study has chosen a label of an axis, the table omits the other labels of this axis.
+        """
         combinations = [x for x in self.study.combinations() if is_chosen(x, choices)]
         return [self.cell(labels, seed) for labels in combinations for seed in self.study.seeds(labels)]
 
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
-    # the first pass finds the newest data, and the second pass uses only trials on these data
+    # the first pass finds the newest data, and the second pass uses only trials on the newest data
     for _ in range(2):
         choices = chosen(cells.study, cells.trials, accept_stale)
         while cells.extend(choices):

@@ -1,6 +1,6 @@
 """Command with which an engine trains a cell of a study.
 
-The command runs ``fit``. If the cell has a checkpoint, it resumes from the newest checkpoint.
+The command runs ``fit``. If the cell has checkpoints, ``fit`` resumes from the newest checkpoint.
 """
 
 import json
@@ -25,10 +25,10 @@ _PAUSE = 1.0  # seconds between two checks of the cell's state
 
 
 def preload() -> None:
-    """Import packages that runs would import late, and read the source code.
+    """Import slow packages and compute the digest of the source code, once for all forks.
 
-    This is done once, and all forks use the result. Packages of data sets are not imported, because
-    some of them import pyarrow, which starts a thread.
+    Packages of data sets are not imported, because some of them import pyarrow, which starts a
+    thread.
     """
     import_module("matplotlib.backends.backend_agg")
     provenance({})
@@ -38,14 +38,13 @@ def preload() -> None:
 def main(args: Sequence[str]) -> None:
     """Train a cell that has no result yet.
 
-    A lock lets only one process at a time train the cell. Without a lock, another study could run
-    the same cell, or a scheduler could start it twice.
+    A lock ensures that only one process at a time trains the cell.
 
     Args:
-        args: File with the configuration of the cell, and options. ``--branch`` names a checkpoint
-            of the parent cell. A cell that has no checkpoint continues from it. ``--data`` gives
-            the required digests of the data as JSON. With ``--accept-stale``, a stale result counts
-            as a result.
+        args: Configuration file of the cell, and options. ``--branch`` gives a checkpoint of the
+            parent cell, from which a cell without a checkpoint starts. ``--data`` gives the
+            required digests of the data as JSON. With ``--accept-stale``, a stale result counts as
+            a result.
     """
     parser = ArgumentParser()
     parser.add_argument("file", type=Path)

@@ -16,7 +16,7 @@ from fl_lightning.methods.callback import FederatedCallback
 def main(args: Sequence[str]) -> None:
     """Check the claims of one method or of all shipped methods, and print a certificate.
 
-    If a check fails, the exit status is 1. If the arguments are invalid, it is 2.
+    If a check fails, the exit status is 1. If the arguments are invalid, the exit status is 2.
 
     Args:
         args: Arguments after ``verify``.

@@ -17,8 +17,7 @@ class Certificate:
         paper: The method's paper.
         rules: Findings on the rules for all methods.
         claims: Findings on the method's claims.
-        equals: Equalities that the method does not claim, but that were measured. Each has the
-            measured difference.
+        equals: Measured differences for equalities that the method does not claim, by name.
         beside_fedavg: Comparison of the method's default run with FedAvg.
         seconds: Duration of the verification.
     """
@@ -33,7 +32,7 @@ class Certificate:
 
     @property
     def failed(self) -> list[Finding]:
-        """The findings with status "failed", on rules and on claims."""
+        """Findings on rules and claims with the status ``"FAILED"``."""
         return [finding for finding in (*self.rules, *self.claims) if finding.status == "FAILED"]
 
 

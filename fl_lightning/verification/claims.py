@@ -30,7 +30,7 @@ Gap = tuple[float, str]
 
 
 def own_twin(trials: Trials) -> Gap:
-    """Compare the method's federated run with its centralised run, at E = 1 and equal batch sizes.
+    """Compare federated (E = 1, equal batch sizes) with centralised training, both by the method.
 
     Each client takes one local step per round (E = 1), and all clients have the same batch size.
     """
@@ -71,9 +71,10 @@ def centralised_bn(trials: Trials) -> Gap:
 def union_statistics(trials: Trials) -> Gap:
     """Compare the server's statistics to ``nn.BatchNorm2d`` on the union of the batches.
 
-    The batch sizes are equal in one comparison and unequal in the other. Client i has K_i values
-    with mean u_i and variance s_i^2; the union has ``N = sum K_i`` values with mean u. The running
-    variance takes the step ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)``.
+    One comparison has equal batch sizes, and another has unequal batch sizes. Client i has K_i
+    values with mean u_i and variance s_i^2; the union has ``N = sum K_i`` values with mean u. The
+    running variance takes the step
+    ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)``.
 
     The weights are constant. Only the first BN layer is compared, as its inputs do not depend on
     the normalization.
@@ -100,7 +101,7 @@ def weights_of_fedavg(trials: Trials) -> Gap:
 
 
 def fedavg_on_identical_clients(trials: Trials) -> Gap:
-    """Compare the method to FedAvg with BN on clients that all have the same data."""
+    """Compare to FedAvg with BN. All clients have the same data, and hence the same weights."""
     alike = USUAL.but(identities=(1,) * len(CLIENTS), script=EVERYONE)
     return _rounds_apart(trials.run(alike), trials.run(alike, bare=True))
 
@@ -127,7 +128,7 @@ def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
 def moments_of_the_mixture(trials: Trials) -> Gap:
     """Compare the server's statistics to the mean and variance of a mixture of all clients.
 
-    Client i sends mean mu_i and variance sigma_i^2, and has weight p_i. The mixture has the mean
+    Client i has weight p_i, and sends mean mu_i and variance sigma_i^2. The mixture has the mean
     ``mu = sum p_i mu_i`` and the variance ``sum p_i (sigma_i^2 + mu_i^2) - mu^2``.
     """
     gaps = []
@@ -213,7 +214,7 @@ def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -
     """Return the largest difference between the server states of two runs.
 
     If one run has fewer rounds, its rounds are compared to the last rounds of the other run.
-    ``names`` are the tensors to compare. By default, these are all tensors except counters.
+    ``names`` are the tensors to compare (default: all tensors except counters).
     """
     common = min(len(first.rounds), len(second.rounds))
     pairs = zip(first.rounds[-common:], second.rounds[-common:], strict=True)

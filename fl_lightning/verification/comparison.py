@@ -1,4 +1,4 @@
-"""Functions that find the largest difference between two states, and the result of a check."""
+"""Comparison of two states, and the result of a check."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Finding:
     Attributes:
         line: Name of the rule or claim.
         status: Whether the check passed, failed or does not apply.
-        detail: What was measured, what was violated, or why the check does not apply.
+        detail: Measured value, violation, or reason why the check does not apply.
     """
 
     line: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 Leaves = dict[str, Any]
-"""Values of nested dicts and lists. The key of a value is its path, as ``['momentum'][0]``."""
+"""Values in nested dicts and lists, keyed by path, such as ``['momentum'][0]``."""
 
 
 def leaves(tree: Any) -> Leaves:
@@ -63,7 +63,7 @@ def distance(
 ) -> tuple[float, str]:
     """Return the largest difference between the entries of two mappings, and the entry's name.
 
-    ``names`` are the entries to compare. By default, these are all entries.
+    ``names`` are the entries to compare (default: all entries).
     """
     chosen = {**first, **second} if names is None else names
     differences = {name: apart(first.get(name), second.get(name)) for name in chosen}

@@ -10,9 +10,9 @@ from fl_lightning.testing.federation import SIZES, reference_model
 from fl_lightning.verification.comparison import Leaves
 
 FEW = 8
-"""Number of floats from which a tensor of the server counts as large.
+"""Smallest number of floats in a large tensor.
 
-If clients use a large tensor of the server, the method must declare its transfer.
+If the server sends a large tensor to clients, the method must declare this traffic.
 """
 
 
@@ -20,20 +20,20 @@ _TENSORS = frozenset(reference_model().state_dict())
 
 
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
-    """Divide a method's memory into the leaves of the server and the leaves of each client.
+    """Divide a method's memory into the values of the server and the values of each client.
 
-    A leaf belongs to a client in two cases:
+    A value belongs to a client in two cases:
 
-    - It is in a dict under a key that is the client's number (int or str).
-    - It is the client's row of a tensor that has as many rows as there are clients.
+    - It is in a dict under the client's number (int or str).
+    - It is the client's row in a tensor that has one row per client.
 
-    If there is no such leaf, a key that contains a number, such as ``"client3"``, names a client.
-    The names of the model's tensors, such as ``"0.weight"``, are exceptions. All other leaves
-    belong to the server. Negative numbers do not name clients.
+    If the memory has no such value, a key such as ``"client3"`` names a client. Names of the
+    model's tensors, such as ``"0.weight"``, and negative numbers never name a client. All other
+    values belong to the server.
 
     Returns:
-        The server's leaves by path, and the leaves of each client by path. The paths of a client
-        do not contain its number.
+        The server's values by path, and the values of each client by path. The paths of a client do
+        not contain the client's number.
     """
     paths = tree_flatten_with_path(tree_map(_rows_by_client, memory))[0]
     server: Leaves = {}

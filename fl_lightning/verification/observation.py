@@ -26,29 +26,30 @@ class Round:
     Attributes:
         clients: Client ids of the cohort.
         shares: Expected aggregation weights n_i / n, ``[C]``.
-        policy: Treatment of each kind of state, and of parts that the method names.
+        policy: Treatment of each kind of state, and of each part of the model that the method
+            names.
         treatments: Treatment of each tensor of the model.
-        undecided: Treatments whose first round is known only during training. The keys are kinds of
+        undecided: Treatments that begin in a round which is known only during training, by kind of
             state.
         broadcast: The server's state at the start of the round.
         start: The clients' rows before their first local step, ``[C, *shape]``.
         sent: The clients' rows before aggregation, ``[C, *shape]``.
-        aggregated: The server's state after a step of SGD(lr=1) on the aggregate.
-        corrected: As ``aggregated``, but after the method's hook ``on_after_aggregate``, which may
-            correct the aggregate.
+        aggregated: The server's state after a step of ``SGD(lr=1)`` on the pseudo-gradient.
+        corrected: The same state after the method's hook ``on_after_aggregate``, which may correct
+            the pseudo-gradient.
         server: The server's state at the end of the round.
         memory: The method's ``state_dict`` after the round.
         payload: Result of ``extra_payload``.
         exchanges: Result of ``extra_exchanges``.
         loss: Mean training loss.
-        received: Number of floats of the client optimizer's state that the server must have sent,
-            because they are equal at all clients at the start of the round.
+        received: Number of floats in the client optimizer's state that are equal at all clients,
+            and not 0, when the round starts. The server must have sent these floats.
         steps: Number of local steps of each client.
         trained: The clients' rows after their last local step, including ``scratch`` buffers.
         losses: The clients' losses, ``[C]``.
-        grads: The clients' gradients of each local step, ``[C, *shape]`` by name.
-        late: Empty if no entry of ``cohort.extra`` has changed after a client's last step.
-            Otherwise a text that names the entry and the client.
+        grads: For each local step, a dict with the clients' gradients ``[C, *shape]`` by name.
+        late: Name of an entry of ``cohort.extra`` that has changed after a client's last step, with
+            the client. Empty if no entry has changed.
     """
 
     clients: list[int]
@@ -104,8 +105,8 @@ class Run(FederatedModule):
         kinds: Kind of state of each persistent tensor of the model.
         forced: ``(round, client, record)`` or None. In this round, the client sends the state in
             the record instead of its trained state.
-        memory_of_server: Number of a round; before this round, the server's part of the method's
-            memory is changed. 0 for no change.
+        memory_of_server: Round before which the server's part of the method's memory is changed; 0
+            for no change.
     """
 
     script: tuple[tuple[int, ...], ...] = ()
@@ -116,7 +117,7 @@ class Run(FederatedModule):
     memory_of_server: int = 0
 
     def setup(self, stage: str) -> None:
-        """Set up the run; its cohorts are those in ``script``."""
+        """Set up the run with the cohorts in ``script``."""
         super().setup(stage)
         self.plan = ScriptedPlan(
             **{**vars(self.plan), "cohort_size": len(self.script[0])}, script=self.script
@@ -184,7 +185,7 @@ class Run(FederatedModule):
             seen.server = self._server_state()
 
     def on_train_epoch_end(self) -> None:
-        """Record the round's loss, and the method's memory at the end of the round."""
+        """Record the round's loss, and the method's memory after the round."""
         super().on_train_epoch_end()
         seen = self.rounds[-1]
         seen.loss = float(self.trainer.callback_metrics["train/loss"])

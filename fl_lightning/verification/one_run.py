@@ -1,4 +1,4 @@
-"""Rules that need only a single run each, for example on the treatment of state."""
+"""Rules that are checked in a single run, such as the treatment of state."""
 
 from itertools import pairwise
 
@@ -65,9 +65,9 @@ def between_rounds(trials: Trials) -> str:
 def server_state(trials: Trials) -> str:
     """Check that the server's averaged and local state is the clients' weighted mean.
 
-    The mean is ``sum p_i x_i`` with ``p_i = n_i / n``; the server optimizer is ``SGD(lr=1)``.
-    Only ``on_after_aggregate`` may correct this state. A counter must be the largest counter of the
-    clients, as int64. Pooled state must change in every round.
+    The mean is ``sum p_i x_i`` with ``p_i = n_i / n``; the server optimizer is ``SGD(lr=1)``. Only
+    ``on_after_aggregate`` may correct the server's state. A counter at the server must be the
+    largest counter of the clients, and int64. Pooled state must change in every round.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attacks are tried with the median as aggregator")
@@ -109,7 +109,7 @@ def frozen_state(trials: Trials) -> str:
 
     Statistics that are averaged or local must change in each round. The rule must hold for any
     server optimizer. A subclass of :class:`~fl_lightning.methods.freezing.Freezing` must freeze its
-    state in round T* + 1, whether T* is a setting or is determined in training.
+    state in round T* + 1. T* may be a setting, or be determined in training.
     """
     frozen = set()
     for run in (trials.run(), trials.run(WITH_SERVER_MOMENTUM)):
@@ -278,7 +278,7 @@ def model_comes_back(trials: Trials) -> str:
 
 
 def _form(model: nn.Module) -> Leaves:
-    """Return the structure of a model: types, shapes, flags and hooks, but no values.
+    """Return the structure of a model (types, shapes, flags and hooks) without its values.
 
     The keys are the names of modules and tensors.
     """

@@ -34,7 +34,7 @@ def knows_no_client(trials: Trials) -> bool:
 
 
 def memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Compare the method's memory in two records of rounds.
+    """Compare the method's memory in the records of two rounds.
 
     Return the largest difference, and the path of the value that differs.
     """
@@ -42,10 +42,10 @@ def memory_apart(first: Round, second: Round) -> tuple[float, str]:
 
 
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Compare the memories of the default run and a renumbered run; return the largest difference.
+    """Return the largest difference between the memories of the default run and a renumbered run.
 
-    If the two memories differ, each client's memory is compared to the memory under the client's
-    new number.
+    If the memories differ, each client's memory is compared to the memory under the client's new
+    number.
     """
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))

@@ -1,4 +1,4 @@
-"""Rules that compare two runs of a method. The two runs differ in one respect, as the executor."""
+"""Rules that compare two runs of a method. The runs differ in one respect, such as the executor."""
 
 import pickle
 from typing import Any
@@ -93,7 +93,7 @@ def ranks(trials: Trials) -> str:
 def observers(trials: Trials) -> str:
     """Check that a run does not change if other callbacks read its state and draw random numbers.
 
-    The numbers are drawn from the global generators, and from generators of the method.
+    The callbacks draw from the global generators and from the method's generators.
     """
     _equal(trials.run(), trials.run(observed=True), "callbacks that watch and draw must not change the run")
     return "callbacks that watch and draw random numbers do not change the run"
@@ -102,7 +102,7 @@ def observers(trials: Trials) -> str:
 def client_numbers(trials: Trials) -> str:
     """Check that renumbering clients changes neither the server nor a client's memory.
 
-    The rule does not apply to attacks, since attackers are chosen by number.
+    The rule does not apply to attacks, because attackers are chosen by number.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attackers are chosen by client number")
@@ -133,7 +133,7 @@ def learning_rate_0(trials: Trials) -> str:
     """Check that a client learning rate of 0 changes no weights, at clients or at the server.
 
     A correction in ``on_after_aggregate`` may change the server's weights. The rule does not apply
-    to attacks, or to methods that draw random numbers: noise may change weights at any learning
+    to attacks, nor to methods that draw random numbers. Noise may change weights at any learning
     rate.
     """
     if trials.make().role == "attack":
@@ -169,7 +169,7 @@ def pooled_weights(trials: Trials) -> str:
     ]
     if not pooled or "union_statistics" in trials.make().claims:
         raise NotApplicable("no statistics are pooled" if not pooled else "union_statistics is claimed")
-    identities = (0, 1, 1)  # the second client has the data of the first client twice
+    identities = (0, 1, 1)  # client 2 has the same data as client 1
     two = trials.run(identities=identities, script=((0, 1, 2),) * 4, weighting="uniform")
     one = trials.run(identities=identities[:2], script=((0, 1),) * 4)
     gap, name = distance(one.rounds[0].server, two.rounds[0].server, pooled)
@@ -182,12 +182,12 @@ def pooled_weights(trials: Trials) -> str:
 
 
 def traffic(trials: Trials) -> str:
-    """Check that ``extra_payload`` counts all traffic beside weights, statistics and losses.
+    """Check that ``extra_payload`` counts all traffic except weights, statistics and losses.
 
-    - Upload: if a client gets other data but sends the same weights, statistics and loss as before,
-      the server must not change.
-    - Download: a tensor of at least 8 floats in the server's memory must not affect local steps
-      that start from the same state.
+    - Upload: a client gets different data, but sends unchanged weights, statistics and loss. The
+      server must not change.
+    - Download: a tensor of at least 8 floats in the server's memory is changed. Local steps that
+      start from the same state must not change.
     """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
@@ -247,7 +247,7 @@ def exchange_in_a_round(trials: Trials) -> str:
     """Check that a client's message does not depend on other clients' data in the same round.
 
     A method may declare that clients exchange data inside a round. The rule does not apply to
-    attacks, since attackers know the honest clients' messages.
+    attacks, because attackers know the honest clients' messages.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attackers know the honest clients' messages")
@@ -261,7 +261,7 @@ def exchange_in_a_round(trials: Trials) -> str:
 
 
 def clients_own_state(trials: Trials) -> str:
-    """Check that a client's unsent state affects neither the server nor other clients.
+    """Check that state which a client does not send affects neither the server nor other clients.
 
     A client does not send local, frozen and reset state. It sends optimizer state only if
     ``extra_payload`` counts that state.
@@ -305,11 +305,7 @@ def beside_fedavg(trials: Trials) -> str:
 
 
 def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> None:
-    """Check that a disturbance of one client does not affect the other clients in a given round.
-
-    Raises:
-        Violated: The disturbance changes the state that an undisturbed client starts from or sends.
-    """
+    """Check that a disturbance of one client does not affect the other clients in a given round."""
     first, second = (run.rounds[number - 1] for run in (trials.run(), trials.run(disturbance=disturbance)))
     kind = " or ".join(disturbance.what) + (" state" if disturbance.what != ("data",) else "")
     for client in (client for client in first.clients if client != disturbance.client):

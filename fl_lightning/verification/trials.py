@@ -92,7 +92,7 @@ class Disturb(FederatedCallback):
 
 _SGD = partial(torch.optim.SGD, lr=CLIENT_LR, weight_decay=0.01)
 WITHOUT_MOMENTUM = {"client_optimizer": _SGD}
-"""Changes to a :class:`Setup` in which clients use SGD without momentum."""
+"""Changes for :meth:`Setup.but`: clients use SGD without momentum."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +100,22 @@ class Setup:
     """Set-up of a run.
 
     By default, the run has four rounds of one local epoch. Three of five clients take part in each
-    round. They have unequal numbers of samples, and use SGD with momentum.
+    round. The clients have unequal numbers of samples, and use SGD with momentum.
 
     Attributes:
         bare: Whether to run FedAvg without the method.
         script: The cohort of each round.
-        identities: Data set of each client, as a number. Clients with equal numbers have equal
-            data.
+        identities: Number of each client's data set. Clients with equal numbers have equal data.
         batch_sizes: Batch size of each client; None for equal sizes.
         norm: Kind of the model's normalization layers: Batch or Group Normalization.
         observed: Whether an :class:`Observer` runs before and after the method.
         disturbance: Change of one client's data or state, if any.
         forced: Whether the disturbed client sends the state that it sends in the undisturbed run.
-        memory_of_server: Number of a round; before this round, the server's part of the method's
-            memory is changed. 0 for no change.
+        memory_of_server: Round before which the server's part of the method's memory is changed; 0
+            for no change.
         ranks: Number of ranks.
         resume: Round of the checkpoint from which the run resumes; 0 for a new run. The checkpoint
-            is of the federated run of this set-up, which must be in :data:`SAVED`.
+            is from the federated run of the set-up. This set-up must be in :data:`SAVED`.
         repetition: Number that distinguishes repeated runs of a set-up.
         module: Settings of ``FederatedModule``, as pairs (name, value).
     """
@@ -202,7 +201,7 @@ class Trials:
 
         Raises:
             Violated: A ``ConfigurationError`` stopped the run after round 1.
-            Exception: The exception that stopped the run, in all other cases.
+            Exception: Any other exception that stopped the run.
         """
         run = self.attempt(setup, **changes)
         if isinstance(run.error, ConfigurationError) and len(run.rounds) > 1:
@@ -224,7 +223,7 @@ class Trials:
         settings = {"executor": SequentialExecutor(), **dict(setup.module), **self.settings}
         run = Run(reference_model(setup.norm), **settings)
         if method is not None:
-            # seed of the new layers' weights, equal in all runs
+            # the seed of the new layers' weights is the same in all runs
             extend_model(run.model, [method], seed=0)
         run.script, run.method, run.rounds = setup.script, method, []
         run.memory_of_server = setup.memory_of_server

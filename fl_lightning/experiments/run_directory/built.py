@@ -59,7 +59,7 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
     model, data_node = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
     if (data_seed := data_node["init_args"].pop("seed", seed)) != seed:
-        data_node["own_seed"] = data_seed  # the user has given the data module its own seed
+        data_node["own_seed"] = data_seed  # the user has given the data module a different seed
     if type(module) is FederatedModule:
         model = model["init_args"]
     return {
@@ -73,10 +73,10 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
 def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
     """Describe the objects that a Python script has made.
 
-    The result has the same format as that of :func:`built`. Digests are added for layers or weights
-    that the model's arguments and the run's seed do not determine. If a setting of the module was
-    assigned after construction, its new value replaces the argument. For data and callbacks, such
-    settings are under the key ``reassigned``.
+    The result has the format of :func:`built`. It also has digests of layers and weights that the
+    model's arguments and the run's seed do not determine. If a setting of the module was assigned
+    after construction, the result has the new value. New values of the data module and the
+    callbacks are under the key ``reassigned``.
     """
     tree = built(module, data, trainer)
     settings = tree["model"].get("init_args", tree["model"])
@@ -92,10 +92,7 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
 
 
 def _describe_groups(module: FederatedModule, settings: Config) -> None:
-    """Add a digest of an optimizer's parameter groups to the optimizer's description.
-
-    The digest is added only if not all parameters have the same settings.
-    """
+    """Add a digest of an optimizer's parameter groups if their settings differ from each other."""
     leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad and not is_lazy(x)]
     given = {"client_optimizer": [{"params": [x]} for x in leaves], "server_optimizer": leaves}
     for name, parameters in given.items():
@@ -165,7 +162,7 @@ def without_decided(tree: Config, data: FederatedDataModule) -> Config:
 
 
 def _digests(module: FederatedModule) -> Config:
-    """Return digests of layers and weights that the model's arguments and the seed do not fix."""
+    """Return digests of layers and weights that model arguments and seed do not determine."""
     # use the original model if the model is compiled
     model = getattr(module.model, "_orig_mod", module.model)
     made = making(model)
@@ -174,7 +171,7 @@ def _digests(module: FederatedModule) -> Config:
     if made is None:
         return {"state_digest": layers(model)} | weights | _parts(model)
     if any(isinstance(x, nn.Module) for x in made.arguments.values()):
-        # the caller has initialised these weights
+        # the caller has made these layers and initialised their weights
         return {"layers_digest": layers(model)} | weights | _parts(model)
     with isolate_rng(), _float32():
         seed_global(module.seed, torch.device("cpu"))

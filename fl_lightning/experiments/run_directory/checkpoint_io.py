@@ -109,7 +109,7 @@ def check_run(
         path: The checkpoint file, for the message.
         checkpoint: Content of the file.
         model: The configured model.
-        optimizer: The configured server optimizer. None: the optimizer is not checked.
+        optimizer: The configured server optimizer; None to check only the model.
 
     Raises:
         ConfigurationError: The checkpoint has the wrong names or shapes of tensors, or belongs to a

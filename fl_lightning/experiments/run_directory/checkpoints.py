@@ -37,14 +37,13 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     Args:
         dirpath: Folder of the checkpoints. Default: ``checkpoints`` in the trainer's
-            ``default_root_dir``. In a folder shared by runs, each attempt has a subfolder
+            ``default_root_dir``. If the folder is given, each attempt at a run has the subfolder
             ``<name>/<hash>-s<seed>``.
         every_n_seconds: Minimum time between two saves in seconds, >= 0. 0 saves every round; None
             disables saving by time.
         every_n_rounds: Period of saving in rounds, >= 1; None disables saving by rounds.
         monitor: Name of a logged metric, such as ``"val/accuracy"``. ``best.ckpt`` is from the
-            round with the best value, or from the first of several such rounds. Rounds without a
-            value and rounds with NaN are ignored.
+            first round with the best value. Rounds without a value and rounds with NaN are ignored.
         mode: Whether the largest (``"max"``) or the smallest value (``"min"``) is best. Default:
             smallest for a loss, largest for a quality such as accuracy
             (:func:`~fl_lightning.round.directions.best_is`).
@@ -105,15 +104,16 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state; the key contains the name of the monitored metric.
+        """Key of the callback's state.
 
-        Scores of different metrics cannot be compared.
+        The key contains the name of the monitored metric, because scores of different metrics
+        cannot be compared.
         """
         # older checkpoints have "max" in the key if no metric is monitored
         return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best score and its round as a dict; if no metric is monitored, it is empty."""
+        """Return the best score and its round; an empty dict if no metric is monitored."""
         if self.monitor is None:
             return {}
         return {"best_score": self.best_score, "best_round": self.best_round}
@@ -145,9 +145,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
         trainer.strategy.broadcast(None)
 
     def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
-        """Return the checkpoint that was the best when ``path`` was written.
+        """Return the checkpoint that was the best when ``path`` was written; None if it is missing.
 
-        The file is searched in the folder of ``path``. The result is None if the file is missing.
+        Only the folder of ``path`` is searched.
         """
         for candidate in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
             with contextlib.suppress(ConfigurationError):  # ignore a missing or damaged file
@@ -201,10 +201,10 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 raise unwritable(self.dirpath, error) from error
 
     def _claim(self) -> None:
-        """Write into the checkpoint folder that it belongs to this run.
+        """Write the name of this run to ``run.txt`` in the checkpoint folder.
 
         Raises:
-            ConfigurationError: The folder already belongs to a different run.
+            ConfigurationError: The folder belongs to a different run.
         """
         if self.attempt is None or self.in_the_run:
             return
@@ -218,7 +218,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         write_text(note, f"{this_run}\n")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock of ``every_n_seconds``; discard the saved rounds of earlier fits."""
+        """Start the clock of ``every_n_seconds``, and reset ``saved_round``."""
         self._complete_round = self.saved_round = None
         self._saved_at = time.monotonic()
 
@@ -294,7 +294,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def _reached_best(self, trainer: L.Trainer) -> bool:
         if self.monitor is None or self.monitor not in trainer.callback_metrics:
             return False
-        # a metric that was not logged in this round still has its old value: ignore it
+        # a metric that was not logged in this round keeps its old value, which is no new best value
         score = trainer.strategy.broadcast(float(trainer.callback_metrics[self.monitor]))
         sign = 1 if self._best_is() == "max" else -1
         if math.isnan(score) or (self.best_score is not None and sign * score <= sign * self.best_score):
@@ -331,7 +331,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def _label(self, name: str) -> str:
         """Return the label that the names of a checkpoint's client memory files contain.
 
-        Checkpoints with the same name in different folders have different labels.
+        Checkpoints with the same name in different folders need different labels.
         """
         if self.in_the_run:
             return Path(name).stem
@@ -344,7 +344,6 @@ def kept_name(round_number: int) -> str:
 
 
 def _best_name(stem: str) -> str:
-    """Return ``<stem>_best.ckpt``, the file name of the best checkpoint beside ``<stem>.ckpt``."""
     return f"{stem}_best.ckpt"
 
 

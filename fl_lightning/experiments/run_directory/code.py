@@ -57,8 +57,7 @@ def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
 
     Args:
         maker: The class, or the function without wrappers.
-        reference: Function that describes an object that the code uses, for example a global or a
-            default.
+        reference: Function that describes a used object, such as a global or a default value.
     """
     if isinstance(maker, type):
         members = [[name, reference(x)] for name, x in vars(maker).items() if name not in _NOT_CODE]

@@ -22,8 +22,8 @@ class Start:
         round: Round of the checkpoint; 0 for a new run.
         is_new: Whether the folder was made for this fit.
         checkpoint: Path of the checkpoint; empty for a new run.
-        differs: Old and new value of each changed setting that affects results, by dotted name;
-            None if the run resumes with the same settings.
+        differs: Old and new value of each changed setting that affects results, by dotted name.
+            None for a new run, and for a run that resumes with the same settings.
         metrics: Lines of ``metrics.jsonl`` up to ``round``.
     """
 
@@ -58,8 +58,7 @@ def find_start(
     """Return the start from a checkpoint, in the checkpoint's folder or in a new attempt.
 
     A new attempt is needed if settings or the seed have changed, or if the checkpoint is not the
-    last of its run. In the old folder, the new rounds would overwrite the old results or mix with
-    them.
+    last of its run. In the old folder, the new rounds would overwrite old results.
 
     Args:
         directory: All attempts at the run.
@@ -74,7 +73,7 @@ def find_start(
         ConfigurationError: Metrics of earlier rounds are missing, or a file cannot be written.
     """
     reached, source = int(checkpoint["global_step"]), resumed or directory.attempt_of(ckpt_path)
-    # read the metrics before the folder is made, as missing lines raise an error
+    # read the metrics before the folder is made, because missing lines raise an error
     lines = lines_until(source.metrics, reached) if source is not None else []
     differs = _differences(checkpoint, made)
     if resumed is not None:
@@ -89,7 +88,7 @@ def find_start(
 
 
 def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
-    """Compare with a checkpoint: return old and new value of each setting that affects results."""
+    """Return the old and new value of each changed setting that affects results."""
     before = checkpoint["fl_lightning"]["record"].get("description")
     if not before:  # a checkpoint of an older version has no description
         return {"settings": ["unknown", "those of config.yaml"]}

@@ -37,7 +37,7 @@ _LAYERS: dict[str, type[nn.Module]] = {
 
 
 def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> str:
-    """Return a text with server optimizer and callbacks, as ``FedAvg + FixBN(freeze_round=9)``."""
+    """Describe server optimizer and callbacks, such as ``FedAvg + FixBN(freeze_round=9)``."""
     optimizer = module.server_optimizer([torch.zeros(1)])
     settings = optimizer.param_groups[0]
     base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
@@ -87,10 +87,11 @@ def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
 
 
 def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
-    """Return the columns and the rows of a table with each client's data, training and classes.
+    """Return the columns and the rows of a table with one row per client.
 
-    The loss is the mean over the local steps of the client's last round. The loss is None if the
-    client has not trained yet.
+    The columns are the numbers of samples, local steps and rounds, the last training loss, and the
+    number of samples of each class. The loss is the mean over the local steps of the client's last
+    round, or None before the first round.
     """
     data = module.data
     histogram = data.partition_record().get("class_histogram") or [[]] * data.num_clients
@@ -104,7 +105,7 @@ def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
 
 
 def model_name(module: FederatedModule) -> str:
-    """Return the name of a model's class. For a compiled model, this is the original class."""
+    """Return the class name of a model, or of the original model if the model is compiled."""
     return type(getattr(module.model, "_orig_mod", module.model)).__name__
 
 

@@ -1,9 +1,7 @@
-"""Description of a run, which may come from YAML or Python, as nested dicts and lists.
+"""Description of a run as nested dicts and lists, with the structure of a configuration file.
 
-The description is a tree with the structure of a configuration. Its entries are ``model``, ``data``
-and ``trainer``; each object has ``class_path`` and ``init_args``. All other values are numbers and
-strings. The run's hash, its provenance and the changed settings of a resumed run are computed from
-the tree.
+The run's hash, provenance and changed settings are computed from the description. Runs from YAML
+and from Python have equal descriptions.
 """
 
 import hashlib
@@ -54,13 +52,10 @@ OUTSIDE_THE_HASH = frozenset(
 """Trainer settings that do not affect the weights, the metrics or the traffic of a round."""
 
 _TASK = full_name(Classification)
-"""Full name of the task that a run has by default."""
+"""Full name of the default task."""
 
 _PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Aliases of Lightning's names for precisions, with the name of each.
-
-None is the default precision.
-"""
+"""Lightning's aliases of precisions, each with the full name. None is the default precision."""
 
 _SHOWING = (RoundCheckpoint, ProgressBar)
 """Callbacks that do not affect results. The hash ignores them."""
@@ -141,8 +136,8 @@ def deciding_settings(config: Config) -> Config:
     """Return the settings that affect results, including defaults, by dotted name.
 
     The dotted names omit ``init_args``. A callback is named by its class, as in
-    ``trainer.callbacks.FixBN.freeze_round``. A second callback of the same class is ``FixBN.2``. An
-    object is given by the full name of its class.
+    ``trainer.callbacks.FixBN.freeze_round``. A second callback of the same class is ``FixBN.2``.
+    The value of an object is the full name of its class.
     """
     tree = description_of(config)
     settings = tree["trainer"]["init_args"]
@@ -228,7 +223,7 @@ def _essential(node: Any) -> Any:
     for name, x in _arguments(node).items():
         scalar = type(x) in _SCALARS
         usual = known.get(name)
-        # most defaults are None, and no object equals None: do not compute the text of the object
+        # no object equals the default None: skip the slow conversion of the object to text
         if usual != repr(x) if scalar else usual in (None, "None") or usual != _text(_plain(x)):
             given[name] = _content(x) if name in files else x if scalar else _essential(x)
     rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}
@@ -282,8 +277,8 @@ def defaults(maker: Callable[..., Any] | None) -> Config:
 def pinned() -> dict[str, Config]:
     """Return the original default of each shipped setting.
 
-    The hash omits settings with this value. If a later version changes a default, runs with the
-    original value keep their hash.
+    The hash omits settings that equal their original default. If a later version changes a default,
+    runs with the original value keep their hash.
     """
     values: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
     return values
@@ -313,8 +308,8 @@ def _resolved(path: str) -> str:
 def _hashed(path: str) -> str:
     """Return a class's name for the hash.
 
-    For a shipped class, this is the import path that the class had in older versions. Therefore,
-    hashes do not depend on the version.
+    A shipped class has the import path of older versions. Therefore, hashes do not depend on the
+    version.
     """
     package, _, name = path.partition(".")
     if package in OLD_NAMES:  # a user's package with the name of an old package
@@ -330,9 +325,9 @@ def _shows(path: str) -> bool:
 
 @cache
 def _threads_only_read(path: str) -> bool:
-    """Return whether a data module has the setting ``threads`` of a shipped data module.
+    """Return whether the setting ``threads`` is defined by a shipped class.
 
-    This setting does not affect results. A user's setting ``threads`` might affect them.
+    A shipped class gives the same results with any number of threads.
     """
     kinds = getattr(_maker(path), "__mro__", ()) if path else ()
     owners = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)

@@ -1,8 +1,8 @@
-"""Run directory: ``runs/<name>/<config hash>-s<seed>``, one folder per attempt.
+"""Run directory: one folder for each attempt at a run.
 
-The configuration determines the folder, so that a resumed run finds its checkpoints. Further
-attempts use ``...-s0.2``, ``...-s0.3`` and so on. A new ``fit`` never changes a folder that has a
-trained round.
+The first attempt is in the folder ``runs/<name>/<config hash>-s<seed>``. For later attempts,
+``.2``, ``.3`` and so on are appended to the name of this folder. A new ``fit`` never changes a
+folder that has a trained round.
 """
 
 import re
@@ -23,9 +23,9 @@ Config = dict[str, Any]
 """Settings of a run as in its YAML file, including defaults."""
 
 LOCK = ".lock"
-"""Name of the lock file in a run's folder. A process locks it while it trains in the folder."""
+"""Name of the lock file in a run's folder. A process that trains in the folder locks the file."""
 
-_GLANCE = 0.1  # seconds; a process that only checks the lock keeps it for a shorter time
+_GLANCE = 0.1  # seconds; a process that only checks the lock releases it within this time
 
 
 class _File:
@@ -154,7 +154,7 @@ class RunDirectory:
     """All attempts at a run: the folders of one configuration and one seed.
 
     Args:
-        root: ``runs/<name>``.
+        root: The folder ``runs/<name>``.
         stem: Name of the first attempt's folder, ``<config hash>-s<seed>``. Later attempts append
             ``.2``, ``.3`` and so on.
     """
@@ -163,7 +163,7 @@ class RunDirectory:
     stem: str
 
     def attempts(self) -> list[Attempt]:
-        """Return the attempts whose folders exist. The newest attempt is the first one."""
+        """Return the attempts whose folders exist, newest first."""
         pattern = re.compile(re.escape(self.stem) + r"(?:\.([1-9][0-9]*))?")
         matches = ((pattern.fullmatch(path.name), path) for path in self.root.glob(f"{self.stem}*/"))
         numbers = {int(match[1] or 1): Attempt(path) for match, path in matches if match}
@@ -221,7 +221,7 @@ class RunDirectory:
     def attempt_of(self, checkpoint: Path) -> Attempt | None:
         """Return the attempt that owns a checkpoint; None if the file is in no run directory.
 
-        This may be an attempt at a different run.
+        The attempt may belong to a different run.
         """
         folder = checkpoint.resolve().parent
         around = Attempt(folder.parent)
@@ -229,7 +229,7 @@ class RunDirectory:
         return next((attempt for attempt in known if attempt.checkpoints.resolve() == folder), None)
 
     def other_checkpoint(self, name: str) -> Path | None:
-        """Return the newest checkpoint file with this file name in any run of the same name."""
+        """Return the newest checkpoint with this file name among all runs in ``root``."""
         others = self.root.glob(f"*/checkpoints/{name}")
         return max(others, key=lambda path: path.stat().st_mtime, default=None)
 

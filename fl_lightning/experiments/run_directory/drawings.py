@@ -36,7 +36,7 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     - Reports may add ``<name>.png``, ``<name>.csv`` and entries in ``histograms.json``.
 
     Args:
-        attempt: The run's folder. None, as with ``fast_dev_run``, draws no pictures.
+        attempt: The run's folder. With None, no pictures are drawn.
         module: The trained module.
     """
     if attempt is None:

@@ -21,8 +21,8 @@ from fl_lightning.files import no_link, plain, restored, unwritable
 class JSONLinesLogger(Logger):
     """Logger that appends the metrics of each round to ``<save_dir>/metrics.jsonl``.
 
-    The first row creates the file. Metrics that are logged without the key ``"round"``, as by
-    Lightning's ``LearningRateMonitor``, are added to the next row. If such a metric is logged
+    The first row creates the file. Metrics without the key ``"round"``, such as the learning rates
+    of Lightning's ``LearningRateMonitor``, are added to the next row. If such a metric is logged
     several times, the row gets the newest value. Each row is a single write: if the run is killed,
     at most the last line is incomplete.
 
@@ -49,7 +49,7 @@ class JSONLinesLogger(Logger):
         Args:
             metrics: Scalars, tensors or lists by name. Metrics without the key ``"round"`` are kept
                 for the next row.
-            step: Ignored, as the metrics include the round.
+            step: Ignored, because the metrics include the round.
 
         Raises:
             ConfigurationError: The file cannot be written.

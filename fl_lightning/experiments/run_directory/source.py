@@ -1,7 +1,4 @@
-"""Digests of the source code that computes a run.
-
-Comments and docstrings have no effect on them.
-"""
+"""Digests of the source code that computes a run, without comments and docstrings."""
 
 import ast
 import hashlib
@@ -35,9 +32,9 @@ All other code is the core.
 """
 
 _BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
-"""Name prefixes of the packages of methods and data modules.
+"""Prefixes of the full names of methods and data modules.
 
-A module in these packages affects only runs that use it.
+The code of a method or data module affects only runs that use it.
 """
 
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
@@ -115,10 +112,9 @@ def _may_count(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """Return the full name of an object in the module that defines it.
+    """Return the module that defines a shipped method or data module.
 
-    A shipped package may export the object under a shorter name. Any other name is returned
-    unchanged.
+    Any other name is returned unchanged.
     """
     if name.startswith(_BY_USE):
         package, _, rest = name.removeprefix("fl_lightning.").partition(".")
@@ -128,10 +124,7 @@ def _home(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """Return the module in the full name of a class or function.
-
-    This is the longest prefix of the name that is a module.
-    """
+    """Return the module of a class or function, given its full name."""
     module = _home(name)
     if module == name:
         module = name.rpartition(".")[0]
@@ -163,10 +156,7 @@ def _imports_of(content: bytes, package: str) -> tuple[str, ...]:
 
 
 def _origin(module: str) -> str:
-    """Return the path of a module's file, or an empty string.
-
-    The string is empty if the module does not exist or has no file.
-    """
+    """Return the path of a module's file; empty if there is no such module or file."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None) or ""
     try:

@@ -27,8 +27,8 @@ from fl_lightning.round.policy import Stage, policy_table, stages_in_words
 class RunStart(L.Callback):
     """Callback that writes the files that identify a run, and prints the policy.
 
-    The policy is how a round treats each kind of the model's state. If settings have changed since
-    the checkpoint, the server optimizer gets the new settings.
+    The policy says how a round treats each kind of state. If settings have changed since the
+    checkpoint, the server optimizer gets the new settings.
 
     Args:
         start: The run's folder, and the checkpoint to resume from.
@@ -47,7 +47,7 @@ class RunStart(L.Callback):
         self.start = trainer.strategy.broadcast(replace(self.start, attempt=None))
         self._note_origin(pl_module)
         if self.start.differs:
-            # the checkpoint has restored the old settings: replace them by the new ones
+            # replace the old settings, which the checkpoint has restored, by the new settings
             groups = trainer.optimizers[0].param_groups, pl_module.configure_optimizers().param_groups
             for group, new in zip(*groups, strict=True):
                 group.update({name: value for name, value in new.items() if name != "params"})
@@ -68,8 +68,7 @@ class RunStart(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the executor and other facts that affect the rounding errors of the round.
 
-        These facts may change during a run: an executor computes fewer clients at once if GPU
-        memory is full.
+        The number of clients that an executor computes at once may change during a run.
         """
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
@@ -99,7 +98,7 @@ class RunStart(L.Callback):
         if changed:
             print(f"code or versions changed after round {start.round}: {', '.join(changed)}", flush=True)
         elif last.keys() <= computes.keys():
-            # replace the last entry: it is equal, or it lacks only digests of methods
+            # replace the last entry, which is equal or lacks only digests of methods
             del record.provenance[-1:]
         if computes not in record.provenance:
             record.provenance.append(computes)
@@ -139,10 +138,7 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
 
 
 def _tensors(module: FederatedModule, kind: str) -> str:
-    """Return a text that names the tensors of a part of the model.
-
-    The text is empty for a kind of state.
-    """
+    """Return a text that names the tensors of a part of the model; empty for a kind of state."""
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])

@@ -38,7 +38,7 @@ _NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
 
 _OF_A_RUN = frozenset({"trainer", "_trainer", MARK})
 
-_DEPTH = 100  # largest depth of nested objects; of deeper objects, only the class is described
+_DEPTH = 100  # largest depth of nested objects; for deeper objects, only the class is described
 
 
 class Walk:
@@ -48,7 +48,7 @@ class Walk:
     """
 
     def __init__(self) -> None:
-        # keep the object alive, as Python could reuse its id for a new object
+        # keep the object alive, because Python could reuse its id for a new object
         self._met: dict[int, tuple[int, Any]] = {}
         self._numbers = itertools.count()
         self._depth = 0
@@ -193,7 +193,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
         return _partial(make, walk)
     try:
         optimizer = make([nn.Parameter(torch.zeros(1))])
-    except ValueError:  # the factory needs certain parameters
+    except ValueError:  # the factory does not accept this parameter
         return _function(make, walk)
     kind: Any = type(optimizer)
     settings = group_settings(optimizer)[0]
@@ -249,7 +249,7 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
 
 
 def _says_itself(thing: Any) -> bool:
-    """Return whether an object is described by its text, as a path, a dtype or a device is."""
+    """Return whether ``str`` describes an object completely, for example a path or a dtype."""
     cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
     return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
 
