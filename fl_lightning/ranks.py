@@ -96,8 +96,7 @@ class Ranks:
             message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # a nested exchange has raised this error on all ranks: keep only the notes that are
-                # equal on all ranks
+                # keep only the notes that all ranks have, because all ranks raise this error
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
             mine, message = error, pickle.dumps((None, described(error), 0))
@@ -278,7 +277,7 @@ def _number(leaf: Any) -> int:
 
 
 def is_shared(error: BaseException) -> bool:
-    """Return whether every rank raises this exception, so that only one rank must print it."""
+    """Return whether every rank raises this exception, so that only one rank needs to print it."""
     return hasattr(error, "shared_by_ranks")
 
 

@@ -171,8 +171,8 @@ class FederatedCLI(LightningCLI):
     def resolve(self, config: Namespace) -> Config:
         """Return a configuration as dicts, lists, strings and numbers.
 
-        The data can determine settings of the model, such as the number of classes. Of these
-        settings, the result has only the values that the user gives.
+        A setting of the model that the data can determine, such as the number of classes, is kept
+        only if the user gives its value.
         """
         resolved = self.plain(config)
         # the class of the data may fix a value, such as CIFAR10's ten classes

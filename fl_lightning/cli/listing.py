@@ -35,11 +35,11 @@ KINDS = {
     "aggregators": "model.aggregator",
     "attacks": "trainer.callbacks.attack",
 }
-"""Kinds of classes, such as ``attacks``, each with a setting that accepts the kind."""
+"""Settings that accept a class, keyed by the kind of class, such as ``attacks``."""
 
 
 FILES = {"configs": "fit --config", "studies": "study"}
-"""Kinds of shipped files, each with the command that accepts the kind."""
+"""Commands that accept a shipped file, keyed by the kind of file."""
 
 
 @command()
@@ -113,10 +113,6 @@ def parameters(cli: FederatedCLI) -> str:
 
 
 def _rounds(cli: FederatedCLI) -> int:
-    """Return the planned number of rounds.
-
-    If ``budget_epochs`` determines this number, this function sets up the data.
-    """
     module: FederatedModule = cli.model
     data: FederatedDataModule = cli.datamodule
     if module.budget_epochs is None:

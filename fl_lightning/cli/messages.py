@@ -169,7 +169,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
         return key[1] if key else ""
     option = str(unknown[unknown.lastgroup or 0])
     for end in (match.start() for match in re.finditer(r"\.", option)):
-        # the value of this setting is a class, whose arguments are not in settings
+        # the value of this setting is a class, and the list of settings omits its arguments
         if option[:end] in settings:
             break
         if not any(known.startswith(option[: end + 1]) for known in settings):
@@ -388,7 +388,6 @@ def broken_module(error: BaseException | None) -> str:
 
 
 def _write_traceback(error: Exception, path: Path) -> str:
-    """Write the traceback of an error to a file; return a clause that names the file."""
     text = "".join(traceback.format_exception(error))
     try:
         if path.is_file() and not path.read_bytes().startswith(b"Traceback"):

@@ -27,7 +27,7 @@ and a picture. All options of fit are accepted, such as --data.partition.alpha 0
 
 
 class DataCLI(FederatedCLI):
-    """Command line that reads all settings of ``fit``, but makes only the data."""
+    """Command line that reads all settings of ``fit``, but creates only the data module."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the settings of ``fit``. All settings of the model are optional."""
@@ -97,7 +97,7 @@ def in_words(data: FederatedDataModule, record: PartitionRecord) -> dict[str, st
 
     Args:
         data: Data module after its setup.
-        record: ``partition_record()`` of the data.
+        record: Result of the data module's ``partition_record()``.
     """
     sizes, batch_size = record["sizes"], getattr(data, "batch_size", None)
     rows = {

@@ -201,7 +201,7 @@ class StudyCells:
         return [cell for trial in self.trials for cell in trial]
 
     def extend(self, choices: Sequence[ChoiceFound]) -> bool:
-        """Extend each grid of learning rates whose chosen value is at the grid's edge.
+        """Extend each grid of learning rates if the chosen value is at the grid's edge.
 
         Returns:
             Whether a grid was extended.
@@ -320,7 +320,7 @@ def make_engine(name: str) -> Engine:
 def _room(cells: StudyCells, engine: Engine) -> int:
     """Return the default number of cells at a time.
 
-    With GPUs, it is the number of GPUs. Without GPUs, it is the number of cores divided by the
+    With GPUs, this is the number of GPUs. Without GPUs, this is the number of cores divided by the
     number of threads of a cell.
     """
     first = cells.any.config

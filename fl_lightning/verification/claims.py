@@ -30,7 +30,7 @@ Gap = tuple[float, str]
 
 
 def own_twin(trials: Trials) -> Gap:
-    """Compare federated (E = 1, equal batch sizes) with centralised training, both by the method.
+    """Compare the method's federated training (E = 1) with its centralised training.
 
     Each client takes one local step per round (E = 1), and all clients have the same batch size.
     """
@@ -76,8 +76,8 @@ def union_statistics(trials: Trials) -> Gap:
     running variance takes the step
     ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)``.
 
-    The weights are constant. Only the first BN layer is compared, as its inputs do not depend on
-    the normalization.
+    The weights are constant. Only the first BN layer is compared, because its inputs do not depend
+    on the normalization.
     """
     if trials.make().needs_joint_forward:
         raise NotApplicable("the method requires batches of equal size")

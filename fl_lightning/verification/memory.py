@@ -27,7 +27,7 @@ def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
     - It is in a dict under the client's number (int or str).
     - It is the client's row in a tensor that has one row per client.
 
-    If the memory has no such value, a key such as ``"client3"`` names a client. Names of the
+    If no value is found in this way, keys such as ``"client3"`` also name clients. Names of the
     model's tensors, such as ``"0.weight"``, and negative numbers never name a client. All other
     values belong to the server.
 

@@ -29,14 +29,14 @@ class Round:
         policy: Treatment of each kind of state, and of each part of the model that the method
             names.
         treatments: Treatment of each tensor of the model.
-        undecided: Treatments that begin in a round which is known only during training, by kind of
+        undecided: Treatments whose first round is known only during training, keyed by kind of
             state.
         broadcast: The server's state at the start of the round.
         start: The clients' rows before their first local step, ``[C, *shape]``.
         sent: The clients' rows before aggregation, ``[C, *shape]``.
         aggregated: The server's state after a step of ``SGD(lr=1)`` on the pseudo-gradient.
-        corrected: The same state after the method's hook ``on_after_aggregate``, which may correct
-            the pseudo-gradient.
+        corrected: The server's state after a step of ``SGD(lr=1)`` on the pseudo-gradient that
+            ``on_after_aggregate`` has corrected.
         server: The server's state at the end of the round.
         memory: The method's ``state_dict`` after the round.
         payload: Result of ``extra_payload``.
@@ -204,7 +204,7 @@ class Run(FederatedModule):
         cohort.losses[row] = seen.losses[seen.clients.index(client)]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Discard the run's output, as ``verify`` prints only the certificate."""
+        """Discard the run's output, because ``verify`` prints only the certificate."""
 
     def _server_state(self) -> State:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}

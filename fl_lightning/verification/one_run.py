@@ -66,8 +66,8 @@ def server_state(trials: Trials) -> str:
     """Check that the server's averaged and local state is the clients' weighted mean.
 
     The mean is ``sum p_i x_i`` with ``p_i = n_i / n``; the server optimizer is ``SGD(lr=1)``. Only
-    ``on_after_aggregate`` may correct the server's state. A counter at the server must be the
-    largest counter of the clients, and int64. Pooled state must change in every round.
+    ``on_after_aggregate`` may correct the server's state. A counter at the server must be int64 and
+    equal the clients' largest counter. Pooled state must change in every round.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attacks are tried with the median as aggregator")
@@ -184,8 +184,8 @@ def local_state(trials: Trials) -> str:
 def one_broadcast(trials: Trials) -> str:
     """Check that all clients start a round from the same averaged, pooled and frozen state.
 
-    A client's BN batch counter must grow by the number of its local steps. If its BN layers are
-    frozen, the counter must not change.
+    A client's BN batch counter must grow by the number of its local steps. If the client's BN
+    layers are frozen, the counter must not change.
     """
     for number, seen in enumerate(trials.run().rounds, 1):
         for name, kind in trials.run().kinds.items():

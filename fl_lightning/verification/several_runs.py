@@ -45,10 +45,10 @@ def runs_repeat(trials: Trials) -> str:
 
 
 def resume(trials: Trials) -> str:
-    """Check that resuming after any round gives the same results, bit for bit.
+    """Check that a resumed run gives the same results as an uninterrupted run, bit for bit.
 
-    The results are the model, the state of the server optimizer, the method's memory and all
-    metrics. The server optimizer has momentum.
+    The run is resumed after each round. The results are the model, the state of the server
+    optimizer, the method's memory and all metrics. The server optimizer has momentum.
     """
     uninterrupted = trials.run(WITH_SERVER_MOMENTUM)
     for number in range(1, len(SCRIPT)):
@@ -246,8 +246,8 @@ def fresh_noise(trials: Trials) -> str:
 def exchange_in_a_round(trials: Trials) -> str:
     """Check that a client's message does not depend on other clients' data in the same round.
 
-    A method may declare that clients exchange data inside a round. The rule does not apply to
-    attacks, because attackers know the honest clients' messages.
+    The rule does not apply if a method declares exchanges inside a round. It does not apply to
+    attacks either, because attackers know the honest clients' messages.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attackers know the honest clients' messages")
@@ -335,7 +335,6 @@ def _close(first: Run, second: Run, demand: str, compare_memory: Any = memory_ap
 
 
 def _outcome(run: Run) -> dict[str, object]:
-    """Return the final state of a run: model, server optimizer, the method's memory and metrics."""
     last = run.rounds[-1]
     return {
         "model": last.server,

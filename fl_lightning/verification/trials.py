@@ -92,7 +92,7 @@ class Disturb(FederatedCallback):
 
 _SGD = partial(torch.optim.SGD, lr=CLIENT_LR, weight_decay=0.01)
 WITHOUT_MOMENTUM = {"client_optimizer": _SGD}
-"""Changes for :meth:`Setup.but`: clients use SGD without momentum."""
+"""Arguments of :meth:`Setup.but` with which clients use SGD without momentum."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ _TRAINER = {
 
 
 _LATER = ("seed", "executor")
-"""Arguments of the module that a run may still change after the module was constructed."""
+"""Arguments of the module that a run may change after the module's construction."""
 
 
 def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:

@@ -83,8 +83,7 @@ def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> 
         weights_only: As in :meth:`AtomicCheckpointIO.load_checkpoint`.
 
     Raises:
-        ConfigurationError: As for :meth:`AtomicCheckpointIO.load_checkpoint`, or the file is not a
-            checkpoint of a federated run.
+        ConfigurationError: The file cannot be loaded, or is not a checkpoint of a federated run.
     """
     checkpoint = AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
     needed = ("state_dict", "global_step", "pytorch-lightning_version", "fl_lightning")

@@ -51,7 +51,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             is set, ``round_<r>_best.ckpt`` is a copy of ``best.ckpt`` after round r.
 
     Attributes:
-        in_the_run: Whether the checkpoints are in the run's folder. This is the default.
+        in_the_run: Whether the checkpoints are in the run's folder (default True).
         attempt: Folder of the run; None without a run directory.
         best_score: Best value of the monitored metric; None before its first value.
         best_round: Round of ``best_score``.
@@ -201,7 +201,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 raise unwritable(self.dirpath, error) from error
 
     def _claim(self) -> None:
-        """Write the name of this run to ``run.txt`` in the checkpoint folder.
+        """Write the path of this run to ``run.txt`` in the checkpoint folder.
 
         Raises:
             ConfigurationError: The folder belongs to a different run.
@@ -329,7 +329,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return path
 
     def _label(self, name: str) -> str:
-        """Return the label that the names of a checkpoint's client memory files contain.
+        """Return the label in the names of a checkpoint's client memory files.
 
         Checkpoints with the same name in different folders need different labels.
         """

@@ -55,7 +55,7 @@ def find_start(
     resumed: Attempt | None,
     held: ExitStack,
 ) -> Start:
-    """Return the start from a checkpoint, in the checkpoint's folder or in a new attempt.
+    """Return the start of a fit from a checkpoint, in the checkpoint's folder or a new folder.
 
     A new attempt is needed if settings or the seed have changed, or if the checkpoint is not the
     last of its run. In the old folder, the new rounds would overwrite old results.
@@ -88,7 +88,6 @@ def find_start(
 
 
 def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
-    """Return the old and new value of each changed setting that affects results."""
     before = checkpoint["fl_lightning"]["record"].get("description")
     if not before:  # a checkpoint of an older version has no description
         return {"settings": ["unknown", "those of config.yaml"]}

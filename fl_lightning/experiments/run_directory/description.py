@@ -55,7 +55,10 @@ _TASK = full_name(Classification)
 """Full name of the default task."""
 
 _PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning's aliases of precisions, each with the full name. None is the default precision."""
+"""Lightning's aliases of precisions, such as ``"16"`` for ``"16-mixed"``.
+
+None is the default precision.
+"""
 
 _SHOWING = (RoundCheckpoint, ProgressBar)
 """Callbacks that do not affect results. The hash ignores them."""
@@ -312,7 +315,7 @@ def _hashed(path: str) -> str:
     version.
     """
     package, _, name = path.partition(".")
-    if package in OLD_NAMES:  # a user's package with the name of an old package
+    if package in OLD_NAMES:  # a user's own package, such as callbacks
         return f".{path}"
     return name if package == "fl_lightning" and name.startswith(("callbacks.", "datamodules.")) else path
 
@@ -331,7 +334,7 @@ def _threads_only_read(path: str) -> bool:
     """
     kinds = getattr(_maker(path), "__mro__", ()) if path else ()
     owners = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
-    # False for a user's class
+    # the result is False for a user's class
     return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")
 
 

@@ -237,8 +237,8 @@ class RunDirectory:
         """Return the checkpoint file for the setting ``--ckpt_path``.
 
         Args:
-            ckpt_path: A path, ``"last"`` or ``"best"``. For the latter two, the newest attempt with
-                such a checkpoint is used.
+            ckpt_path: A path, ``"last"`` or ``"best"``. ``"last"`` and ``"best"`` refer to the
+                newest attempt that has such a checkpoint.
 
         Raises:
             ConfigurationError: There is no such checkpoint.

@@ -112,7 +112,7 @@ def _may_count(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """Return the module that defines a shipped method or data module.
+    """Return the name of the module that defines a shipped method or data module.
 
     Any other name is returned unchanged.
     """
@@ -124,7 +124,7 @@ def _home(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """Return the module of a class or function, given its full name."""
+    """Return the name of the module of a class or function, given its full name."""
     module = _home(name)
     if module == name:
         module = name.rpartition(".")[0]

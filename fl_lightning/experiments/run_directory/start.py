@@ -87,7 +87,7 @@ class RunStart(L.Callback):
             )
 
     def _note_origin(self, module: FederatedModule) -> None:
-        """Record the settings and the code of the run, which checkpoints contain.
+        """Record the settings and code digests that checkpoints contain.
 
         In a resumed run, print what has changed since the checkpoint.
         """
@@ -98,7 +98,7 @@ class RunStart(L.Callback):
         if changed:
             print(f"code or versions changed after round {start.round}: {', '.join(changed)}", flush=True)
         elif last.keys() <= computes.keys():
-            # replace the last entry, which is equal or lacks only digests of methods
+            # delete the last entry, because the new entry contains the same digests
             del record.provenance[-1:]
         if computes not in record.provenance:
             record.provenance.append(computes)
