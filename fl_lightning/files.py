@@ -19,7 +19,7 @@ from fl_lightning.errors import ConfigurationError
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Write a file atomically: even after a crash, readers find either the old or the new content.
 
-    A temporary file in the target's folder is written, synced and renamed. Then the folder is
+    A temporary file in the target's folder is written, synced and renamed, and the folder is
     synced. The name of the temporary file depends only on the target. The next write therefore
     removes the temporary file of a killed process.
 

@@ -277,7 +277,10 @@ def _number(leaf: Any) -> int:
 
 
 def is_shared(error: BaseException) -> bool:
-    """Return whether every rank raises this exception, so that only one rank needs to print it."""
+    """Return whether every rank raises this exception.
+
+    Only one rank needs to print such an exception.
+    """
     return hasattr(error, "shared_by_ranks")
 
 

@@ -49,7 +49,7 @@ class Recorded:
     deciding_files: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Wrap a subclass's own ``__new__``, so that it records its arguments.
+        """Wrap a subclass's own ``__new__``, so that arguments are recorded.
 
         The subclass's ``__new__`` may then call ``Recorded.__new__`` without arguments.
         """
@@ -73,9 +73,9 @@ class Recorded:
 
 
 def records(*deciding_files: str) -> Callable[[Item], Item]:
-    """Decorate a function that makes objects, such as models.
+    """Decorate a function that makes objects such as models.
 
-    The decorated function records its arguments in each object that it makes.
+    Each object then has a record of the function's arguments.
 
     Args:
         deciding_files: Names of arguments that are paths of files whose content affects results.

@@ -1,4 +1,4 @@
-"""The command line. A script can import it with ``from fl_lightning.cli import main``."""
+"""The command line. Scripts can import it with ``from fl_lightning.cli import main``."""
 
 from typing import TYPE_CHECKING
 

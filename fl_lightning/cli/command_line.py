@@ -42,8 +42,8 @@ def main(
         cli_class: Class of the command line.
 
     Returns:
-        The command line object, after its command has ended. It holds the trainer, the model and
-        the data.
+        The command line object, after its command has ended. This object holds the trainer, the
+        model and the data.
     """
     # remove the argument --_wandb... that a W&B sweep adds when it restarts a run
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
@@ -86,7 +86,7 @@ class _Raising(FederatedCLI):
 
 
 class _Reader(_Raising):
-    """Command line that only builds its parser. It parses no arguments and runs no command."""
+    """Command line that only builds its parser. No arguments are parsed, and no command runs."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
         raise _Made(self)

@@ -96,7 +96,7 @@ def parameters(cli: FederatedCLI) -> str:
     callbacks = in_order(as_list(cli.config_init.fit.trainer.callbacks))
     module.trainer = L.Trainer(callbacks=[*callbacks], logger=False, enable_checkpointing=False)
     extend_model(module.model, callbacks, module.seed)
-    # skip methods without a policy: the table does not need them, and their setup may need data
+    # skip methods without a policy: their setup may need data, and has no effect on the table
     configure_batch_norm(module, [cb for cb in callbacks if type(cb).policy is not Declarations.policy])
     treatments = treatment_table(module.model, callbacks, _rounds(cli))
     kinds = {**parameter_kinds(module.model), **buffer_kinds(module.model)}

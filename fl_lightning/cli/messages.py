@@ -138,7 +138,7 @@ def explain(
         near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
         return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
     text = message.partition(f'"{key}":')[2] if key else message
-    # remove the command's name, because users write settings without it
+    # remove the command's name, because users write settings without a command
     return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", text))
 
 
@@ -169,7 +169,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
         return key[1] if key else ""
     option = str(unknown[unknown.lastgroup or 0])
     for end in (match.start() for match in re.finditer(r"\.", option)):
-        # the value of this setting is a class, and the list of settings omits its arguments
+        # the value of this setting is a class, whose arguments are missing in the list of settings
         if option[:end] in settings:
             break
         if not any(known.startswith(option[: end + 1]) for known in settings):

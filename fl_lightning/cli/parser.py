@@ -165,7 +165,7 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
 
 
 def _refuse_null(class_type: type, settings: Config) -> None:
-    """Raise an error if a setting is null, but its type excludes null.
+    """Raise an error if a setting is null, although the setting's type excludes null.
 
     jsonargparse itself would accept null.
     """
@@ -174,7 +174,7 @@ def _refuse_null(class_type: type, settings: Config) -> None:
         if known is None or known.default is None:
             continue
         if known.annotation is known.empty:
-            # jsonargparse would not require a setting without a type, even if it has no default
+            # jsonargparse would not require a setting that has neither a type nor a default
             if known.default is known.empty:
                 raise ConfigurationError(f"{class_type.__name__}.{name} is missing; give it")
             continue

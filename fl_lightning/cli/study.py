@@ -67,7 +67,7 @@ def _cells_are_kept() -> Iterator[None]:
 @command()
 @_cells_are_kept()
 def main(args: Sequence[str]) -> None:
-    """Run a study. Print its tables, and write them to files.
+    """Run a study, print the tables, and write the tables to files.
 
     Args:
         args: Arguments after ``study``.

@@ -91,7 +91,7 @@ def certify(
     """Check all rules and claims of a method, and return the certificate.
 
     Args:
-        make: Function that returns a new callback. It is called for each run.
+        make: Function that returns a new callback for each run.
         references: Whether to also measure the equalities that the method does not claim.
         settings: Settings of ``FederatedModule`` for the checks of the rules, such as another
             ``client_optimizer``. Claims are checked with the default settings.

@@ -145,7 +145,7 @@ def moments_of_the_mixture(trials: Trials) -> Gap:
 def server_keeps_the_mean(trials: Trials) -> Gap:
     """Compare the server's memory to the weighted mean of the memory of all clients.
 
-    The mean of the clients' memory c_i is ``sum n_i / n c_i``. It includes absent clients.
+    The mean of the clients' memory c_i is ``sum n_i / n c_i``. This mean includes absent clients.
     """
     gaps = []
     for seen in trials.run().rounds:

@@ -22,14 +22,14 @@ _TENSORS = frozenset(reference_model().state_dict())
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
     """Divide a method's memory into the values of the server and the values of each client.
 
-    A value belongs to a client in two cases:
+    These values belong to a client:
 
-    - It is in a dict under the client's number (int or str).
-    - It is the client's row in a tensor that has one row per client.
+    - The values in a dict under the client's number (int or str).
+    - The client's row in each tensor that has one row per client.
 
-    If no value is found in this way, keys such as ``"client3"`` also name clients. Names of the
-    model's tensors, such as ``"0.weight"``, and negative numbers never name a client. All other
-    values belong to the server.
+    If there are no such values, keys such as ``"client3"`` name clients. Names of the model's
+    tensors, such as ``"0.weight"``, and negative numbers never name a client. All other values
+    belong to the server.
 
     Returns:
         The server's values by path, and the values of each client by path. The paths of a client do

@@ -103,8 +103,8 @@ class Run(FederatedModule):
         error: Exception that stopped the run, if any.
         rounds: Records of the rounds.
         kinds: Kind of state of each persistent tensor of the model.
-        forced: ``(round, client, record)`` or None. In this round, the client sends the state in
-            the record instead of its trained state.
+        forced: None, or a triple of round, client and record. In the given round, the client sends
+            the recorded state instead of its trained state.
         memory_of_server: Round before which the server's part of the method's memory is changed; 0
             for no change.
     """

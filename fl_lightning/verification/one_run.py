@@ -145,7 +145,7 @@ def frozen_state(trials: Trials) -> str:
 def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
     """Return the kinds of state that a method freezes, and the last round before the freeze.
 
-    The round is None if it is unknown before the run.
+    The round is None if the method determines the round during the run.
     """
     if not isinstance(run.method, Freezing):
         return (), None

@@ -27,7 +27,7 @@ def relabelled(trials: Trials) -> Run:
 def knows_no_client(trials: Trials) -> bool:
     """Return whether a method's memory stays equal if the clients are renumbered.
 
-    If so, the numbers in the memory's keys are not client ids.
+    In this case, the numbers in the memory's keys are not client ids.
     """
     pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
     return all(memory_apart(*rounds)[0] <= TOLERANCE for rounds in pairs)
@@ -44,8 +44,7 @@ def memory_apart(first: Round, second: Round) -> tuple[float, str]:
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
     """Return the largest difference between the memories of the default run and a renumbered run.
 
-    If the memories differ, each client's memory is compared to the memory under the client's new
-    number.
+    If the memories differ, clients are matched by their new numbers before the comparison.
     """
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))

@@ -160,8 +160,8 @@ def pooled_weights(trials: Trials) -> str:
     """Check that pooled statistics weight each client by ``n_i / n``, its share of the samples.
 
     If a client is replaced by two clients, each with the same data and half the weight, the
-    statistics must be the same. A method that weights batches by their number of values claims
-    ``union_statistics`` instead.
+    statistics must be the same. The rule does not apply to a method that claims
+    ``union_statistics``.
     """
     first = trials.run().rounds[0]
     pooled = [
@@ -246,8 +246,8 @@ def fresh_noise(trials: Trials) -> str:
 def exchange_in_a_round(trials: Trials) -> str:
     """Check that a client's message does not depend on other clients' data in the same round.
 
-    The rule does not apply if a method declares exchanges inside a round. It does not apply to
-    attacks either, because attackers know the honest clients' messages.
+    The rule does not apply if a method declares exchanges inside a round. The rule does not apply
+    to attacks, because attackers know the honest clients' messages.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attackers know the honest clients' messages")
@@ -263,8 +263,8 @@ def exchange_in_a_round(trials: Trials) -> str:
 def clients_own_state(trials: Trials) -> str:
     """Check that state which a client does not send affects neither the server nor other clients.
 
-    A client does not send local, frozen and reset state. It sends optimizer state only if
-    ``extra_payload`` counts that state.
+    A client does not send local, frozen and reset state. A client sends optimizer state only if
+    ``extra_payload`` counts this state.
     """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]

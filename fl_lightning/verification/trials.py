@@ -66,7 +66,7 @@ class Observer(FederatedCallback):
 class Disturb(FederatedCallback):
     """Callback that changes one client's state after its local steps.
 
-    Its hooks must be called before the hooks of the method under test.
+    The callback's hook must be called before the hooks of the method under test.
     """
 
     def __init__(self, disturbance: Disturbance) -> None:
@@ -110,7 +110,7 @@ class Setup:
         norm: Kind of the model's normalization layers: Batch or Group Normalization.
         observed: Whether an :class:`Observer` runs before and after the method.
         disturbance: Change of one client's data or state, if any.
-        forced: Whether the disturbed client sends the state that it sends in the undisturbed run.
+        forced: Whether the disturbed client sends the same state as in the undisturbed run.
         memory_of_server: Round before which the server's part of the method's memory is changed; 0
             for no change.
         ranks: Number of ranks.

@@ -30,10 +30,7 @@ from fl_lightning.recorded import making
 from fl_lightning.round.module import FederatedModule
 
 LINKED = ("num_classes", "in_channels", "image_size", "in_features")
-"""Constructor arguments of a model.
-
-If they are not set, the data module determines their values.
-"""
+"""Arguments of a model's constructor for which the data module provides defaults."""
 
 _TRAINER = {
     name: x.default for name, x in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
@@ -53,8 +50,8 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
         trainer: Arguments of the trainer, including ``callbacks``.
 
     Returns:
-        The entries ``seed_everything``, ``model``, ``data`` and ``trainer``. They include the
-        arguments that the data module determines, such as the number of classes.
+        The entries ``seed_everything``, ``model``, ``data`` and ``trainer``. The model's entry
+        includes the arguments that the data module determines, such as the number of classes.
     """
     model, data_node = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
@@ -73,7 +70,7 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
 def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
     """Describe the objects that a Python script has made.
 
-    The result has the format of :func:`built`. It also has digests of layers and weights that the
+    The result has the format of :func:`built`. Digests are added for layers and weights that the
     model's arguments and the run's seed do not determine. If a setting of the module was assigned
     after construction, the result has the new value. New values of the data module and the
     callbacks are under the key ``reassigned``.

@@ -1,8 +1,8 @@
 """Atomic writing and checked reading of checkpoints.
 
 Lightning writes a checkpoint to the system's temporary folder and then moves the file. This move is
-not synced to the disk, and it is not atomic across file systems. :class:`AtomicCheckpointIO` writes
-a temporary file in the target's folder, syncs the file to the disk, and renames it.
+not synced to the disk, and is not atomic across file systems. :class:`AtomicCheckpointIO` writes a
+temporary file in the target's folder, syncs the file to the disk, and renames it.
 """
 
 import os

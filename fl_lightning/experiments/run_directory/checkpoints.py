@@ -56,7 +56,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
         best_score: Best value of the monitored metric; None before its first value.
         best_round: Round of ``best_score``.
         best_model_path: Path of ``best.ckpt``; empty before the first save. Lightning reads this
-            attribute for ``ckpt_path="best"`` and sets it after a fit in child processes.
+            attribute for ``ckpt_path="best"``. After a fit in child processes, Lightning sets the
+            attribute.
         saved_round: Last round that this fit has saved; None before the first save.
 
     Example:
@@ -145,7 +146,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         trainer.strategy.broadcast(None)
 
     def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
-        """Return the checkpoint that was the best when ``path`` was written; None if it is missing.
+        """Return the checkpoint that was the best when ``path`` was written; None if missing.
 
         Only the folder of ``path`` is searched.
         """
@@ -165,11 +166,11 @@ class RoundCheckpoint(Recorded, Checkpoint):
             self.best_model_path = str(self.dirpath / "best.ckpt")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Determine and create the folder, so that errors are raised before the first round.
+        """Create the checkpoint folder, so that errors are raised before the first round.
 
         Raises:
-            ConfigurationError: The folder cannot be created, ``max_steps`` is set, or it is unknown
-                whether large values of the monitored metric are better.
+            ConfigurationError: The folder cannot be created, ``max_steps`` is set, or the best
+                direction of the monitored metric is unknown.
         """
         if isinstance(pl_module, FederatedModule):
             pl_module.prepare_metrics()
@@ -191,7 +192,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             folder = given if self.attempt is None else self.attempt.below(given)
             self.dirpath = Path(trainer.strategy.broadcast(str(folder)))
         if stage == "fit":
-            # reset the values here; if the run resumes, the checkpoint sets them afterwards
+            # reset the values of an earlier fit; if the run resumes, the checkpoint sets new values
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
             try:

@@ -123,7 +123,7 @@ def run_title(module: FederatedModule) -> list[str]:
 
 
 def norm_names(model: nn.Module) -> list[str]:
-    """Return the kinds of a model's normalization layers, and of layers that replace them.
+    """Return the kinds of a model's normalization layers and of their replacements.
 
     An example is ``["GN", "WS"]``: Group Normalization and weight standardization.
     """

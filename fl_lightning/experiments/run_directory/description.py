@@ -61,7 +61,7 @@ None is the default precision.
 """
 
 _SHOWING = (RoundCheckpoint, ProgressBar)
-"""Callbacks that do not affect results. The hash ignores them."""
+"""Callbacks that do not affect results and are ignored by the hash."""
 
 
 def description_of(config: Config) -> Config:
@@ -115,7 +115,7 @@ def config_hash(config: Config) -> str:
     A file that affects results, such as initial weights or a partition, is hashed by its content.
 
     Args:
-        config: Model, data and trainer. The order of keys has no effect.
+        config: The entries ``model``, ``data`` and ``trainer``. The order of keys has no effect.
     """
     essential = {part: _essential(node) for part, node in _parts(config).items()}
     text = json.dumps(essential, sort_keys=True, separators=(",", ":"), default=str)

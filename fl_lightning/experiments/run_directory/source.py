@@ -48,8 +48,8 @@ def provenance(config: Config) -> dict[str, str]:
 
     Returns:
         Digests of eight hex digits, and versions. The digest ``source`` covers the core, the model
-        and the data; each method has a digest under its full name. The versions are of Python,
-        PyTorch, Lightning, and the model libraries that the configuration uses.
+        and the data. Each method has a separate digest under the method's full name. The versions
+        are of Python, PyTorch, Lightning, and the model libraries that the configuration uses.
     """
     trainer = config.get("trainer") or {}
     entries = trainer.get("callbacks") or []

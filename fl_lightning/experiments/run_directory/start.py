@@ -121,7 +121,7 @@ class RunStart(L.Callback):
 
 
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
-    """Print the policy. Print executor and compilation if the run has chosen them automatically."""
+    """Print the policy. Print the executor and compilation if the run has chosen them."""
     rows = {
         state_label(kind): f"{stages_in_words(stages)}{_tensors(module, kind)}"
         for kind, stages in policy.items()
@@ -138,7 +138,6 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
 
 
 def _tensors(module: FederatedModule, kind: str) -> str:
-    """Return a text that names the tensors of a part of the model; empty for a kind of state."""
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])

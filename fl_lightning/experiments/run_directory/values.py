@@ -79,11 +79,12 @@ class Walk:
 def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
     """Describe a value by numbers, strings, lists and dicts, as in a YAML configuration.
 
-    - An object becomes ``class_path`` and ``init_args``. If its arguments were not recorded, a
-      digest of its state is added.
+    - An object becomes ``class_path`` and ``init_args``. A digest of the state is added if the
+      arguments were not recorded.
     - An optimizer factory is described by an optimizer that it makes.
     - A tensor or an array is described by a digest of its content.
-    - A function is described by its name. If it cannot be imported, a digest of its code is added.
+    - A function is described by name. A digest of the code is added if the function cannot be
+      imported.
 
     Args:
         thing: The value.
@@ -98,7 +99,7 @@ def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
     if isinstance(thing, enum.Enum):
         as_value = any(_takes(hint, kind) for kind in (int, float, str)) and not _takes(hint, type(thing))
         return as_plain(thing.value, hint) if as_value else str(thing.name)
-    for kind in (bool, int, float, str):  # YAML has only these types: convert values of their subclasses
+    for kind in (bool, int, float, str):  # convert values of subclasses, which YAML lacks
         if isinstance(thing, kind):
             decimal = kind is int and _takes(hint, float) and not _takes(hint, int)
             return float(thing) if decimal else kind(thing)
@@ -150,7 +151,7 @@ def layers(model: nn.Module, walk: Walk | None = None) -> str:
     walk, model = walk or Walk(), getattr(model, "_orig_mod", model)
     shared: dict[int, str] = {}
     ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
-    # use walk.describe, which ends cycles: a hook of a layer may refer to the model
+    # a hook of a layer may refer to the model: walk.describe ends this cycle
     return str(
         walk.describe(model, lambda: tree_digest([ties, [_layer(layer, walk) for layer in model.modules()]]))
     )
@@ -230,7 +231,7 @@ def _function(function: Any, walk: Walk | None) -> Any:
 
 
 def _by_state(thing: Any, walk: Walk | None) -> Any:
-    """Describe an object by its class and its state if its arguments were not recorded."""
+    """Describe an object without recorded arguments by class and state."""
     if _says_itself(thing):
         return str(thing)
     kind: Any = type(thing)
