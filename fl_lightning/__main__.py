@@ -73,7 +73,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         _run(list(sys.argv[1:] if args is None else args))
     except KeyboardInterrupt:
-        # Ctrl-C during the import of torch; after the import, each command handles Ctrl-C itself
+        # only for Ctrl-C during the import of torch, because commands handle Ctrl-C themselves
         if not launched_rank():
             print("stopped by Ctrl-C; nothing new is kept", file=sys.stderr)
         sys.exit(130)

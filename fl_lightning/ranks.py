@@ -193,7 +193,7 @@ class Ranks:
                 work.wait()
 
     def _complete_together(self, blocks: Sequence[Tensor]) -> None:
-        """Send the rows of all small blocks in a single all-gather, because this is faster."""
+        """Send the rows of all small blocks in a single all-gather."""
 
         def parts(rank: int) -> list[Tensor]:
             shares = [self.share(len(block), rank) for block in blocks]

@@ -120,7 +120,7 @@ def build(args: Sequence[str]) -> FederatedCLI:
 
 @cache
 def _reader() -> FederatedCLI:
-    """Return a command line with a parser, cached because building a parser is slow."""
+    """Return a cached command line, because building a parser is slow."""
     try:
         return _started(["fit"], _Reader)
     except _Made as made:

@@ -131,7 +131,7 @@ class FederatedCLI(LightningCLI):
                 )
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
-        """Return the function that passes a setting of the data on to the model.
+        """Return a function that passes a setting of the data module to the model.
 
         The function raises an error if the user's value contradicts the data. Lightning's own links
         would override the user's value without an error.
@@ -193,7 +193,7 @@ class FederatedCLI(LightningCLI):
         return values
 
     def _gives(self, name: str) -> bool:
-        """Return whether the user gives a setting of the model that the data can also determine."""
+        """Return whether the user has set a model argument that the data can also determine."""
         return not {f"model.model.{name}", f"model.model.dict_kwargs.{name}"}.isdisjoint(self.given)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

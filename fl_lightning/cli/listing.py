@@ -126,7 +126,7 @@ def _rounds(cli: FederatedCLI) -> int:
 
 
 def named(kind: str) -> dict[str, str]:
-    """Return the class names of a kind, each with the first line of the class's docstring.
+    """Return the name and the first line of the docstring of each class of a kind.
 
     Args:
         kind: Key of :data:`KINDS`.

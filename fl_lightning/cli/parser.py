@@ -82,7 +82,7 @@ class ConciseParser(LightningArgumentParser):
         return names
 
     def _let_links_decide(self, targets: Any) -> None:
-        """Set unknown defaults of linked settings to None.
+        """Set the default of a linked setting to None if the default is unknown.
 
         jsonargparse would ignore a link to a setting whose default is unknown.
         """

@@ -138,7 +138,7 @@ def main(args: Sequence[str]) -> None:
 
 
 class StudyCells:
-    """The cells of a study. Settings on a command line apply to all cells.
+    """The cells of a study. Settings on the command line apply to all cells.
 
     Args:
         study: The study.

@@ -38,9 +38,10 @@ def own_twin(trials: Trials) -> Gap:
 
 
 def own_twin_when_frozen(trials: Trials) -> Gap:
-    """Compare the method's federated and centralised run in rounds with frozen statistics.
+    """Compare federated and centralised training, but only in rounds with frozen statistics.
 
-    The centralised run resumes from the last federated round before the freeze.
+    The comparison is the same as in ``own_twin``. The centralised run resumes from the last
+    federated round before the freeze.
     """
     federated = trials.run(ONE_STEP)
     frozen = [number for number, seen in enumerate(federated.rounds, 1) if seen.policy["mean"] == "frozen"]
@@ -51,7 +52,7 @@ def own_twin_when_frozen(trials: Trials) -> Gap:
 
 
 def own_twin_without_bn(trials: Trials) -> Gap:
-    """Compare the method's federated and centralised run on a model with GN instead of BN.
+    """Compare federated and centralised training of a model with Group Normalization instead of BN.
 
     In such a model, the gradient on the union of the batches is the mean of the clients' gradients.
     """
@@ -73,8 +74,7 @@ def union_statistics(trials: Trials) -> Gap:
 
     One comparison has equal batch sizes, and another has unequal batch sizes. Client i has K_i
     values with mean u_i and variance s_i^2; the union has ``N = sum K_i`` values with mean u. The
-    running variance takes the step
-    ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)``.
+    new running variance is ``(1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)``.
 
     The weights are constant. Only the first BN layer is compared, because its inputs do not depend
     on the normalization.
@@ -145,7 +145,7 @@ def moments_of_the_mixture(trials: Trials) -> Gap:
 def server_keeps_the_mean(trials: Trials) -> Gap:
     """Compare the server's memory to the weighted mean of the memory of all clients.
 
-    The mean of the clients' memory c_i is ``sum n_i / n c_i``. This mean includes absent clients.
+    The mean of the clients' memory c_i is ``sum (n_i / n) c_i``. This mean includes absent clients.
     """
     gaps = []
     for seen in trials.run().rounds:

@@ -148,7 +148,7 @@ class Run(FederatedModule):
         return cohort
 
     def call_hook(self, hook: str, cohort: RoundCohort, *args: int) -> None:
-        """Call a hook of all methods. Record the state before and after some hooks."""
+        """Call a hook of all methods, and record the state before and after the hook."""
         seen, step = self.rounds[-1], args[0] if args else 0
         if hook == "on_before_aggregate":
             self._force(cohort)

@@ -91,9 +91,9 @@ def ranks(trials: Trials) -> str:
 
 
 def observers(trials: Trials) -> str:
-    """Check that a run does not change if other callbacks read its state and draw random numbers.
+    """Check that a callback that only reads state and draws random numbers does not change the run.
 
-    The callbacks draw from the global generators and from the method's generators.
+    The callback draws from the global generators and from the method's generators.
     """
     _equal(trials.run(), trials.run(observed=True), "callbacks that watch and draw must not change the run")
     return "callbacks that watch and draw random numbers do not change the run"

@@ -144,7 +144,7 @@ def _is_same(now: Any, given: Any) -> bool:
 
 
 def without_decided(tree: Config, data: FederatedDataModule) -> Config:
-    """Copy a description without the model arguments that the data module determines."""
+    """Return a copy of a description without model arguments that the data module determines."""
     configured = copy.deepcopy(tree)
     settings = configured["model"].get("init_args", configured["model"])
     arguments = settings["model"]["init_args"]
@@ -184,7 +184,7 @@ def _digests(module: FederatedModule) -> Config:
 
 @contextmanager
 def _float32() -> Iterator[None]:
-    """Make float32 the default dtype in the block, as in runs from the command line."""
+    """Set the default dtype to float32 in the block, as the command line does."""
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)

@@ -55,18 +55,19 @@ def find_start(
     resumed: Attempt | None,
     held: ExitStack,
 ) -> Start:
-    """Return the start of a fit from a checkpoint, in the checkpoint's folder or a new folder.
+    """Return the folder and checkpoint from which a fit starts.
 
-    A new attempt is needed if settings or the seed have changed, or if the checkpoint is not the
-    last of its run. In the old folder, the new rounds would overwrite old results.
+    The folder is the checkpoint's folder or a new attempt. A new attempt is needed if settings or
+    the seed have changed, or if the checkpoint is not the last of its run. In the old folder, the
+    new rounds would overwrite old results.
 
     Args:
         directory: All attempts at the run.
         ckpt_path: The checkpoint file.
         checkpoint: Content of the file.
         made: Description of the built objects.
-        resumed: Attempt to resume, whose last checkpoint is ``ckpt_path``. None if a new attempt is
-            needed.
+        resumed: The attempt that is resumed. Its last checkpoint is ``ckpt_path``. None if a new
+            attempt is needed.
         held: Exit stack that holds the lock of a new attempt.
 
     Raises:

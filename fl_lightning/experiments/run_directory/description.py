@@ -243,7 +243,7 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 def _content(value: Any) -> Any:
-    """Return the digest of a file if the value is its path. Return any other value unchanged."""
+    """Return the digest of the file at a path. Return any other value unchanged."""
     path = Path(value).expanduser() if isinstance(value, str) else None
     return {"content_digest": file_digest(path)} if path is not None and path.is_file() else value
 
@@ -315,7 +315,7 @@ def _hashed(path: str) -> str:
     version.
     """
     package, _, name = path.partition(".")
-    if package in OLD_NAMES:  # a user's own package, such as callbacks
+    if package in OLD_NAMES:  # the user's own package callbacks, datamodules or configs
         return f".{path}"
     return name if package == "fl_lightning" and name.startswith(("callbacks.", "datamodules.")) else path
 

@@ -194,7 +194,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
         return _partial(make, walk)
     try:
         optimizer = make([nn.Parameter(torch.zeros(1))])
-    except ValueError:  # the factory does not accept this parameter
+    except ValueError:  # the factory rejects the dummy parameter
         return _function(make, walk)
     kind: Any = type(optimizer)
     settings = group_settings(optimizer)[0]
