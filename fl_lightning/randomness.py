@@ -64,7 +64,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of torch (all devices), numpy and Python from one integer."""
     if _has_accelerator():
         torch.manual_seed(seed)
-    else:  # not torch.manual_seed, which is slow because it stores a traceback for each device
+    else:  # torch.manual_seed would be slow: it stores a traceback for each device
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

@@ -64,7 +64,7 @@ def main(args: Sequence[str]) -> None:
     cli = run(["fit", *fit_options], cli_class=DataCLI)
     data: FederatedDataModule = cli.datamodule
     data.prepare_data()
-    # not setup("fit"), which raises an error for a client with less than one batch
+    # setup("fit") would raise an error for a client with less than one batch
     data.setup("validate" if isinstance(data, PartitionedDataModule) else "fit")
     distribution: Any = getattr(data, "distribution", None)
     if saved is not None and distribution is None:

@@ -107,7 +107,7 @@ def _describe_groups(module: FederatedModule, settings: Config) -> None:
 
 
 def _add_reassigned(thing: Any, node: Any) -> None:
-    """Add to an object's description the settings that were assigned after construction."""
+    """Add settings that were assigned after construction to an object's description."""
     if isinstance(thing, list | tuple) and isinstance(node, list):
         for item, item_node in zip(thing, node, strict=True):
             _add_reassigned(item, item_node)
@@ -159,7 +159,7 @@ def without_decided(tree: Config, data: FederatedDataModule) -> Config:
 
 
 def _digests(module: FederatedModule) -> Config:
-    """Return digests of layers and weights that model arguments and seed do not determine."""
+    """Return digests of layers and weights, unless these follow from model arguments and seed."""
     # use the original model if the model is compiled
     model = getattr(module.model, "_orig_mod", module.model)
     made = making(model)
