@@ -304,7 +304,7 @@ class _Output:
         try:
             act(*arguments)
         except OSError:
-            # this also discards the text in the stream's buffer
+            # dup2 also discards the text in the stream's buffer
             os.dup2(self._nowhere.fileno(), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
@@ -417,7 +417,6 @@ def told(error: BaseException | None) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, its ``__cause__``, the cause of this cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__

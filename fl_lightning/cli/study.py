@@ -318,11 +318,7 @@ def make_engine(name: str) -> Engine:
 
 
 def _room(cells: StudyCells, engine: Engine) -> int:
-    """Return the default number of cells at a time.
-
-    With GPUs, this is the number of GPUs. Without GPUs, this is the number of cores divided by the
-    number of threads of a cell.
-    """
+    """Return the default number of cells at a time."""
     first = cells.any.config
     if engine.gpus and first["trainer"]["accelerator"] != "cpu":
         return engine.gpus

@@ -70,7 +70,7 @@ def main(args: Sequence[str]) -> None:
             try:
                 run(fit)
                 break
-            # if the checkpoint is from a run on other data, start without a checkpoint
+            # if the checkpoint is from a run on different data, start without a checkpoint
             except SystemExit as stop:
                 if stop.code != OtherData.exit_status:
                     raise

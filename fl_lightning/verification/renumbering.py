@@ -27,7 +27,7 @@ def relabelled(trials: Trials) -> Run:
 def knows_no_client(trials: Trials) -> bool:
     """Return whether a method's memory stays equal if the clients are renumbered.
 
-    In this case, the numbers in the memory's keys are not client ids.
+    If the memory stays equal, the numbers in the memory's keys are not client ids.
     """
     pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
     return all(memory_apart(*rounds)[0] <= TOLERANCE for rounds in pairs)

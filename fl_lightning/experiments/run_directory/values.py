@@ -99,7 +99,7 @@ def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
     if isinstance(thing, enum.Enum):
         as_value = any(_takes(hint, kind) for kind in (int, float, str)) and not _takes(hint, type(thing))
         return as_plain(thing.value, hint) if as_value else str(thing.name)
-    for kind in (bool, int, float, str):  # YAML has no subclasses of these four types
+    for kind in (bool, int, float, str):  # convert values of subclasses to YAML's types
         if isinstance(thing, kind):
             decimal = kind is int and _takes(hint, float) and not _takes(hint, int)
             return float(thing) if decimal else kind(thing)
