@@ -25,7 +25,7 @@ from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.recorded import parameters, record
 
-# write the value of an enum: the default of Lightning's Timer is the enum Interval.step
+# Lightning's Timer has the enum Interval.step as a default: write the value of an enum
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 

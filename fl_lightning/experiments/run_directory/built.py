@@ -71,9 +71,9 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
     """Describe the objects that a Python script has made.
 
     The result has the format of :func:`built`. Digests are added for layers and weights that the
-    model's arguments and the run's seed do not determine. If a setting of the module was assigned
-    after construction, the result has the new value. New values of the data module and the
-    callbacks are under the key ``reassigned``.
+    model's arguments and the run's seed do not determine. Settings may have been assigned after
+    construction. For the module, the result has the new values. For the data module and the
+    callbacks, the new values are under the key ``reassigned``.
     """
     tree = built(module, data, trainer)
     settings = tree["model"].get("init_args", tree["model"])

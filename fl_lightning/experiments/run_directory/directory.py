@@ -214,7 +214,7 @@ class RunDirectory:
                 return new
 
     def newest_checkpoint(self, name: str = "last.ckpt") -> Path | None:
-        """Return the path of a checkpoint in the newest attempt that has a checkpoint of this name."""
+        """Return the checkpoint from the newest attempt that has a checkpoint of this name."""
         paths = (attempt.checkpoints / name for attempt in self.attempts())
         return next((path for path in paths if path.is_file()), None)
 
