@@ -48,8 +48,8 @@ class Round:
         trained: The clients' rows after their last local step, including ``scratch`` buffers.
         losses: The clients' losses, ``[C]``.
         grads: For each local step, a dict with the clients' gradients ``[C, *shape]`` by name.
-        late: Name of an entry of ``cohort.extra`` that has changed after a client's last step, with
-            the client. Empty if no entry has changed.
+        late: Text that names an entry of ``cohort.extra`` and a client, if the entry has changed
+            after the client's last step. Otherwise empty.
     """
 
     clients: list[int]

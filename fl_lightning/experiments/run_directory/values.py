@@ -231,7 +231,7 @@ def _function(function: Any, walk: Walk | None) -> Any:
 
 
 def _by_state(thing: Any, walk: Walk | None) -> Any:
-    """Describe an object without recorded arguments by class and state."""
+    """Describe an object by class and state, because no arguments were recorded."""
     if _says_itself(thing):
         return str(thing)
     kind: Any = type(thing)
