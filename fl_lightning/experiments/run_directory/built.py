@@ -89,7 +89,7 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
 
 
 def _describe_groups(module: FederatedModule, settings: Config) -> None:
-    """Add a digest of an optimizer's parameter groups if their settings differ from each other."""
+    """Add a digest of parameter groups whose settings differ from the optimizer's description."""
     leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad and not is_lazy(x)]
     given = {"client_optimizer": [{"params": [x]} for x in leaves], "server_optimizer": leaves}
     for name, parameters in given.items():
