@@ -20,11 +20,12 @@ from fl_lightning.recorded import Recorded
 
 
 class Compilation(NamedTuple):
-    """Decision on compilation of the clients' forward and backward passes.
+    """Decision whether the clients' forward and backward passes are compiled.
 
     Attributes:
         compiled: Whether the passes are compiled.
-        reason: Reason for the decision, in a few words. It is empty if the user's setting decides.
+        reason: Reason for the decision, in a few words. The text is empty if a user's setting
+            decides.
     """
 
     compiled: bool
@@ -32,12 +33,13 @@ class Compilation(NamedTuple):
 
 
 class ClientTask(Protocol):
-    """Protocol with the attributes of the federated module that executors use.
+    """Interface of the federated module for executors.
 
     Attributes:
-        model: The server's model. It holds a client's state while the client's loss is computed.
+        model: The server's model. While a client's loss is computed, the model holds the client's
+            state.
         loss: Loss as a function of (outputs, targets).
-        slots: The model's slots, in which a client's tensors can replace the model's tensors.
+        slots: Object that replaces the model's tensors by a client's tensors.
         seed: The run's seed.
         trainer: Lightning's trainer. Its precision plugin wraps the losses.
     """
@@ -52,18 +54,18 @@ class ClientTask(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device on which the model and the cohort are."""
+        """Device of the model and of the clients' tensors."""
 
     def client_loss(self, batch: Any) -> Tensor:
-        """Return a client's loss on its batch, a scalar."""
+        """Return the loss of a client on a batch, a scalar."""
 
 
 class Executor(Recorded, ABC):
     """Base class of executors. An executor computes losses and gradients of a local step.
 
     Attributes:
-        compilation: Decision whether passes are compiled. The module sets it before the first
-            round.
+        compilation: Decision whether the passes are compiled. The module sets this attribute before
+            round 1.
     """
 
     compilation = Compilation(False)
@@ -72,33 +74,35 @@ class Executor(Recorded, ABC):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Compute a local step for some clients, and write gradients and new buffers to the cohort.
+        """Compute the losses and gradients of a local step for some clients.
+
+        The gradients and the new buffers are written to the cohort.
 
         Args:
             module: The federated module.
             cohort: The round's cohort, with the stacked state of its clients.
-            batch: One batch for each of ``rows``.
-            rows: Rows of the clients that take this local step.
+            batch: One batch for each client in ``rows``.
+            rows: The clients that take this local step, as indices into the cohort.
 
         Returns:
-            The clients' losses, detached, shape ``[len(rows)]``.
+            The clients' losses ``[len(rows)]``, detached.
         """
 
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """Decide whether a run compiles its passes. The base class decides not to compile.
+        """Decide whether the clients' passes are compiled. The base class never compiles.
 
         Args:
             module: The federated module.
-            client_steps: Total number of local steps in the run, summed over the clients.
+            client_steps: Number of local steps of all clients in the run.
             batch: Function that returns a client's first batch.
-            before: The decision in the checkpoint if the run was resumed, otherwise None.
+            before: Decision in the checkpoint of a resumed run; None for a new run.
         """
         return Compilation(False)
 
     def clients_together(self, clients: int) -> int | None:
-        """Return how many clients one pass computes, or None if each client has a separate pass.
+        """Return how many clients one forward pass computes; None if clients have separate passes.
 
         Args:
             clients: Number of clients in the step.
@@ -114,9 +118,9 @@ class Executor(Recorded, ABC):
 
 @contextmanager
 def computing(module: ClientTask, batch: Any) -> Iterator[None]:
-    """Describe the model, the loss and the batch in exceptions from the ``with`` block.
+    """Add a description of model, loss and batch to exceptions from the ``with`` block.
 
-    If the inputs do not fit the model, the exception becomes an error that says so.
+    If the inputs do not fit the model, a ``ConfigurationError`` replaces the exception.
     """
     try:
         with doing(lambda: _computation(module, batch)):
@@ -147,7 +151,6 @@ def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
 
 
 def _computation(module: ClientTask, batch: Any) -> str:
-    """Return a text that describes the model, the loss, the batch and valid batches."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
     return (
@@ -157,7 +160,7 @@ def _computation(module: ClientTask, batch: Any) -> str:
 
 
 def client_loss(module: ClientTask, batch: Any) -> Tensor:
-    """Return ``module.client_loss(batch)``. Errors of PyTorch become errors that name a remedy."""
+    """Return ``module.client_loss(batch)``. Replace errors of PyTorch by errors with a remedy."""
     try:
         with (
             module.trainer.precision_plugin.forward_context(),
@@ -187,9 +190,9 @@ def client_losses(module: ClientTask, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize | None:
-    """Return an error that names a remedy, if ``error`` means that vmap cannot run the model.
+    """Convert an error of ``torch.func.vmap`` to an error that names a remedy.
 
-    Return None for any other ``error``.
+    Return None for any other error.
     """
     message = str(error)
     if not any(words in message for words in ("atching rule not implemented", "vmap", "functorch transform")):

@@ -18,11 +18,11 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Choice(NamedTuple):
-    """An executor with the reason for its choice.
+    """The default executor of a run, with the reason for the choice.
 
     Attributes:
         executor: The executor.
-        reason: Reason for the choice. The text is printed after the executor's name.
+        reason: Reason for the choice, which is printed after the executor's name.
     """
 
     executor: Executor
@@ -32,9 +32,9 @@ class Choice(NamedTuple):
 def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     """Choose the executor that is probably fastest.
 
-    On a GPU, the executor computes all clients at once, if the model and the batches allow this. In
-    all other cases it computes one client after the other. The results of the two executors differ
-    only by rounding.
+    On a GPU, the choice is ``VectorizedExecutor``. It computes all clients at once if the model and
+    the batches allow this. On a CPU, the choice is ``SequentialExecutor``. The results of the two
+    executors differ only by rounding.
 
     Args:
         module: The federated module, on its device.
@@ -57,20 +57,20 @@ def decide_compilation(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> bool:
-    """Decide whether an executor compiles the passes. All ranks make the same decision.
+    """Decide whether the clients' passes are compiled.
 
     If one rank cannot compile, no rank compiles.
 
     Args:
         task: The federated module.
-        executor: The executor. This function sets its ``compilation``.
+        executor: The executor, whose attribute ``compilation`` is set.
         ranks: The ranks of the run.
-        client_steps: Total number of local steps in the run, summed over the clients.
+        client_steps: Number of local steps of all clients in the run.
         batch: Function that returns a client's first batch.
-        before: The decision in the checkpoint if the run was resumed, otherwise None.
+        before: Decision in the checkpoint of a resumed run; None for a new run.
 
     Returns:
-        The decision. It is stored in checkpoints.
+        Whether the passes are compiled.
     """
     choices = ranks.exchange(lambda: executor.decide_compilation(task, client_steps, batch, before))
     executor.compilation = next((choice for choice in choices if not choice.compiled), choices[0])
@@ -78,9 +78,9 @@ def decide_compilation(
 
 
 def cpu_ranks() -> int:
-    """Return the default limit on the number of ranks on CPUs.
+    """Return the largest default number of ranks on CPUs.
 
-    The limit is the number of cores that the run may use.
+    This is the number of cores that a run may use, or 1 if this process cannot fork.
     """
     return 1 if cannot_fork() else cores_of_a_run()
 
@@ -88,22 +88,20 @@ def cpu_ranks() -> int:
 def cores_of_a_run() -> int:
     """Return the number of cores that a run may use.
 
-    If ``OMP_NUM_THREADS`` is set, the result is the smaller of ``OMP_NUM_THREADS`` and
-    :func:`usable_cores`. If not, the result is :func:`usable_cores`.
+    This is :func:`usable_cores`, or ``OMP_NUM_THREADS`` if that number is smaller.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return min(usable_cores(), int(threads)) if threads.isdecimal() and int(threads) else usable_cores()
 
 
 def usable_cores() -> int:
-    """Return the number of cores that the system allows this process.
+    """Return the number of cores that this process may use.
 
-    This is the smaller of two numbers: the size of the process's CPU affinity mask, and the CPU
-    quota of its cgroup.
+    The CPU affinity of the process and the CPU quota of its cgroup limit this number.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, min(allowed, ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # the file is missing or contains "max" if there is no quota
+    except (OSError, ValueError):  # without a quota, the file is missing or contains "max"
         return allowed

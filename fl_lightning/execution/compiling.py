@@ -1,4 +1,4 @@
-"""Use of ``torch.compile`` for the clients' passes: the decision, and the compiled calls."""
+"""Use of ``torch.compile`` for the clients' forward and backward passes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,26 +13,21 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Compiling saves time in a run if BN layers process at least this many values.
+"""Smallest number of values in BN layers for which compiling saves time in a run.
 
-One thread takes about 3 ns per value. For this number of values it therefore takes 400 s, which is
-ten times as long as compiling (40 s).
+At about 3 ns per value, one thread processes these values in 400 s. Compiling takes 40 s.
 """
 
 _FEWEST_STEPS = 1000
-"""Compiling can save time in a run that has at least this many local steps.
-
-If a run has fewer local steps, the values in BN layers are not counted.
-"""
+"""Smallest number of local steps for which compiling can save time in a run."""
 
 _KNOWN = ("fl_lightning", "torch", "torchvision", "timm")
-"""Packages whose layers are safe to compile, because they do not change during a run."""
+"""Packages whose layers are safe to compile. Their layers do not change during a run."""
 
 _MOST_GRAPHS = 64
 """Largest number of compiled graphs of a model.
 
-There is one graph per batch shape and mode. A model that needs more graphs probably changes in each
-step.
+A model that needs more graphs probably changes in each step.
 """
 
 
@@ -43,25 +38,24 @@ def decide(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> Compilation:
-    """Decide whether passes are compiled.
+    """Decide whether the clients' passes are compiled.
 
-    The decision depends only on the settings, the number of local steps, the model and the
-    machine's compiler. It does not depend on timings or on the number of ranks, because timings and
-    ranks must not change results.
+    The decision does not depend on timings or on the number of ranks, which must not change
+    results.
 
     Args:
         setting: The executor's setting ``compile``.
         module: The federated module.
-        client_steps: Total number of local steps in the run, summed over the clients.
+        client_steps: Number of local steps of all clients in the run.
         batch: Function that returns a client's first batch.
-        before: The decision in the checkpoint if the run was resumed, otherwise None.
+        before: Decision in the checkpoint of a resumed run; None for a new run.
 
     Raises:
         ConfigurationError: ``setting`` is true, and compiling fails on this machine.
     """
     if setting is False:
         return Compilation(False)
-    # start autograd's threads now: with a thread for the GPU, forks could not compute gradients
+    # start autograd's threads now, without a GPU thread, which would break gradients in forks
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     if setting != "auto":
         choice = Compilation(setting)
@@ -101,8 +95,7 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
 class _Values(NamedTuple):
     """Number of input values of BN layers and of max pooling in a forward pass.
 
-    Compiling saves some time for each value in BN layers. For each value in max pooling it loses
-    twice as much time.
+    Compiling saves time in BN layers. In max pooling, it loses twice as much time per value.
     """
 
     normalised: int
@@ -123,9 +116,9 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
 
 def _count(module: ClientTask, batch: Any) -> _Values | None:
-    """Count the input values of BN layers and of max pooling in one forward pass.
+    """Count the values in a forward pass with fake tensors, which have shapes but no data.
 
-    The pass uses fake tensors, which have shapes but no values. Return None if the pass fails.
+    Return None if the pass fails.
     """
     state = dict([*module.model.named_parameters(), *module.model.named_buffers()])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _Counting() as counting:
@@ -140,11 +133,11 @@ def _count(module: ClientTask, batch: Any) -> _Values | None:
 
 def _trouble() -> str | None:
     """Return the reason why compiling fails on this machine, or None if compiling works."""
-    # import only here, because the import takes a second, and few runs need it
+    # imported here, because the import takes a second and few runs need it
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    AsyncCompile.pool.cache_clear()  # a fork inherits the pool without its threads
+    AsyncCompile.pool.cache_clear()  # a fork inherits the pool, but not the threads of the pool
     try:
         get_cpp_compiler()
         _try()
@@ -155,17 +148,17 @@ def _trouble() -> str | None:
 
 @cache
 def _try() -> None:
-    """Compile a small function as a test. Later compilations reuse the setup of this test."""
+    """Compile a small function as a test."""
     torch.compile(torch.square)(torch.ones(8))
 
 
 @contextmanager
 def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of the model run compiled code, with one graph for each shape.
+    """Run compiled code in all calls of the model within the ``with`` block.
 
-    A graph does not depend on the shapes of earlier calls.
+    Each batch shape has a separate graph, which does not depend on the shapes of earlier batches.
     """
-    # at torch's default limit, a resumed run would stop compiling at another step
+    # with torch's default limit, a resumed run would stop compiling at a different step
     settings = {
         "recompile_limit": _MOST_GRAPHS,
         "accumulated_recompile_limit": 1_000_000,

@@ -1,4 +1,4 @@
-"""Start of the ranks of a run, as forks of this process."""
+"""Launcher that starts the ranks (processes) of a run as forks."""
 
 import ctypes
 import gc
@@ -29,13 +29,13 @@ from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MISSES_ANOTHER = 3  # exit code of a rank that lost the connection to another rank
-_FOLDER = "fl_lightning-ranks-"  # prefix of the names of folders in which ranks find each other
-_FRESH = 60.0  # seconds after which a run has certainly locked this folder
+_FOLDER = "fl_lightning-ranks-"  # prefix of the folders through which ranks connect
+_FRESH = 60.0  # a run locks its new folder within this number of seconds
 _PIPE_BYTES = 65536  # capacity of a pipe in bytes
 
 
 class OneMachine(LightningEnvironment):
-    """Cluster environment of ranks that the run starts itself, on one machine without a scheduler.
+    """Environment of a run that starts its own ranks on one machine, without a scheduler.
 
     Attributes:
         own_rank: Rank of this process.
@@ -49,19 +49,19 @@ class OneMachine(LightningEnvironment):
         return self.own_rank
 
     def node_rank(self) -> int:
-        """Return 0 as the number of this machine, because there is only one machine."""
+        """Return 0, because there is only one machine."""
         return 0
 
 
 class ForkLauncher(_Launcher):
-    """Launcher that starts the other ranks on this machine, as forks of this process.
+    """Launcher that starts the ranks on this machine as forks.
 
-    Forks share this process's memory. This process is rank 0 of its machine. Only rank 0 writes to
-    loggers and the terminal, and receives signals. The other ranks end when rank 0 or the launched
-    function ends. On CPUs every rank uses one thread.
+    This process becomes rank 0 of the machine. Only rank 0 writes to loggers and the terminal, and
+    only rank 0 handles signals. The other ranks end when rank 0 ends. On CPUs, every rank uses one
+    thread.
 
     Args:
-        strategy: The ``CohortStrategy`` of the ranks.
+        strategy: The run's ``CohortStrategy``.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -76,10 +76,10 @@ class ForkLauncher(_Launcher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Run a function on all ranks and return the result of this process.
+        """Run a function on all ranks, and return the result of this process.
 
         Raises:
-            ConfigurationError: A rank has ended, or this process cannot fork.
+            ConfigurationError: Another rank has ended, or this process cannot fork.
         """
         strategy, threads = self._strategy, torch.get_num_threads()
         if strategy.world_size == 1:
@@ -111,7 +111,7 @@ class ForkLauncher(_Launcher):
                 torch.set_num_threads(threads)
 
     def kill(self, signum: Any) -> None:
-        """Send a signal to all other ranks, and wait until they have ended."""
+        """Send a signal to all other ranks, and wait until these ranks have ended."""
         for pid, pipe in self._others.values():
             with suppress(ProcessLookupError):  # the process may already have ended
                 os.kill(pid, signum)
@@ -121,18 +121,13 @@ class ForkLauncher(_Launcher):
         self._others = {}
 
     def _fork(self, rank: int, run: Callable[[], Any], trainer: L.Trainer | None) -> tuple[int, int]:
-        """Fork this process.
-
-        Returns:
-            The process id of the fork, and a pipe. This process reads the fork's error report from
-            it.
-        """
+        """Fork this process. Return the fork's process id and a pipe for its error report."""
         ours, theirs = os.pipe()
-        # the fork never unblocks these signals: only rank 0 decides when a run stops
+        # block the signals in the fork, because only rank 0 decides when a run stops
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns if a process with threads forks. No rank needs threads' locks.
+                # Python 3.12 warns about forks with threads; no rank needs a thread's lock
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -148,9 +143,9 @@ class ForkLauncher(_Launcher):
         return pid, ours
 
     def why_one_ended(self) -> Exception | None:
-        """Return the error of a rank that has ended on this machine, or None if no rank has ended.
+        """Return the error of a rank that has ended on this machine; None if all ranks are running.
 
-        Ranks that ended because they lost the connection to another rank are ignored.
+        Ranks that ended because of a lost connection to another rank are ignored.
         """
         for rank, (pid, pipe) in self._others.items():
             ended = status = 0
@@ -170,10 +165,9 @@ class ForkLauncher(_Launcher):
 
 @contextmanager
 def _meeting_folder() -> Iterator[str]:
-    """Create a folder in which ranks find each other, and remove such folders of killed runs.
+    """Create a folder through which ranks connect, and remove the folders of killed runs.
 
-    The folder is locked as long as a rank of its run is alive. The operating system releases the
-    lock when the last rank ends.
+    The folder stays locked until the last rank of the run has ended.
     """
     for left in Path(gettempdir()).glob(f"{_FOLDER}*"):
         with suppress(OSError), locked(left, folder=True, wait=False, certain=True) as file:
@@ -187,8 +181,8 @@ def _meeting_folder() -> Iterator[str]:
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
-    """Run a function in this fork as another rank, without loggers and output, and then exit."""
-    gc.freeze()  # keep an earlier process group: freeing it would wait for threads that a fork does not have
+    """Run a function on this rank without loggers and output, then exit the process."""
+    gc.freeze()  # never free an earlier process group, because freeing waits for threads that a fork lacks
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:
@@ -200,9 +194,8 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
     except Exception as error:
         if not is_shared(error):  # rank 0 reports errors that all ranks share
             report = pickle.dumps(described(error))
-            if (
-                len(report) > _PIPE_BYTES
-            ):  # a longer report would block the pipe, which is read only after this process has ended
+            # a longer report would block: the pipe is read only after this process has ended
+            if len(report) > _PIPE_BYTES:
                 report = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
             os.write(pipe, report)
         raise
@@ -210,7 +203,7 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
 
 
 def cannot_fork() -> str | None:
-    """Return why this process cannot fork, or None if it can."""
+    """Return the reason why this process cannot fork; None if it can fork."""
     if sys.platform != "linux":
         return f"processes cannot be copied on {sys.platform}"
     return "a process that uses a GPU cannot be copied" if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch gives it no types

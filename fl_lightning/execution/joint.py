@@ -1,4 +1,4 @@
-"""The executor of local steps with one joint forward pass for all clients."""
+"""Executor for local steps in which all clients share one forward pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +16,12 @@ from fl_lightning.ranks import Ranks
 
 
 def joint_executor(method: str, ranks: Ranks | None = None) -> VectorizedExecutor:
-    """Return the executor for a local step with one joint forward pass over all clients.
+    """Return the executor for a local step in which all clients share one forward pass.
 
     Args:
         method: Name of the method, for error messages.
-        ranks: The ranks of the run. Each rank computes its own clients. A rank without clients
-            repeats the computation of another rank's client, and sends no values. With None, this
-            process computes all clients.
+        ranks: The ranks of the run. Each rank computes some of the clients. Default: this process
+            computes all clients.
     """
     return _JointExecutor(method, ranks or Ranks())
 
@@ -39,7 +38,6 @@ class _JointExecutor(VectorizedExecutor):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         if self._ranks.size == 1:
             return super().backward(module, cohort, batch, rows)
         with averaging_by(self._mean):
@@ -53,7 +51,7 @@ class _JointExecutor(VectorizedExecutor):
     def _mean(self, own: Tensor, clients: int) -> Tensor:
         """Return the mean of a tensor over the clients of all ranks.
 
-        The gradient of the mean is the mean of the clients' gradients.
+        In the backward pass, the gradients of all clients are averaged as well.
         """
         mean = own.clone()
         with torch.no_grad():
@@ -64,5 +62,6 @@ class _JointExecutor(VectorizedExecutor):
 
     def _mean_of_values(self, own: Tensor, clients: int) -> Tensor:
         sent = own.detach()[: len(self._ranks.share(clients))].cpu()
-        everyone = torch.cat(self._ranks.exchange(sent.clone))  # pickle would write a view's whole storage
+        # clone, because pickle would write the whole storage of a view
+        everyone = torch.cat(self._ranks.exchange(sent.clone))
         return mean_of_all(everyone.to(own.device), clients)[:1].expand_as(own)

@@ -18,14 +18,14 @@ from fl_lightning.randomness import derive_seed, seed_global
 class SequentialExecutor(Executor):
     """Executor that computes one client after the other.
 
-    This executor is the reference for all others, and the fastest on one core.
+    This executor is the reference for other executors, and the fastest on one CPU core.
 
     Args:
-        compile: Whether ``torch.compile`` compiles the model. All clients use the same compiled
-            code. Compiling takes half a minute at the start. It takes another half minute for each
-            new batch shape, and when a method freezes BN statistics. Results with and without
-            compilation differ only by rounding. ``"auto"`` compiles on a CPU if the run has enough
-            local steps and enough values in BN layers. Evaluation is never compiled.
+        compile: Whether ``torch.compile`` compiles the model. Compiling takes half a minute for
+            each batch shape. The model is compiled again when a method freezes BN statistics.
+            Results with and without compilation differ only by rounding. ``"auto"`` (default)
+            compiles long runs on a CPU if the model has many values in BN layers. Evaluation is
+            never compiled.
 
     Raises:
         ConfigurationError: ``compile`` is neither true, false nor ``"auto"``.
@@ -43,7 +43,7 @@ class SequentialExecutor(Executor):
         self._compiled: tuple[nn.Module, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy without compiled code. The copy compiles its own model."""
+        """Return the state without compiled code, because a copy compiles its own model."""
         return {**vars(self), "_compiled": None}
 
     def decide_compilation(
@@ -69,7 +69,6 @@ class SequentialExecutor(Executor):
             return torch.stack(losses)
 
     def _fast(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return the context in which calls of the model run compiled code."""
         if not self.compiled_for(model):
             self._compiled = model, torch.compile(model._call_impl, dynamic=False)
         assert self._compiled is not None
@@ -78,17 +77,17 @@ class SequentialExecutor(Executor):
     def _client(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
         """Compute a client's local step, and return its loss.
 
-        Memory is freed when this method returns. Early freeing limits fragmentation of the memory.
+        The end of this method frees the memory of the step, which limits memory fragmentation.
         """
         state = cohort.row_state(row)
-        # seed the random numbers that the model itself draws, as in stochastic depth
+        # seed the random numbers of layers such as stochastic depth
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
-            # run backward in this block: hooks and checkpointed layers need the client's state
+            # compute gradients in this block: hooks and checkpointed layers need the client's state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
-        cohort.take_up(row, updated)  # update after the backward pass, which may need the old tensors
+        cohort.take_up(row, updated)  # only now, because the backward pass may need the old tensors
         cohort.put_gradients(row, gradients)
         return loss.detach()

@@ -30,29 +30,29 @@ class CohortStrategy(ParallelStrategy):
     """Strategy in which each rank (process) computes the local steps of some of the clients.
 
     Every rank computes the server's update. Unlike in DDP, the module is not wrapped, gradients are
-    not reduced, buffers are not broadcast, and samplers are not replaced. ``torchrun`` or Slurm may
-    start the ranks. If not, the ranks on a machine are forks of one process, with one CPU thread
-    each. CPUs communicate by gloo, GPUs by NCCL.
+    not reduced, buffers are not broadcast, and samplers are not replaced. If neither ``torchrun``
+    nor Slurm starts the ranks, the ranks are forks with one CPU thread each. CPUs communicate by
+    gloo, GPUs by NCCL.
 
-    A run with several ranks has the same results as a run with a single process, bit for bit, if:
+    Several ranks give the same results as a single process, bit for bit, under these conditions:
 
     - The executor is SequentialExecutor.
     - Every rank has as many threads as the single process.
     - All CPUs support the same vector instructions.
 
     Args:
-        timeout: Longest time to wait for another rank.
-        accelerator: The accelerator. The trainer sets this argument and the following arguments.
+        timeout: Longest time to wait for another rank. Default: 30 minutes.
+        accelerator: The accelerator. The trainer sets this and all following arguments.
         parallel_devices: Devices of this machine's ranks.
-        cluster_environment: Environment that gives the ranks' addresses and numbers.
+        cluster_environment: Environment with the addresses and numbers of the ranks.
         checkpoint_io: The plugin that writes checkpoints.
         precision_plugin: The precision plugin.
 
     Attributes:
-        ranks: The ranks of the run. Outside of ``fit``, ``validate`` and ``test`` there is a single
+        ranks: The connected ranks. Outside of ``fit``, ``validate`` and ``test``, this is a single
             rank.
-        meeting_place: File by which forked ranks find each other. If it is None, ranks find each
-            other by a network address.
+        meeting_place: File through which forked ranks connect; None if ranks connect by a network
+            address.
     """
 
     is_distributed = True  # Lightning reads this attribute
@@ -85,7 +85,7 @@ class CohortStrategy(ParallelStrategy):
         return len(self.parallel_devices or ())
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning the rank and the number of ranks."""
+        """Pass the rank and the number of ranks to Lightning."""
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -137,8 +137,7 @@ class CohortStrategy(ParallelStrategy):
     def _wait_for(self, compute: Callable[[], Any]) -> Any:
         """Run ``compute`` in a thread, and return its result.
 
-        Without a thread, neither a signal nor the end of another rank could interrupt a wait in
-        C++.
+        During this time, the main thread can react to signals and to the end of another rank.
         """
         future: Future[Any] = Future()
         Thread(target=_fulfil, args=(future, compute), daemon=True).start()
@@ -159,7 +158,7 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _find_others(self) -> Any:
-        """Wait until all ranks have connected to the store of their addresses, and return it."""
+        """Wait until all ranks have connected, and return the store with their addresses."""
         environment = self.cluster_environment
         assert environment is not None
         store: Any = None
@@ -216,7 +215,7 @@ class CohortStrategy(ParallelStrategy):
                 dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s object on every rank."""
+        """Return the object of rank ``src`` on every rank."""
         box = [obj]
         if self.ranks.size > 1:
             with self.ranks.meeting():
@@ -224,7 +223,7 @@ class CohortStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor unchanged. It already is the result of all ranks, on every rank."""
+        """Return the tensor unchanged, because it already is the result of all ranks."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -27,9 +27,9 @@ class VectorizedExecutor(Executor):
 
     Args:
         block_size: Number of clients that ``torch.func.vmap`` computes at once. Smaller blocks need
-            less memory. With None, the whole cohort is one block.
-        where_possible: Whether clients are computed one by one if the model or the shapes of the
-            batches do not allow vectorization. With False (default), an error is raised.
+            less memory. Default: all clients of the round.
+        where_possible: Whether to compute clients one by one if the model or the batches cannot be
+            vectorized. With False (default), this case is an error.
 
     Raises:
         ConfigurationError: ``block_size`` is below 1.
@@ -49,7 +49,7 @@ class VectorizedExecutor(Executor):
         self.block_size, self.where_possible = block_size, where_possible
         self._largest: int | None = None
         self._warned: set[str] = set()
-        # for error messages: what needs batches of equal shape, and what to use instead
+        # texts for the error about batches of different shapes
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
@@ -70,7 +70,7 @@ class VectorizedExecutor(Executor):
             except torch.OutOfMemoryError:
                 if size == 1 or not self._in_blocks:
                     raise
-                self._largest, size = size // 2, 0  # repeat the block, which has no results yet
+                self._largest, size = size // 2, 0  # repeat the block with half its clients
                 torch.cuda.empty_cache()
             except CannotVectorize as reason:
                 if not self.where_possible:
@@ -79,18 +79,18 @@ class VectorizedExecutor(Executor):
                     self._warned.add(str(reason))
                     _log.warning("one client after the other: %s", reason)
                 one_by_one, size = True, len(rows) - done
-            if one_by_one:  # the handlers must not catch errors here
+            if one_by_one:  # outside of the try block, which must not catch errors here
                 rest = BatchStack(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
             done += size
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def clients_together(self, clients: int) -> int:
-        """Return the current block size. It is halved each time the GPU runs out of memory."""
+        """Return the block size, which is halved each time the GPU runs out of memory."""
         return min(self.block_size or clients, self._largest or clients, clients)
 
     def close(self) -> None:
-        """Reset the block size to its initial value. A lack of GPU memory may have halved it."""
+        """Reset the block size, which a lack of GPU memory may have halved."""
         self._largest = None
 
     def _stacked(self, batch: BatchStack) -> Any:
@@ -149,10 +149,9 @@ class VectorizedExecutor(Executor):
 
 @contextmanager
 def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace ``momentum=None`` (cumulative average) by the number 1/(k+1).
+    """Replace ``momentum=None`` (cumulative average) by 1/(k+1), where k counts earlier batches.
 
-    k is the number of earlier batches. PyTorch would read k from the layer's counter of batches,
-    which is impossible under vmap.
+    Under vmap, PyTorch cannot read k from a layer's counter.
     """
     seen: dict[str, int] = {}
     cumulative = {name: layer for name, layer in batch_norm_layers(model).items() if layer.momentum is None}

@@ -1,4 +1,4 @@
-"""Checks of the client and server optimizers and of their settings, before training."""
+"""Checks of the client optimizer, the server optimizer and their settings before training."""
 
 import inspect
 import math
@@ -14,10 +14,9 @@ from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 
 
 def check_elementwise(factory: OptimizerCallable) -> None:
-    """Raise an error if an optimizer mixes the rows of a tensor. Each row belongs to a client.
+    """Check that an optimizer does not mix the rows of a tensor. Each row belongs to a client.
 
-    The function takes two steps on a tensor of two rows. The result must equal the result of two
-    steps on each row alone, bit for bit.
+    Two steps on a tensor with two rows must equal two steps on each row alone, bit for bit.
 
     Raises:
         ConfigurationError: The optimizer cannot be created, or is not elementwise (such as
@@ -48,9 +47,10 @@ def check_elementwise(factory: OptimizerCallable) -> None:
 
 
 def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
-    """Raise a ``ConfigurationError`` if the server optimizer fails in a trial step.
+    """Check the server optimizer by a trial step with zero gradients.
 
-    The pseudo-gradient of this step is zero.
+    Raises:
+        ConfigurationError: The optimizer refuses the parameters or a setting.
     """
     # use the shapes of the model's parameters, because a factory may group parameters by shape
     leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
@@ -83,10 +83,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
 
 
 def _finite(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer unchanged.
-
-    Raise a ``ValueError`` if a setting of the optimizer makes updates infinite or NaN.
-    """
+    """Return the optimizer. Raise a ``ValueError`` if a setting would make updates infinite."""
     for key, value in optimizer.defaults.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
@@ -98,7 +95,7 @@ def _finite(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def _refusals(place: str, remedy: str = "") -> Iterator[None]:
-    """Convert an optimizer's exceptions to errors of one line, which name the setting."""
+    """Convert exceptions of an optimizer to one-line errors that name the setting."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:

@@ -1,9 +1,7 @@
-"""One torch optimizer for the local steps of all clients of a cohort.
+"""Client optimizer: one torch optimizer takes the local steps of all clients.
 
-Its parameters are blocks ``[C, columns]``, with one row per client. The results are exactly the
-same as with one optimizer per client, if the optimizer is elementwise. Examples of elementwise
-optimizers are all variants of SGD, Adam, AdamW, RMSprop and Adagrad.
-``fl_lightning.optimizers.checks`` refuses all others.
+Its parameters are tensors with one row per client. If the optimizer is elementwise, as SGD and Adam
+are, the results equal the results of one optimizer per client, bit for bit.
 """
 
 from collections.abc import Mapping
@@ -29,20 +27,20 @@ _ZERO_STATES = {
 
 
 class ClientOptimizer:
-    """The client optimizer of one round. It optimizes the blocks of a cohort.
+    """Client optimizer of one round, which all clients share.
 
     Args:
         factory: Function that creates the optimizer from parameter groups.
-        blocks: Parameter blocks ``[C, columns]``, by name.
-        gradients: Gradient blocks with the same names and shapes as ``blocks``.
+        blocks: Parameters ``[C, columns]`` by block name, with one row per client.
+        gradients: Gradients with the same names and shapes as ``blocks``.
         overrides: Settings that replace the optimizer's defaults, by block name.
         lr_factor: Factor by which every learning rate is multiplied.
-        rows: Rows that this process updates. With None, it updates all rows.
+        rows: Rows that this process updates. Default: all rows.
 
     Attributes:
         torch: The torch optimizer.
-        initial_steps: Step counts at the start of the round, int64 ``[C]`` by block name. If the
-            dict is empty, all step counts are 0.
+        initial_steps: Each client's step count before the round, int64 ``[C]`` by block name; empty
+            if all counts are 0.
     """
 
     def __init__(
@@ -67,16 +65,13 @@ class ClientOptimizer:
         self.initial_steps: dict[str, Tensor] = {}
         self.torch: Optimizer = self._make(self._blocks)
         for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * self._lr_factor  # not in place, because groups may share a tensor
+            group["lr"] = group["lr"] * self._lr_factor  # not in place, because groups may share one tensor
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
 
     @cached_property
     def _keys(self) -> dict[str, list[str]]:
-        """Names of the state tensors of each block, such as ``["momentum_buffer"]``.
-
-        The names are found by a trial step.
-        """
+        """Names of the state tensors of each block, such as ``["momentum_buffer"]``."""
         leaves = {name: torch.zeros(1) for name in self._blocks}
         for leaf in leaves.values():
             leaf.grad = torch.ones(1)
@@ -88,16 +83,16 @@ class ClientOptimizer:
         }
 
     def step(self) -> None:
-        """Take one local step for every row of this process."""
+        """Take one local step for every client of this process."""
         self.torch.step()
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's state as writable tensors ``[C, columns]``.
 
-        The result is a dict of dicts. The outer keys are names of states, and the inner keys are
-        names of blocks. Before the first local step of a round the state is zero. Rows of other
-        processes keep the values that this process has last written to them. The result does not
-        include state that all rows share, such as step counts and NAdam's ``mu_product``.
+        The outer keys are names of states, such as ``"momentum_buffer"``. The inner keys are names
+        of blocks. Before the first local step of a round, the state is zero. A process updates only
+        the rows of its own clients. State without a row per client, such as a step count, is left
+        out.
 
         Raises:
             ConfigurationError: The initial state of the optimizer is not zero.
@@ -122,10 +117,9 @@ class ClientOptimizer:
         return self._states
 
     def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
-        """Return one state of a block as a tensor for all rows, ``[C, columns]``.
+        """Extend a state tensor to the rows of all clients.
 
-        The optimizer's tensor has only the rows of this process. This tensor becomes a view of the
-        result.
+        The optimizer's tensor becomes a view of the result.
         """
         rows = state[key]
         if len(rows) == self._clients:
@@ -136,14 +130,13 @@ class ClientOptimizer:
         return everyones
 
     def refuse_other_counts(self, name: str) -> None:
-        """Raise a ``ConfigurationError`` if the optimizer counts steps.
+        """Raise a ``ConfigurationError`` if the optimizer counts steps, as Adam does.
 
-        This method is called for a parameter that had no gradient in an earlier step. All rows and
-        parameters of a block share one step count. For a parameter that was skipped, the count
-        would be wrong.
+        All clients share one step count. This count is wrong for a parameter that had no gradient
+        in an earlier step.
 
         Args:
-            name: Name of the parameter, for the message.
+            name: Name of such a parameter, for the message.
         """
         if any("step" in keys for keys in self._keys.values()):
             raise ConfigurationError(
@@ -152,13 +145,13 @@ class ClientOptimizer:
             )
 
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
-        """Set the step count of each row, for optimizers that count steps, such as Adam.
+        """Set the step count of each client, for optimizers that count steps, such as Adam.
 
-        Such an optimizer has one step count per parameter. Each row of a block therefore becomes a
-        separate parameter. The arithmetic stays the same.
+        Such an optimizer has one step count per parameter. Each client's row therefore becomes a
+        separate parameter.
 
         Args:
-            steps: Step counts of the rows, ``[C]``, by block name.
+            steps: Step counts of the clients ``[C]``, by block name.
         """
         self.initial_steps = dict(steps)
         states = self.states()

@@ -1,15 +1,14 @@
-"""Milestones: rounds given by their number or as a fraction of all rounds."""
+"""Milestones: rounds that are given as a number or as a fraction of all rounds."""
 
 from fl_lightning.errors import ConfigurationError
 
 
 def round_at(milestone: int | float, total_rounds: int) -> int:
-    """Return the number of the round that a milestone stands for.
+    """Convert a milestone to the number of a round.
 
     Args:
         milestone: The number of the round (int), or a fraction of all rounds (float). A fraction
-            gives the round ``floor(milestone * total_rounds)``, with a tolerance for rounding
-            errors.
+            gives the round ``floor(milestone * total_rounds)``, up to rounding errors.
         total_rounds: Number of planned rounds.
     """
     return milestone if isinstance(milestone, int) else int(milestone * total_rounds + 1e-9)
@@ -20,8 +19,8 @@ def in_run(milestone: int | float, *, ends: bool = False) -> bool:
 
     Args:
         milestone: A round (int) or a fraction of all rounds (float), see :func:`round_at`.
-        ends: Whether the start of the run (round 0 or fraction 0) and its end (fraction 1) count as
-            within the run.
+        ends: Whether the start of the run (round 0 or fraction 0) and the end (fraction 1) are
+            allowed.
     """
     if isinstance(milestone, int):
         return milestone >= (0 if ends else 1)
@@ -31,13 +30,13 @@ def in_run(milestone: int | float, *, ends: bool = False) -> bool:
 def one_milestone(
     owner: str, name: str, round_number: int | None, fraction: float | None, default: float
 ) -> int | float:
-    """Return the milestone from a pair of settings, ``<name>_round`` and ``<name>_fraction``.
+    """Combine the settings ``<name>_round`` and ``<name>_fraction`` to one milestone.
 
     Args:
         owner: Name of the class that has the settings, for messages.
         name: Prefix of both settings, such as ``"freeze"``.
-        round_number: Value of the first setting: a round, at least 0, or None.
-        fraction: Value of the second setting: a fraction of all rounds in [0, 1], or None.
+        round_number: Value of ``<name>_round``: a round, at least 0, or None.
+        fraction: Value of ``<name>_fraction``: a fraction of all rounds in [0, 1], or None.
         default: Fraction that is used if both settings are None.
 
     Raises:

@@ -45,12 +45,12 @@ class MultiStep(LRSchedule):
     """Schedule that multiplies the learning rate by ``gamma`` after each milestone.
 
     Args:
-        milestones: Rounds (int), or fractions of all rounds in (0, 1) (float). The milestone m
-            changes the rate from round m + 1 on. With the milestone ``0.5``, the new rate starts in
-            the same round as freezing by ``FixBN(freeze_fraction=0.5)``.
+        milestones: Rounds (int), or fractions of all rounds (float) in (0, 1). A milestone at round
+            m changes the rate from round m + 1. The milestone 0.5 takes effect in the same round as
+            ``FixBN(freeze_fraction=0.5)``.
         gamma: Factor at each milestone, positive and finite.
-        first_round: Additional factor in round 1, positive and finite. It is 0.5 in the code of
-            FedBE (Chen, Chao, ICLR 2021).
+        first_round: Additional factor in round 1, positive and finite. The code of FedBE (Chen,
+            Chao, ICLR 2021) uses 0.5.
 
     Raises:
         ConfigurationError: A milestone is neither a round >= 1 nor a fraction in (0, 1), or a
@@ -79,7 +79,7 @@ class MultiStep(LRSchedule):
     def __call__(self, round_number: int, total_rounds: int) -> float:
         """Return ``gamma ** (number of past milestones)``.
 
-        In round 1, multiply the result by ``first_round``.
+        The result for round 1 is also multiplied by ``first_round``.
         """
         factor = self.gamma ** sum(round_number > round_at(m, total_rounds) for m in self.milestones)
         return factor * self.first_round if round_number == 1 else factor
@@ -92,9 +92,8 @@ class InverseSteps(LRSchedule):
     al., arXiv 2405.14670, Table 2) uses the rates 0.1, 0.05 and 0.033, each for 1,000 steps.
 
     Args:
-        period: Length of a period: a number of rounds (int), or a fraction of all rounds in (0, 1)
-            (float). The last round of a period still has the old rate, as with a milestone of
-            :class:`MultiStep`.
+        period: Length of a period: a number of rounds (int), or a fraction of all rounds (float) in
+            (0, 1). The rate changes after the last round of a period.
 
     Raises:
         ConfigurationError: The period is neither an int >= 1 nor a fraction in (0, 1).

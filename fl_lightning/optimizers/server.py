@@ -14,24 +14,25 @@ from fl_lightning.recorded import Recorded
 
 
 class AdaptiveServer(Recorded, Optimizer, ABC):
-    """Base class of adaptive server optimizers (Algorithm 2 of the paper).
+    """Base class of adaptive server optimizers (Reddi et al. 2021, Algorithm 2).
 
-    Delta is the mean change of the clients' parameters, that is, minus the pseudo-gradient. A step
-    has three parts:
+    Delta is the mean change of the clients' parameters, which is the negative pseudo-gradient. A
+    step has three parts:
 
     1. ``m <- beta1 m + (1 - beta1) Delta``.
     2. The second moment v is updated from Delta^2, see :meth:`second_moment`. The initial value of
        v is tau^2.
     3. ``theta <- theta + lr m / (sqrt(v) + tau)``.
 
-    There is no bias correction. Parameters without a gradient do not change. Such parameters are
-    frozen or local.
+    There is no bias correction. Parameters without a gradient do not change. Frozen and local
+    parameters have no gradient.
 
     Args:
         params: The server's parameters or parameter groups.
         lr: The server's learning rate, at least 0.
         betas: beta1 and beta2, each in [0, 1).
-        tau: Degree of adaptivity, above 0. The smaller the value, the more the step sizes adapt.
+        tau: Constant added to the denominator, above 0. Smaller values make the step sizes more
+            adaptive.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -80,7 +81,9 @@ class AdaptiveServer(Recorded, Optimizer, ABC):
 
 
 class FedAdam(AdaptiveServer):
-    """FedAdam: ``v <- beta2 v + (1 - beta2) Delta^2``, see :class:`AdaptiveServer`.
+    """Server optimizer FedAdam, with ``v <- beta2 v + (1 - beta2) Delta^2``.
+
+    :class:`AdaptiveServer` defines the symbols.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -94,7 +97,9 @@ class FedAdam(AdaptiveServer):
 
 
 class FedYogi(AdaptiveServer):
-    """FedYogi: ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``, see :class:`AdaptiveServer`.
+    """Server optimizer FedYogi, with ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``.
+
+    :class:`AdaptiveServer` defines the symbols.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -103,5 +108,5 @@ class FedYogi(AdaptiveServer):
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Return the new second moment: v, moved towards Delta^2 by ``(1 - beta2) Delta^2``."""
+        """Return the new second moment: v moves towards Delta^2 by ``(1 - beta2) Delta^2``."""
         return v - (1 - beta2) * square * (v - square).sign()

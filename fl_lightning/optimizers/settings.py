@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 """Function that creates an optimizer from parameters or parameter groups.
 
-An example is ``torch.optim.SGD``, with fixed values for all other arguments.
+An example is ``functools.partial(torch.optim.SGD, lr=0.1)``.
 """
 
 GroupSettings = Mapping[str, Mapping[str, float]]
-"""Settings of an optimizer for each parameter group or block. The keys are their names.
+"""Optimizer settings by the name of a parameter group, such as ``{"bias": {"lr_scale": 2.0}}``.
 
-The setting ``lr_scale`` is a factor for ``lr``.
+The setting ``lr_scale`` multiplies the learning rate.
 """
