@@ -6,15 +6,14 @@ from contextlib import contextmanager
 
 
 class RoundClock:
-    """Clock of the wall time of each stage of a round, measured on the host.
+    """Clock for the wall time of each stage of a round.
 
-    GPU work is asynchronous. A stage therefore includes the time to queue its GPU work, and the
-    stage that first needs a result includes the wait for the GPU. ``--trainer.profiler`` measures
-    GPU times.
+    GPU work is asynchronous. If a stage needs a result of the GPU, the waiting time belongs to this
+    stage. ``--trainer.profiler`` measures GPU times.
 
     Attributes:
-        seconds: Seconds of each stage since :meth:`start`. :meth:`stop` adds the stage ``other``:
-            the time of the round outside all other stages.
+        seconds: Seconds of each stage in this round. The stage ``other`` is the time outside all
+            other stages.
     """
 
     PARTS = ("data", "forward_backward", "optimizer", "callbacks", "gather", "aggregation", "other")
@@ -29,16 +28,13 @@ class RoundClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure the duration of the block, and add it to the stage ``name``."""
+        """Add the duration of the ``with`` block to the stage ``name``."""
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started
 
     def stop(self) -> dict[str, float]:
-        """Stop the clock, and return the durations of the round and of its stages in seconds.
-
-        The keys are metric names.
-        """
+        """Stop the clock. Return the seconds of the round and of its stages by metric name."""
         total = time.perf_counter() - self._started
         self.seconds["other"] = total - sum(self.seconds.values())
         return {"time/round_s": total} | {f"time/{part}_s": spent for part, spent in self.seconds.items()}

@@ -1,4 +1,4 @@
-"""Network traffic of a round: bytes of each kind of state, and number of exchanges."""
+"""Network traffic of a round: bytes, and exchanges with the server."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +17,11 @@ class Communication:
     Attributes:
         clients: The round's cohort.
         local_steps: Number of local steps of each client of the cohort.
-        each: Bytes that every client of the cohort sends and receives. The keys are the names of
-            kinds of state and of methods.
-        beside: Additional bytes of single clients, which need not be in the cohort. The keys are
-            the names of kinds of state and of methods. Each value gives the bytes by client id.
-        exchanges: How often all clients exchange data with the server and wait for it: once for the
-            averaged state, and as often as methods declare.
+        each: Bytes that every client of the cohort sends and receives, by kind of state or method.
+        beside: Additional bytes of single clients, by kind of state or method and then by client
+            id. These clients need not be in the cohort.
+        exchanges: How often all clients wait for the server: once for the averaged state, and once
+            for each exchange that a method declares.
     """
 
     clients: Sequence[int] = ()
@@ -42,10 +41,7 @@ class Communication:
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return the total bytes of all clients, and the number of exchanges.
-
-        The keys are metric names.
-        """
+        """Return the total bytes and the number of exchanges by metric name."""
         upload, download = total(self.by_kind().values())
         return {
             "comm/upload_bytes": float(upload),
@@ -66,12 +62,12 @@ class Communication:
 
 
 def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:
-    """Add an upload and a download to the totals of a key."""
+    """Add an upload and a download to the totals under a key."""
     up, down = totals.get(key, (0, 0))
     totals[key] = up + pair[0], down + pair[1]
 
 
 def total(pairs: Iterable[UpDown]) -> UpDown:
-    """Return the sum of several uploads, and the sum of several downloads."""
+    """Return the total upload and the total download."""
     listed = list(pairs)
     return sum(up for up, _ in listed), sum(down for _, down in listed)

@@ -1,4 +1,4 @@
-"""Interface through which executors, evaluations and methods use a run."""
+"""Interface of a run for executors, evaluations and methods."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -21,7 +21,7 @@ from fl_lightning.round.tasks import Task
 
 
 class RunContext(ClientTask, Protocol):
-    """Interface that :class:`~fl_lightning.round.module.FederatedModule` implements.
+    """Interface of a run, which :class:`~fl_lightning.round.module.FederatedModule` implements.
 
     Attributes:
         executor: Executor of the clients' forward and backward passes.
@@ -34,7 +34,7 @@ class RunContext(ClientTask, Protocol):
         centralised: Whether one client trains on the union of the cohort's batches.
         tf32: Whether a GPU may compute in TF32.
         task: Task with its loss and metrics.
-        total_rounds: Planned number of rounds, set at round 1; None before.
+        total_rounds: Planned number of rounds; None before round 1.
         plan: Clients that take part in each round, and their local steps.
         record: Metrics and totals of the run.
         clock: Time of each stage of a round.
@@ -64,7 +64,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of the run. Each rank is a process."""
+        """The ranks (processes) of the run."""
 
     @property
     def round(self) -> int:
@@ -72,11 +72,11 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def planned_rounds(self) -> int:
-        """Planned number of rounds. It is set at round 1."""
+        """Planned number of rounds, which is known from round 1 on."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts of the model that a method treats separately in at least one round."""
+        """Names of the model parts that methods treat separately, such as ``"fc"``."""
 
     @property
     def federated_callbacks(self) -> list[Any]:
@@ -84,7 +84,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def joint_method(self) -> str | None:
-        """Name of the method that needs a joint forward pass over all clients, if any."""
+        """Name of the method that needs a joint forward pass of all clients, or None."""
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round, and broadcast the server's state to its clients."""
@@ -93,19 +93,22 @@ class RunContext(ClientTask, Protocol):
         """Call a hook of every method."""
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some clients at a local step. ``indices`` are the clients' rows."""
+        """Return the batches of some clients at a local step.
+
+        ``indices`` are the positions of the clients in the cohort.
+        """
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches that some clients use at a local step, according to ``plan``."""
+        """Return the batches of some clients at a local step, according to ``plan``."""
 
     def server_step(self) -> None:
-        """Take a step of the server optimizer. Its gradient is the pseudo-gradient of the round."""
+        """Take a step of the server optimizer on the pseudo-gradient of the round."""
 
     def on_device(self, batch: Any) -> Any:
-        """Return a batch on the run's device and in its precision."""
+        """Move a batch to the run's device, and convert it to the run's precision."""
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
-        """Log metrics of this round. Their values are plain numbers."""
+        """Log metrics of this round that are plain numbers."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first rank only."""

@@ -14,7 +14,7 @@ def best_is(metric: str, known: Mapping[str, str] = MappingProxyType({})) -> Lit
 
     Args:
         metric: The metric's name, such as ``"val/accuracy"`` or ``"test/loss_silobn"``.
-        known: ``"max"`` or ``"min"`` for each metric of the run's task, by name.
+        known: Directions of the task's metrics by name, each ``"max"`` or ``"min"``.
 
     Returns:
         ``"min"`` for a loss, ``"max"`` for a quality such as accuracy, None for other metrics.

@@ -9,22 +9,20 @@ from fl_lightning.recorded import Recorded
 
 
 class ClientFailures(Recorded):
-    """Failures of clients in each round, as a function of (seed, round, client).
+    """Dropouts and stragglers among the clients of each round.
 
-    A client that drops out is sampled for the cohort but does not report: it takes no local steps
-    and exchanges no data. The aggregation weights of the reporting clients sum to 1. Methods keep
-    their memory of clients that drop out.
+    Failures depend only on seed, round and client. A client that drops out takes no local steps and
+    exchanges no data. The aggregation weights of all other clients sum to 1. A dropout does not
+    change state that a method has stored for the client.
 
     Args:
-        dropout: Probability in [0, 1] that a client of the cohort does not report. A number applies
-            to all clients. A mapping has a probability for each client id; missing ids have
-            probability 0.
+        dropout: Probability in [0, 1] that a sampled client drops out. A number applies to all
+            clients. A mapping has probabilities by client id, and missing ids have probability 0.
         schedule: Absences by client id, as pairs ``[first round, last round]``. Rounds count from
             1, and the last round is included.
         stragglers: Probability in [0, 1] that a client takes fewer local steps in a round, as a
-            number or a mapping like ``dropout``. The number of steps is drawn uniformly from 1 to
-            the client's full number (Li et al. 2020, "Federated Optimization in Heterogeneous
-            Networks", 5.2).
+            number or a mapping. The number of steps is drawn uniformly from 1 to the client's full
+            number (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", 5.2).
 
     Raises:
         ConfigurationError: A probability is out of range, an absence is not a pair of rounds, or a
@@ -38,7 +36,7 @@ class ClientFailures(Recorded):
 
     def __init__(
         self,
-        # the keys are Any: if they were int, jsonargparse would convert a key 1.5 to 1
+        # keys of type Any: with int, jsonargparse would convert the key 1.5 to 1
         dropout: float | dict[Any, float] = 0.0,
         schedule: dict[Any, list[list[int]]] | None = None,
         stragglers: float | dict[Any, float] = 0.0,
@@ -83,7 +81,7 @@ class ClientFailures(Recorded):
                     )
 
     def reports(self, client_id: int, seed: int, round_number: int) -> bool:
-        """Return whether a client of the cohort reports in a round, that is, does not drop out."""
+        """Return whether a sampled client takes part in a round, that is, does not drop out."""
         absences = (self.schedule or {}).get(client_id, [])
         if any(first <= round_number <= last for first, last in absences):
             return False
@@ -97,10 +95,7 @@ class ClientFailures(Recorded):
 
 
 def _by_client(setting: str, given: Any) -> Any:
-    """Convert the keys of a mapping to int, as keys in files may be strings.
-
-    A value that is not a mapping is returned unchanged.
-    """
+    """Convert client ids to int, because keys of a mapping in a file may be strings."""
     if not isinstance(given, Mapping):
         return given
     for client in given:

@@ -1,4 +1,4 @@
-"""Check of an executor, which compares two local steps with plain PyTorch."""
+"""Check that two local steps of an executor agree with plain PyTorch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,29 +22,27 @@ from fl_lightning.round.context import RunContext
 from fl_lightning.round.policy import resolve_policy
 
 _MOVE = 0.1  # norm of the first local step, divided by the norm of the parameters
-_TOLERANCE = 0.01  # allowed difference of a tensor, divided by the change of the tensor in the steps
-_NOISE = 20  # additional allowed difference, divided by the measured effect of rounding
+_TOLERANCE = 0.01  # allowed error of a tensor, relative to the change in two steps
+_NOISE = 20  # additional allowed error, relative to the measured effect of rounding
 
 
 def check_first_steps(run: RunContext) -> None:
-    """Compare two local steps of the first two clients with plain PyTorch. Then restore the model.
+    """Compare two local steps of the first two clients with plain PyTorch.
 
-    The executor trains both clients as a cohort; PyTorch trains one client after the other. Both
-    use the same batches, seeds, precision and BN layers. These include BN layers that methods have
-    swapped in. Hooks are not called.
+    The executor and PyTorch use the same batches, seeds, precision and layers. Hooks of methods are
+    not called, but BN layers that methods have replaced are used. The check does not change the
+    model.
 
-    The optimizer is SGD with momentum and weight decay. The norm of its first step is a tenth of
-    the parameters' norm, so that the second step starts from clearly different parameters. The
-    tolerance depends on the effect of rounding. This effect is measured by steps of PyTorch from
+    The optimizer is SGD with momentum and weight decay. The norm of the first step is about a tenth
+    of the parameters' norm. The tolerance depends on the effect of rounding, which is measured with
     slightly changed parameters.
 
     Args:
         run: The run at the start of training.
 
     Raises:
-        ConfigurationError: A client's tensor differs from PyTorch's by more than rounding errors,
-            or a client's forward pass has changed a tensor of the server. The message names the
-            tensor.
+        ConfigurationError: A tensor differs by more than rounding errors, or a client's forward
+            pass has changed a tensor of the server.
     """
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
@@ -90,7 +88,7 @@ def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
 
 
 def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchStack]) -> float:
-    """Take the cohort's local steps with the run's executor, and return the learning rate."""
+    """Take the local steps with the run's executor, and return the learning rate."""
     part, rate = cohort.part(), 0.0
     for step, batch in enumerate(batches):
         joint = run.joint_method if step == 0 else None
@@ -106,10 +104,7 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
 
 
 def _rate(cohort: RoundCohort) -> float:
-    """Return the learning rate for which the norm of a step is a tenth of the parameters' norm.
-
-    If the norm of the parameters is below 1, it is taken to be 1.
-    """
+    """Return the learning rate for which the norm of a step is a tenth of the parameters' norm."""
     blocks = [
         (cohort.params.blocks[n].double(), cohort.grads.blocks[n].double()) for n in cohort.trained_blocks
     ]
@@ -124,7 +119,7 @@ def _rate(cohort: RoundCohort) -> float:
 def _by_torch(
     run: RunContext, cohort: RoundCohort, row: int, batches: Sequence[BatchStack], rate: float
 ) -> None:
-    """Take the local steps of one client in plain PyTorch. They change the server's model."""
+    """Take a client's local steps in plain PyTorch, on the server's model itself."""
     model, client = run.model, cohort.client_ids[row]
     optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)
     model.zero_grad()
@@ -142,7 +137,7 @@ def _by_torch(
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Restore a module's attributes, and the values and storage of its tensors, after the block."""
+    """Restore a module's attributes and tensors at the end of the ``with`` block."""
     parts = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
     values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors if not is_lazy(x)]
@@ -175,11 +170,7 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Check that the clients' forward passes have not changed the server's tensors.
-
-    Raises:
-        ConfigurationError: A tensor has changed.
-    """
+    """Check that the clients' forward passes have not changed the server's tensors."""
     for name, now in _tensors(model).items():
         if now.shape != before[name].shape or _distance(now, before[name]):
             raise ConfigurationError(
@@ -189,10 +180,7 @@ def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def _change_by_rounding(run: RunContext) -> None:
-    """Multiply every parameter by random numbers that are almost 1.
-
-    They differ from 1 by about twice the relative rounding error of one operation.
-    """
+    """Change all parameters randomly, by about twice the rounding error of one operation."""
     seed_global(derive_seed(run.seed, "rounding"), run.device)
     with torch.no_grad():
         for parameter in run.model.parameters():
@@ -207,14 +195,9 @@ def _compare(
     executors: Mapping[str, Tensor],
     noise: Mapping[str, float],
 ) -> None:
-    """Compare the executor's tensors with PyTorch's.
-
-    Raises:
-        ConfigurationError: A tensor differs by more than the tolerance. The message names the
-            tensor with the largest difference.
-    """
+    """Check that the executor's tensors agree with PyTorch's tensors within the tolerance."""
     rounding = _rounding(run)
-    # a forward pass may replace a buffer by a single number, here expanded to the buffer's shape
+    # a forward pass may have replaced a buffer by a single number
     torchs = {
         name: x.expand_as(executors[name]) if x.numel() == 1 and name in executors else x
         for name, x in torchs.items()
@@ -234,7 +217,7 @@ def _compare(
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # floor of the tolerance: a bias before BN, for example, changes only by rounding
+        # smallest tolerance, because a bias before BN, for example, changes only by rounding
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)
@@ -268,8 +251,7 @@ def _rounding(run: RunContext) -> float:
 def _distance(first: Tensor, second: Tensor) -> float:
     """Return the norm of the difference between two tensors.
 
-    An element that is NaN in both tensors, or the same infinity in both, adds 0. If an element is
-    NaN in only one tensor, the norm is infinite.
+    Infinity or NaN at the same place of both tensors adds 0. NaN in only one tensor gives infinity.
     """
     first, second = first.double(), second.double()
     same = (first == second) | (first.isnan() & second.isnan())

@@ -1,4 +1,4 @@
-"""Calls of the methods' hooks in a fixed order, and files of the methods' client memories."""
+"""Calls of the methods' hooks in a fixed order."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,18 +20,17 @@ from fl_lightning.round.idle import is_watched, versions
 def in_order(callbacks: Iterable[Any]) -> list[Any]:
     """Return the methods among a trainer's callbacks, sorted by role.
 
-    Methods with the same role keep the order of the list.
+    Methods with equal roles keep their order.
     """
     methods = [callback for callback in callbacks if isinstance(callback, Declarations)]
     return sorted(methods, key=lambda method: ROLES.index(method.role))
 
 
 def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
-    """Let methods add their layers to a model.
+    """Let methods add layers to a model.
 
-    A model remembers which methods have added their layers, so a later run on the same model adds
-    nothing twice. Two methods of the same class in one run both add layers. Random numbers are
-    drawn with ``seed``.
+    If several runs use the same model, each method adds layers only in the first run. Two methods
+    of the same class both add layers. Random numbers are drawn with ``seed``.
     """
     extended = vars(model).setdefault("_extended_by", set())
     seen: Counter[type] = Counter()
@@ -48,7 +47,7 @@ def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
 
 
 def configure_batch_norm(run: RunContext, methods: Iterable[Any]) -> None:
-    """Let methods replace BN layers of the model by their own.
+    """Let methods replace BN layers of the model.
 
     Raises:
         ConfigurationError: A method adds parameters, which the model would lose after the run.
@@ -66,8 +65,8 @@ def configure_batch_norm(run: RunContext, methods: Iterable[Any]) -> None:
 def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
     """Call a hook of every method.
 
-    Before each call, the global generators are seeded by (seed, method and hook, round, step). The
-    draws of a hook therefore do not depend on the executor or on earlier draws.
+    Before each call, the global random generators are seeded by seed, method, hook, round and step.
+    Random numbers in a hook therefore do not depend on the executor or on other hooks.
     """
     for method in run.federated_callbacks:
         name = f"{type(method).__name__}.{hook}"
@@ -82,10 +81,7 @@ def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
 
 
 def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
-    """Call ``on_round_skipped`` of every method.
-
-    Return the traffic and exchanges of each method.
-    """
+    """Call ``on_round_skipped`` of every method, and return the results by method name."""
     sent = {}
     for method in run.federated_callbacks:
         name = f"{type(method).__name__}.on_round_skipped"
@@ -95,7 +91,7 @@ def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
 
 
 def attacked(run: RunContext, clients: Sequence[int], batches: BatchStack) -> BatchStack:
-    """Let the attacks of the run change the batches of some clients. Return the changed batches."""
+    """Return the batches of some clients after changes by the attacks of the run."""
     for method in run.federated_callbacks:
         if method.role == "attack":
             batches = method.change_batches(run, clients, batches)
@@ -103,20 +99,20 @@ def attacked(run: RunContext, clients: Sequence[int], batches: BatchStack) -> Ba
 
 
 def open_memories(run: RunContext) -> None:
-    """Tell the methods' client memories in which folders to store their files."""
+    """Set the folders in which methods store the state of clients."""
     for name, memory in memories(run.federated_callbacks).items():
         memory.open(Path(run.trainer.default_root_dir) / "memory" / name, run.ranks)
 
 
 def end_round(run: RunContext) -> None:
-    """Write the methods' client memories to disk. Check that all ranks have the same state."""
+    """Write the methods' client state to disk, and check that all ranks have the same state."""
     for memory in memories(run.federated_callbacks).values():
         memory.flush()
     run.ranks.agree(lambda: _shared_state(run), f"round {run.round}")
 
 
 def _shared_state(run: RunContext) -> dict[str, object]:
-    """Return the state that must be equal on all ranks after a round. The keys are names."""
+    """Return the state that must be equal on all ranks after a round, by name."""
     shared: dict[str, object] = {
         "server model": run.state_dict(),
         "server optimizer": run.trainer.optimizers[0].state_dict(),

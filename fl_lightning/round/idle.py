@@ -1,4 +1,4 @@
-"""Detection of users' methods that have no effect. At its end, a fit prints their names."""
+"""Detection of user-defined methods that had no effect on a run."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,10 @@ from fl_lightning.round.declarations import Declarations
 
 
 def is_watched(run: RunContext, method: Declarations) -> bool:
-    """Return whether a method is a user's, acts only in rounds, and has had no effect so far."""
+    """Return whether a user-defined method has had no effect so far.
+
+    The result is False for a method that can act outside of rounds.
+    """
     kind: Any = type(method)
     return kind.__name__ not in run.record.acting and _only_rounds(kind)
 
@@ -21,8 +24,7 @@ def is_watched(run: RunContext, method: Declarations) -> bool:
 def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
     """Return numbers that change if a hook changes a tensor or a learning rate of the run.
 
-    They are the learning rates and torch's version counters of the clients' and the server's
-    tensors. An in-place change of a tensor increases its version counter.
+    PyTorch increases the version counter of a tensor in each in-place change.
     """
     rows = (cohort.params, cohort.grads, cohort.buffers)
     blocks = [block for state in rows for block in state.blocks.values()]
@@ -36,11 +38,10 @@ def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
 
 
 def idle_methods(run: RunContext) -> list[str]:
-    """Return the names of users' methods that seem to have had no effect on the run.
+    """Return the names of user-defined methods that seem to have had no effect on the run.
 
-    Such a method has FedAvg's policy, and its hooks changed no tensor of the run. It overrides no
-    other hook that could change the model, the optimizer or the evaluation. The result is valid
-    only if the run began in this fit.
+    These methods declared no treatment, and their hooks changed no tensor and no learning rate. The
+    result is valid only for a run that was not resumed.
     """
     if any(isinstance(module, SwappedBatchNorm) for module in run.model.modules()):
         return []
@@ -49,7 +50,7 @@ def idle_methods(run: RunContext) -> list[str]:
 
 @cache
 def _only_rounds(kind: Any) -> bool:
-    """Return whether a class is a user's method that has only a policy and hooks of rounds."""
+    """Return whether a user-defined method overrides only ``policy`` and hooks of rounds."""
     base = next(cls for cls in kind.__mro__ if cls.__module__.startswith("fl_lightning."))
     state = ("on_save_checkpoint", "on_load_checkpoint")
     hooks = [name for name in vars(L.Callback) if name.startswith(("on_", "setup")) and name not in state]

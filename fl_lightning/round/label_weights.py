@@ -1,7 +1,4 @@
-"""Label weights of a loss.
-
-In the mean loss over several batches, the weight of a batch is the sum of its label weights.
-"""
+"""Weights of labels in a user's loss, such as ``CrossEntropyLoss(weight=...)``."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,14 +27,13 @@ def ignored_label(loss: Any) -> int | None:
 
 
 class LabelWeights:
-    """Label weights of a user's loss, such as ``CrossEntropyLoss(weight=...)``.
+    """Weight of each label in a user's loss, such as ``CrossEntropyLoss(weight=...)``.
 
-    The weights are measured by gradients, so that any loss is supported. If the loss is a mean with
-    weights w, its gradient with respect to the outputs of sample i is w_i / sum(w) times the
-    gradient of the loss of sample i alone.
+    In a mean with weights w, the gradient for sample i is w_i / sum(w) times the gradient of the
+    sample's own loss. Gradients therefore reveal the weights of any loss.
 
     Args:
-        loss: The user's loss. None for a task's loss, in which all labels have equal weight.
+        loss: The user's loss. None for a task's loss, in which all labels have equal weights.
     """
 
     def __init__(self, loss: _Loss | None) -> None:
@@ -46,14 +42,11 @@ class LabelWeights:
         self._shares: dict[int, Tensor | None] = {}
 
     def forget(self) -> None:
-        """Discard the measured label weights.
-
-        A loss may change its weights between evaluations.
-        """
+        """Discard the measured label weights, because a loss may change its weights."""
         self._shares = {}
 
     def of(self, outputs: Any, targets: Any, ignored: int) -> tuple[Any, Tensor | None]:
-        """Return the targets of a batch and their weights.
+        """Return the targets of a batch, and the weight of each target.
 
         Args:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
@@ -61,7 +54,7 @@ class LabelWeights:
             ignored: The label that the task ignores.
 
         Returns:
-            The targets and their weights. If the loss has no ``ignore_index``, labels with weight 0
+            The targets and the weights. If the loss has no ``ignore_index``, labels with weight 0
             are replaced by ``ignored``. The weights are None if all weights are equal, or if the
             loss is not a weighted mean.
         """
@@ -99,8 +92,8 @@ def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | N
     labels = torch.arange(classes, device=targets.device).to(targets.dtype).reshape(classes, *places)
     draws = []
     with suppress(Exception):  # the user's loss may not accept these batches
-        loss = deepcopy(loss)  # a copy, as a call may change the loss
-        for draw in range(2):  # the two results differ if the loss uses only some of its samples
+        loss = deepcopy(loss)  # a copy, because a call may change the loss
+        for draw in range(2):  # a loss that uses only some of the samples gives two different results
             noise = torch.rand(classes, classes, *places, generator=generator(0, "label weights", draw))
             scores = ((0.5 + noise) / classes).to(outputs.device, dtype).requires_grad_()
             (joint,) = torch.autograd.grad(loss(scores, labels), scores)

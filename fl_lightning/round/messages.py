@@ -1,4 +1,4 @@
-"""The vectors that clients send to the server. The server's rules aggregate them."""
+"""Vectors that clients send to the server for aggregation."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """One vector of each client, stored as views of the cohort's tensors.
+    """One vector per client, stored as views of the cohort's tensors.
 
     Attributes:
         what: ``"parameters"``, ``"means"`` or ``"variances"``.
-        pieces: Pieces of the vector, ``[C, d_k]``.
+        pieces: Pieces of the vectors, each ``[C, d_k]``.
         reference: Value to subtract from each piece, ``[d_k]``: the server's parameters, or 0.0 for
             statistics.
-        rule: The server's aggregation rule for the vector.
+        rule: The server's aggregation rule for the vectors.
     """
 
     what: str
@@ -35,11 +35,11 @@ class Sent(NamedTuple):
         return torch.cat([piece - reference for piece, reference in pairs], 1)
 
     def write(self, rows: list[int], vectors: Tensor) -> None:
-        """Replace the vectors of some rows.
+        """Replace the vectors of some clients.
 
         Args:
-            rows: The rows.
-            vectors: One vector for all rows, ``[d]``, or one for each row, ``[len(rows), d]``.
+            rows: Positions of the clients in the cohort.
+            vectors: One vector for each client, ``[len(rows), d]``, or one vector for all, ``[d]``.
         """
         parts = torch.split(vectors, [piece.shape[1] for piece in self.pieces], -1)
         for piece, reference, part in zip(self.pieces, self.reference, parts, strict=True):
@@ -49,9 +49,8 @@ class Sent(NamedTuple):
 def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
     """Return the vectors that the clients of a cohort send: parameters, means and variances.
 
-    The rule's attribute ``per`` may ask for one vector per ``"layer"``, or for one vector per
-    ``"model"``. By default, parameters are one vector per model, and statistics one per layer.
-    Frozen and local state is not sent.
+    By default, all parameters form one vector, and the statistics of each layer form one vector.
+    The aggregation rule's attribute ``per`` can change this. Frozen and local state is not sent.
     """
     vectors = []
     blocks = [name for name in cohort.params.blocks if cohort.treatment(name) == "averaged"]

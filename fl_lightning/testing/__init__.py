@@ -1,7 +1,4 @@
-"""Small federations, a small network and reference trainers.
-
-The command ``verify`` and tests use them.
-"""
+"""Small federations, a small network and reference trainers for tests and for ``verify``."""
 
 from fl_lightning.testing.clients import (
     ArrayClient,

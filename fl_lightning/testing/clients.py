@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ArrayClient(L.LightningDataModule):
-    """Client with n samples: inputs ``[n, ...]`` and labels ``[n]``. Training shuffles them."""
+    """Client with inputs ``[n, ...]`` and labels ``[n]``. Training batches are shuffled."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         super().__init__()
@@ -22,15 +22,15 @@ class ArrayClient(L.LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return shuffled batches. An incomplete last batch is dropped."""
+        """Return a loader of shuffled batches, without an incomplete last batch."""
         return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return all samples in order."""
+        """Return a loader of all samples in order."""
         return DataLoader(self.dataset, 64)
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return all samples in order."""
+        """Return a loader of all samples in order."""
         return DataLoader(self.dataset, 64)
 
 
@@ -44,13 +44,13 @@ def blobs(
 ) -> FederatedDataModule:
     """Return a federation with label skew.
 
-    Client i has mostly samples of class ``i % classes``. The inputs of client i are scaled by
-    ``1 + i``.
+    Most samples of client i have the class ``i % classes``. The noise of client i has standard
+    deviation ``1 + i``.
 
     Args:
         num_clients: Number of clients.
-        sizes: Number of samples of each client. If there are more clients than entries in
-            ``sizes``, the entries are repeated.
+        sizes: Number of samples of each client. If ``sizes`` is too short, its entries are
+            repeated.
         batch_size: Number of samples in a batch.
         seed: Seed for the samples and their order.
         shape: Shape of an image. Images are float64.
@@ -79,8 +79,6 @@ def uneven_clients(
 ) -> FederatedDataModule:
     """Return a federation whose clients differ in the mean and the scale of their inputs.
 
-    The batch sizes need not be proportional to the numbers of samples.
-
     Args:
         batches: Batch size of each client.
         examples: Number of samples of each client.
@@ -100,25 +98,24 @@ def uneven_clients(
 
 
 def client_batch(data: FederatedDataModule, client: int, step: int) -> Batch:
-    """Return a client's batch at a local step. The first step of training is step 0."""
+    """Return a client's batch at a local step. The first step of training has number 0."""
     batch: Batch = tuple(data.cohort_batch([client], [step]).batches()[0])
     return batch
 
 
 def union_batch(data: FederatedDataModule, step: int) -> Batch:
-    """Return the union of all clients' batches at a local step, as one batch."""
+    """Join the batches of all clients at a local step into one batch."""
     clients = range(data.num_clients)
     return union_of(data, clients, [[step] for _ in clients])
 
 
 def union_of(data: FederatedDataModule, clients: Sequence[int], steps: Sequence[Sequence[int]]) -> Batch:
-    """Return the union of several batches, as one batch.
+    """Join several batches into one batch.
 
     Args:
         data: The federated data.
         clients: Ids of the clients.
-        steps: Local steps of each client in ``clients``. The union contains the client's batch of
-            each of these steps.
+        steps: For each client in ``clients``, the local steps whose batches are joined.
     """
     pairs = [(client, step) for client, taken in zip(clients, steps, strict=True) for step in taken]
     inputs, targets = zip(*(client_batch(data, client, step) for client, step in pairs), strict=True)

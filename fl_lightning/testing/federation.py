@@ -16,20 +16,19 @@ CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
 SIZES = (8, 16, 24, 8, 16)
 """Number of training samples of each client.
 
-The numbers differ. The clients' weights and numbers of local steps therefore differ, too.
+Clients with different sizes have different weights and different numbers of local steps.
 """
 
 
 class Disturbance(NamedTuple):
-    """Change of one client in one round, to test its effect on other clients.
+    """Change of one client in one round, to test whether other clients are affected.
 
     Attributes:
         client: Id of the changed client.
         round: Round of the change.
-        what: The data or the state that changes. ``("data",)`` changes the client's inputs. Any
-            other tuple changes state of the client after the local steps. Each of its strings names
-            a treatment, and all state with this treatment changes. The string ``"optimizer"``
-            stands for the state of the client optimizer.
+        what: What changes. ``"data"`` changes the client's inputs. ``"optimizer"`` changes the
+            state of the client optimizer after the local steps. A treatment such as ``"local"``
+            changes all state with this treatment after the local steps.
     """
 
     client: int
@@ -38,10 +37,10 @@ class Disturbance(NamedTuple):
 
 
 class MaterialisedClient(ClientDataModule):
-    """Client whose batches depend on the step.
+    """Client whose batches are a function of the local step.
 
-    ``identity`` decides the mean and the scale of the inputs. ``identity`` also decides the most
-    frequent class.
+    The integer ``identity`` determines the most frequent class, and the mean and scale of the
+    inputs.
     """
 
     def __init__(self, identity: int, size: int, batch_size: int) -> None:
@@ -53,7 +52,7 @@ class MaterialisedClient(ClientDataModule):
     def train_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the batch of local step ``step``.
 
-        An epoch starts three samples after the start of the previous epoch.
+        Each epoch starts three samples later than the previous epoch.
         """
         epoch = step // self.steps_per_epoch
         rows = (torch.arange(self.batch_size) + step * self.batch_size + 3 * epoch) % self.num_examples
@@ -66,7 +65,7 @@ class MaterialisedClient(ClientDataModule):
 
 
 def skewed_images(identity: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return float64 images ``[size, 2, 6, 6]`` and their labels. Most have the same class."""
+    """Return float64 images ``[size, 2, 6, 6]`` and labels. About 80 % of the labels are equal."""
     draw = generator(identity, "verification data")
     favourite = torch.tensor(identity % CLASSES)
     targets = torch.where(
@@ -81,7 +80,7 @@ def federation(
     batch_sizes: Sequence[int] | None = None,
     disturbance: Disturbance | None = None,
 ) -> FederatedDataModule:
-    """Return a federation. Client i has the data, size and batch size of ``identities[i]``."""
+    """Return a federation in which client i has the data and batch size of ``identities[i]``."""
     clients = [
         MaterialisedClient(identity, SIZES[identity], batch_sizes[identity] if batch_sizes else BATCH)
         for identity in identities
@@ -100,7 +99,7 @@ def federation(
 def reference_model(norm: str = "bn") -> nn.Sequential:
     """Create :func:`~fl_lightning.testing.models.small_cnn` in float64, with fixed weights."""
     model = small_cnn(norm, classes=CLASSES, channels=CHANNELS).double()
-    model[6] = nn.Identity()  # in place of torch's dropout, which a run would replace
+    model[6] = nn.Identity()  # no dropout: a run would replace torch's dropout layer
     draw = generator(0, "verification model")
     with torch.no_grad():
         for layer in (model[0], model[3], model[8]):

@@ -20,8 +20,8 @@ def small_cnn(
 
     Args:
         norm: Norm layer: ``"bn"``, ``"gn"`` or ``"none"``.
-        dropout: Probability with which the dropout layer before the linear layer drops an element.
-        seed: Seed of the weights. The function also sets it in torch's global generator.
+        dropout: Probability of dropout before the linear layer.
+        seed: Seed of torch's global generator, from which the weights are drawn.
         classes: Number of outputs.
         channels: Channels of the images.
 

@@ -58,7 +58,7 @@ def fit(
     }
     runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
     with warnings.catch_warnings():
-        # ignore warnings about a class that torch 2.15 deprecates, and about workers
+        # ignore warnings about a class that torch 2.15 deprecates, and about few data workers
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers")
         runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
@@ -75,7 +75,7 @@ def train(
 ) -> dict[str, Tensor]:
     """Train a model, and return the final state of the server.
 
-    By default clients take one local step of SGD(lr=0.1) in a round.
+    By default, clients take one local step of SGD(lr=0.1) per round.
 
     Args:
         model: The server's model, changed in place.
@@ -121,9 +121,8 @@ def centralised(
         data: The federated data.
         steps: Number of steps.
         optimizer: Function that creates the optimizer from parameters.
-        rates: Learning rate of each step. If the sequence is empty, every step has the optimizer's
-            default rate.
-        first: Number of the first step. A step's number decides which batches are used.
+        rates: Learning rate of each step. Default: the optimizer's learning rate.
+        first: Number of the first step, counted from 0. Each step uses the batches with its number.
         frozen_statistics: Whether BN layers use frozen running statistics.
     """
     model = deepcopy(model).double().train()
@@ -158,7 +157,7 @@ def by_hand(
         rounds: Number of communication rounds.
         optimizer: Function that creates the client optimizer from parameters.
         steps: Number of local steps of each client. Default: 1.
-        cohort: Function that maps the number of a round to the clients of the round. Default: all
+        cohort: Function that returns the clients of a round, given its number. Default: all
             clients.
         weights: Aggregation weight of each client, with any sum. Default: equal weights.
         keep: Whether clients keep the state of their optimizer between rounds.
@@ -200,8 +199,8 @@ class States(Callback):
     """Callback that copies the server's state after each round.
 
     Attributes:
-        states: The copies. ``states[0]`` is the initial state. ``states[r]`` is the state after
-            round r.
+        states: Copies of the state. ``states[0]`` is the initial state, ``states[r]`` the state
+            after round r.
     """
 
     def __init__(self) -> None:
@@ -223,7 +222,7 @@ class Rows(Callback):
         self.rows: dict[int, dict[str, float]] = {}
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the metrics of the previous round, if a round precedes this one."""
+        """Store the metrics of the previous round."""
         assert isinstance(pl_module, FederatedModule)
         if pl_module.metrics.get("round", 0) == trainer.current_epoch > 0:
             self.rows[trainer.current_epoch] = dict(pl_module.metrics)
