@@ -71,14 +71,14 @@ class FederatedModule(Recorded, L.LightningModule):
 
     Args:
         model: The server's model; every client trains a copy.
-        client_optimizer: Function that makes the client optimizer from parameters. It is called in
-            each round.
+        client_optimizer: Function that makes the client optimizer from parameters. The function is
+            called in each round.
         server_optimizer: Function that makes the server optimizer. Default: ``SGD(lr=1)``.
         local_steps: Number E of local steps of each client in a round. Set either ``local_steps``
             or ``local_epochs``.
         local_epochs: Number of passes over a client's data in a round.
         participation: Clients in a round, as a fraction in (0, 1] (float) or a number (int).
-        executor: Executor of the clients' forward and backward passes. Default: the choice of
+        executor: Executor of the clients' forward and backward passes. Default: chosen by
             :func:`~fl_lightning.execution.choice.choose_executor` at the start of training.
         aggregator: Rule that combines the clients' parameters. Default: ``WeightedMean``.
         statistics_aggregator: Rule that combines running statistics. Default: ``aggregator``.
@@ -86,29 +86,29 @@ class FederatedModule(Recorded, L.LightningModule):
             :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
         weighting: Aggregation weights of the clients. ``"examples"``: proportional to the clients'
             numbers of examples n_i. ``"uniform"``: equal. ``"samples"``: proportional to the number
-            of samples that a client processes in the round; this number is estimated until the
-            local steps end.
+            of samples that a client processes in the round. Before the local steps end, this number
+            is an estimate.
         task: Task with its loss and metrics. Default:
             :class:`~fl_lightning.round.tasks.Classification`.
         metrics: Further metrics by name: torchmetrics classes, functions that make a metric, or
             metric objects. ``num_classes`` defaults to the data's number of classes.
         loss: Loss of (outputs, targets), averaged over the batch. Default: the task's loss.
         client_lr_schedule: Function of (round, planned rounds) that returns a factor for the client
-            learning rate. Default: 1.
+            learning rate. Default: the factor 1.
         parameter_groups: Client optimizer settings by parameter group. The groups are
             ``batch_norm``, ``scalars`` and ``bias``. The setting ``lr_scale`` multiplies the
             learning rate.
         bn_momentum: ``momentum`` of every BN layer, in (0, 1]: the weight of a new batch in the
-            running statistics. None keeps the model's values; torch's default is 0.1.
+            running statistics. Default: the model's values.
         initial_weights: File with the initial weights: a state dict, or the checkpoint of another
             run (see :func:`~fl_lightning.models.weights.load_weights`). A resumed run ignores the
             file.
         budget_epochs: Number of passes over all training data in the run, which determines the
-            number of rounds. The last round may be shorter.
+            number of rounds. The last round may have fewer local steps.
         on_divergence: Reaction to a client's non-finite update. ``"error"`` stops the run and names
-            the client, ``"record"`` continues and flags the run as diverged, and ``"drop"`` leaves
-            the client out of the round. With a robust aggregator, ``"error"`` and ``"record"``
-            react only to a non-finite aggregate.
+            the client. ``"record"`` continues and flags the run as diverged. ``"drop"`` leaves the
+            client out of the round. With a robust aggregator, ``"error"`` and ``"record"`` react
+            only to a non-finite aggregate.
         failures: Clients that drop out of rounds or take fewer local steps. Default: no failures.
         min_clients: Smallest number of clients to aggregate. If fewer clients report, the round is
             skipped and the server keeps its state.
@@ -121,21 +121,21 @@ class FederatedModule(Recorded, L.LightningModule):
         seed: Seed of participation and dropout.
 
     Attributes:
-        total_rounds: Planned number of rounds, set at round 1; None before.
+        total_rounds: Planned number of rounds; None before round 1.
         record: Metrics and totals of the run.
         clock: Time of each stage of a round.
-        accept_data: Whether a run may use data that differ from its checkpoint's.
+        accept_data: Whether a resumed run may use data that differ from the data of the checkpoint.
         plan: Participation and local steps of every round; set by ``setup("fit")``.
         slots: Object that replaces the model's tensors by a client's tensors; set at the start of
             training.
         executor_choice: The chosen executor and the reason; None if the user has set an executor.
         communication: Bytes and exchanges of the newest round.
-        tracking_layers: BN layers that update running statistics in training: all layers that are
-            not in eval mode.
+        tracking_layers: BN layers that update running statistics in training. BN layers in eval
+            mode do not.
 
     Raises:
-        ConfigurationError: A setting is out of range or contradicts another setting, the model is
-            scripted or has no trainable parameters, or the server optimizer refuses the parameters.
+        ConfigurationError: A setting is invalid or contradicts another setting, or the model cannot
+            be trained.
 
     Example:
         >>> from functools import partial
@@ -255,7 +255,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of the run. With a strategy of Lightning, there is a single rank."""
+        """The ranks (processes) of the run. Lightning's own strategies have a single rank."""
         return getattr(self.trainer.strategy, "ranks", Ranks())
 
     @property
@@ -270,16 +270,16 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def planned_rounds(self) -> int:
-        """Planned number of rounds. It is set at round 1.
+        """Planned number of rounds, which is known from round 1 on.
 
-        If a milestone such as T* is given as a fraction, it is a fraction of this number.
+        A fraction such as ``freeze_fraction`` is a fraction of this number.
         """
         assert self.total_rounds is not None
         return self.total_rounds
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts of the model that a method treats separately in at least one round."""
+        """Names of the model parts that methods treat separately, such as ``"fc"``."""
         if self._parts is None:
             self._parts = declared_parts(self.model, self.federated_callbacks, self.total_rounds or 1)
         return self._parts
@@ -298,11 +298,11 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def joint_method(self) -> str | None:
-        """Name of the method that needs a joint forward pass over all clients, if any."""
+        """Name of the method that needs a joint forward pass of all clients, or None."""
         return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Run a communication round in the precision of the weights.
+        """Run a communication round.
 
         Only the clients' forward and backward passes use autocast.
         """
@@ -344,12 +344,12 @@ class FederatedModule(Recorded, L.LightningModule):
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
         """Return the batches of some clients at a local step, on the device of the run.
 
-        ``indices`` are the clients' rows in the cohort.
+        ``indices`` are the positions of the clients in the cohort.
         """
         return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches that some clients use at a local step, according to ``plan``."""
+        """Return the batches of some clients at a local step, according to ``plan``."""
         sources = plan.sources(clients, self.round, step)
         batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
@@ -378,7 +378,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
 
     def server_step(self) -> None:
-        """Take a step of the server optimizer. Its gradient is the pseudo-gradient of the round."""
+        """Take a step of the server optimizer on the pseudo-gradient of the round."""
         optimizer = self.optimizers()
         assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
         optimizer.step()
@@ -388,11 +388,11 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def setup(self, stage: str) -> None:
-        """Convert weights to the run's precision, plan the rounds, and let methods swap layers."""
-        # correct the rank: if a scheduler starts separate runs, Lightning uses the scheduler's rank
+        """Convert weights to the run's precision, plan rounds, and let methods replace layers."""
+        # correct the rank, because Lightning uses a scheduler's rank even for separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         hooks.extend_model(self.model, self.federated_callbacks, self.seed)
-        # convert before Lightning loads a checkpoint, else float64 weights become float32 tensors
+        # convert before a checkpoint is loaded, because float32 tensors would round float64 weights
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
             for metric in (child for child in self.modules() if isinstance(child, Metric)):
@@ -411,12 +411,12 @@ class FederatedModule(Recorded, L.LightningModule):
         require_clients(self.data)
         self.plan = self.make_plan(self.data)
         self.plan.check((self.aggregator, self.statistics.rule))
-        restore_batch_norm(self.model)  # a failed fit may not have restored its layers
+        restore_batch_norm(self.model)  # a failed fit may have left replaced layers in the model
         check_together(self.federated_callbacks)
         hooks.configure_batch_norm(self, self.federated_callbacks)
 
     def make_plan(self, data: FederatedDataModule) -> RoundPlan:
-        """Return the plan of a run on these data, which must be set up already."""
+        """Return the plan of a run on these data. The data must be set up already."""
         return RoundPlan(
             data,
             self.local_steps,
@@ -430,10 +430,7 @@ class FederatedModule(Recorded, L.LightningModule):
         )
 
     def prepare_metrics(self) -> None:
-        """Make the metrics that the setting ``model.metrics`` asks for.
-
-        Some of them need the data's number of classes.
-        """
+        """Make the metrics of the setting ``model.metrics``."""
         classes = self.data.num_classes if self.task_metrics else None
         self.task.measured = make_metrics(self.task_metrics, classes)
 
@@ -454,7 +451,7 @@ class FederatedModule(Recorded, L.LightningModule):
         usual = self.plan.usual()
         clients, steps = usual.trained(1)
         if self.chooses_executor:
-            self.executor.close()  # an error in an earlier fit may have left it open
+            self.executor.close()  # a failed fit may not have closed the executor
             self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
         self.record.compiled = decide_compilation(
@@ -470,10 +467,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self._cohort = None
 
     def on_train_start(self) -> None:
-        """Check the monitored metrics, the model's outputs and the first local steps.
-
-        Also record digests of the data.
-        """
+        """Check metrics, outputs and first local steps, and record digests of the data."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
         check_monitors(self.trainer, self, row, self.data.fit_split)
@@ -483,20 +477,17 @@ class FederatedModule(Recorded, L.LightningModule):
             self.ranks.exchange(lambda: check_first_steps(self))
 
     def on_train_epoch_start(self) -> None:
-        """Request an evaluation in the last round, even if none is due there."""
+        """Request an evaluation in the last round, whatever ``check_val_every_n_epoch`` is."""
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1
 
     def on_train_epoch_end(self) -> None:
-        """Pass the round's metrics to the loggers. A checkpoint of the round is saved later."""
+        """Pass the round's metrics to the loggers. Lightning saves a checkpoint afterwards."""
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def on_train_end(self) -> None:
-        """Print the names of the user's methods that had no effect on the run.
-
-        They are known only if the run began in this fit.
-        """
+        """Print the names of user-defined methods without effect, unless the run was resumed."""
         began = self.trainer.ckpt_path is None and self.record.samples
         for name in idle_methods(self) if began else ():
             self.print(
@@ -518,11 +509,7 @@ class FederatedModule(Recorded, L.LightningModule):
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
     def _fix_rounds(self) -> int:
-        """Set and return the planned number of rounds. A resumed run keeps its number.
-
-        Raises:
-            ConfigurationError: Neither ``max_epochs`` nor ``budget_epochs`` is set.
-        """
+        """Set and return the planned number of rounds. A resumed run keeps the number."""
         trainer = self.trainer
         if not self._resumed and not trainer.current_epoch:
             # discard the totals of an earlier fit of this module
@@ -544,7 +531,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return planned
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the planned rounds, the run's record and the methods' client memories."""
+        """Save the planned number of rounds, the run's record and the methods' client state."""
         checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}), self.trainer.global_step)
         checkpoint["fl_lightning"] = {
             "total_rounds": self.total_rounds,
@@ -553,10 +540,10 @@ class FederatedModule(Recorded, L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the planned rounds and the run's record.
+        """Load the planned number of rounds and the run's record.
 
         Raises:
-            ConfigurationError: The data differ, or the checkpoint belongs to the wrong module.
+            ConfigurationError: The data differ, or no FederatedModule wrote the checkpoint.
         """
         state = checkpoint.get("fl_lightning")
         if state is None:
@@ -570,10 +557,9 @@ class FederatedModule(Recorded, L.LightningModule):
             self._check_data(checkpoint["global_step"])
 
     def _check_data(self, round_number: int) -> None:
-        """Check that the run has the data of the loaded checkpoint.
+        """Check that the run's data equal the data of the loaded checkpoint.
 
-        Training requires equal data. An evaluation requires equal evaluation data only if these are
-        drawn from the clients' samples.
+        An evaluation checks only data that are drawn from the clients' samples.
         """
         trainer, known = self.trainer, True
         path, command = str(trainer.ckpt_path), trainer.state.fn
@@ -598,17 +584,17 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]  # keywords only
-        """Log a metric of this round; a later value replaces an earlier one.
+        """Log a metric of this round. A later value replaces an earlier value.
 
         Args:
             name: Metric name, such as ``"bn/drift"``.
             value: A number, a one-element tensor or a torchmetrics metric.
             kwargs: Arguments of ``LightningModule.log``. In ``fit``, ``logger`` defaults to False,
-                as loggers get all metrics of a round at its end.
+                because loggers get all metrics at the end of a round.
         """
         logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         self.record.add(name, value)
-        # log_dict passes None for each argument that its caller has not given
+        # log_dict passes None for arguments that are not given
         given = {key: setting for key, setting in kwargs.items() if setting is not None}
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
         # without sync_dist, Lightning prints a warning
@@ -630,7 +616,7 @@ class FederatedModule(Recorded, L.LightningModule):
             self.trainer.progress_bar_metrics.update(metrics)
 
     def on_device(self, batch: Any) -> Any:
-        """Return a batch on this module's device and in the run's precision."""
+        """Move a batch to this module's device, and convert it to the run's precision."""
         return self.trainer.precision_plugin.convert_input(move_data_to_device(batch, self.device))
 
     def forward(self, inputs: Any) -> Any:
@@ -640,9 +626,9 @@ class FederatedModule(Recorded, L.LightningModule):
     def evaluate_batch(self, batch: Any, evaluation: ServerEvaluation) -> None:
         """Add the model's outputs on a batch to an evaluation.
 
-        Override this method if batches are not pairs ``(inputs, targets)``. It is called on one
-        rank for each batch, and only ``evaluation`` is shared with other ranks. Update metrics of
-        your own in ``validation_step`` instead: every rank calls that method with every batch.
+        Override this method if batches are not pairs ``(inputs, targets)``. Each batch is evaluated
+        on only one rank, and the ranks share only ``evaluation``. Update your own metrics in
+        ``validation_step``, which every rank calls for every batch.
         """
         inputs, targets = batch
         self.output_check.check(self, outputs := self.model(inputs), targets)
@@ -664,7 +650,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def on_validation_epoch_start(self) -> None:
-        """Start an evaluation of the server model, and its clock."""
+        """Start an evaluation of the server model, and measure its duration."""
         self._evaluation_started = time.perf_counter()
         self.label_weights.forget()
         self.evaluation.start()

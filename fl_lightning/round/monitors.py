@@ -1,4 +1,4 @@
-"""Checks that a run logs its task's quality and the metrics that its callbacks monitor."""
+"""Checks that a run logs the metrics that its task and its callbacks need."""
 
 from collections.abc import Mapping
 
@@ -16,10 +16,10 @@ from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.tasks import Task
 
 _ROUND = ("client/", "clients/", "comm/", "server/", "statistics/", "time/")
-"""Prefixes of metrics that every run may log in a round. ``train/loss`` is not among them."""
+"""Prefixes of metrics that every run may log in a round, apart from ``train/loss``."""
 
 _COUNTERS = ("epoch", "step")
-"""Names of counters that Lightning's ``ModelCheckpoint`` can monitor like metrics."""
+"""Counters that ``ModelCheckpoint`` can monitor like metrics."""
 
 
 def check_monitors(
@@ -28,14 +28,14 @@ def check_monitors(
     """Check before round 1 that the run can log the metrics that callbacks monitor.
 
     The metrics of evaluations are known from the evaluation before round 1. The metrics of rounds
-    are known from the callbacks' ``logs``. If the module or a callback is of a user's class, it may
-    log any metric, and the check is skipped.
+    are known from the callbacks' ``logs``. A user-defined module or callback may log any metric. In
+    this case, the check is skipped.
 
     Args:
         trainer: The trainer with its callbacks.
         module: The module.
-        row: The metrics of the evaluation before round 1; empty without one.
-        split: The evaluation data of ``fit``, ``"val"`` or ``"test"``.
+        row: The metrics of the evaluation before round 1; may be empty.
+        split: Name of the evaluation data in ``fit``, ``"val"`` or ``"test"``.
 
     Raises:
         ConfigurationError: A callback monitors a metric that the run does not log.
@@ -48,7 +48,8 @@ def check_monitors(
     names = ["train/loss", *evaluated]
     starts = {*_ROUND, *(start for method in methods for start in method.logs)}
     starts |= set() if evaluated else {f"{split}/"}
-    variants = [f"{name}_" for name in evaluated if methods]  # variants have no values before round 1
+    # metrics of model variants, such as val/loss_silobn, do not exist before round 1
+    variants = [f"{name}_" for name in evaluated if methods]
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         asks = isinstance(callback, Checkpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
@@ -63,7 +64,7 @@ def check_monitors(
 
 
 def check_quality(task: Task, row: Mapping[str, float], split: str) -> None:
-    """Check that the evaluation before round 1 has measured the quality of a user's task.
+    """Check that the first evaluation has measured the main metric of a user-defined task.
 
     Raises:
         ConfigurationError: The task's ``quality`` is not a metric of the run.
@@ -77,10 +78,7 @@ def check_quality(task: Task, row: Mapping[str, float], split: str) -> None:
 
 
 def _is_known(thing: object) -> bool:
-    """Return whether the metrics that an object logs are known.
-
-    They are unknown if the object's class is a user's.
-    """
+    """Return whether an object logs only known metrics. User-defined objects may log any metric."""
     if isinstance(thing, LambdaCallback | LearningRateMonitor):
         return False
     return type(thing).__module__.partition(".")[0] in ("fl_lightning", "lightning")

@@ -1,4 +1,4 @@
-"""Check that a model has one output per class, as losses silently accept too many outputs."""
+"""Check that a model has one output per class. Losses silently accept additional outputs."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -24,18 +24,18 @@ class OutputCheck:
     The check uses the outputs of the first evaluation, or of two training samples before round 1.
 
     Args:
-        applies: Whether outputs are class scores; False disables the check. The argument is False
-            for modules that override ``client_loss`` or ``evaluate_batch``.
+        applies: Whether the outputs are class scores. With False, nothing is checked. Modules that
+            override ``client_loss`` or ``evaluate_batch`` need False.
     """
 
     def __init__(self, applies: bool) -> None:
         self.applies = applies
-        self._passed: int | None = None  # number of classes in the last check without error
+        self._passed: int | None = None  # number of classes in the last successful check
 
     def check(self, run: RunContext, outputs: Any, targets: Any) -> None:
         """Check the number of a model's outputs.
 
-        The check is skipped if the task is a user's or the number of classes is unknown.
+        The check is skipped if the task is user-defined or the number of classes is unknown.
 
         Args:
             run: The run.
@@ -43,7 +43,8 @@ class OutputCheck:
             targets: The batch's targets, such as labels ``[b, ...]``.
 
         Raises:
-            ConfigurationError: The number of outputs differs from the number of classes of the data.
+            ConfigurationError: The number of outputs differs from the number of classes of the
+                data.
         """
         if (classes := self._classes(run)) is None:
             return
@@ -62,7 +63,7 @@ class OutputCheck:
     def before_training(self, run: RunContext) -> None:
         """Check the model's outputs for two training samples.
 
-        ``model.metrics`` are computed on these outputs, too. The model is in eval mode. The model
+        The metrics of ``model.metrics`` are computed as well. The model is in eval mode. The model
         and the random generators do not change. If an evaluation has already checked the number of
         outputs, only the metrics are computed.
 

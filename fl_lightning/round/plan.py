@@ -34,8 +34,9 @@ class RoundPlan:
         weighting: Quantity to which aggregation weights are proportional.
         centralised: Whether one client trains on the union of the cohort's batches.
         failures: Clients that drop out or take fewer steps. Default: no failures.
-        min_clients: Smallest number of reporting clients; with fewer, a round is skipped.
-        last_round: The last round of the budget; None without a budget.
+        min_clients: Smallest number of clients that do not drop out. With fewer clients, a round is
+            skipped.
+        last_round: Last round of the run if a budget is set, otherwise None.
         last_round_steps: Largest number of local steps of a client in ``last_round``.
     """
 
@@ -80,15 +81,12 @@ class RoundPlan:
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]
 
     def cohort(self, round_number: int) -> list[int]:
-        """Return the clients of a round. If too few clients report, the round is skipped.
-
-        The list of a skipped round is empty.
-        """
+        """Return the clients of a round. If too few clients report, the list is empty."""
         clients = self.reporting(round_number)
         return clients if len(clients) >= self.min_clients else []
 
     def full_steps(self, client_id: int) -> int:
-        """Return how many local steps a client takes in a round without failures and budget."""
+        """Return how many local steps a client takes in a round without failures."""
         if self.local_steps is not None:
             return self.local_steps
         assert self.local_epochs is not None
@@ -102,14 +100,14 @@ class RoundPlan:
         return min(steps, self.last_round_steps or steps) if round_number == self.last_round else steps
 
     def first_step(self, client_id: int, round_number: int) -> int:
-        """Return the position of a round's first batch in a client's series of batches.
+        """Return the position of a round's first batch in a client's sequence of batches.
 
-        The position is (round - 1) x E. It also advances in rounds in which the client is absent.
+        The position is (round - 1) x E, even if the client was absent in earlier rounds.
         """
         return (round_number - 1) * self.full_steps(client_id)
 
     def trained(self, round_number: int) -> tuple[list[int], list[int]]:
-        """Return the clients whose models are trained in a round, and the local steps of each.
+        """Return the clients that train in a round, and the number of local steps of each client.
 
         In a centralised run, client 0 represents the cohort. If the round is skipped, both lists
         are empty.
@@ -133,7 +131,7 @@ class RoundPlan:
         return clients, [self.first_step(client, round_number) + step for client in clients]
 
     def weights(self, client_ids: Sequence[int], round_number: int) -> Tensor:
-        """Return the aggregation weights of a round, ``[C]``, estimated before the local steps."""
+        """Return the aggregation weights ``[C]`` of a round, as expected before the local steps."""
         sizes = [1.0] if self.centralised else self._sizes(client_ids, round_number)
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
@@ -144,7 +142,7 @@ class RoundPlan:
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
         """Return the given clients' share of the total weight of all clients.
 
-        With uniform weights, this is their number divided by the number of all clients.
+        With uniform weights, this is ``len(client_ids)`` divided by the number of all clients.
         """
         if self.centralised:
             return 1.0
@@ -161,10 +159,9 @@ class RoundPlan:
     def limit(self, budget_epochs: float) -> int:
         """Set and return the number of rounds for ``budget_epochs`` passes over all training data.
 
-        If the budget ends inside a round, this round has fewer local steps. The number of rounds
-        satisfies the equation local steps x rounds x batch size x clients = epochs x samples
-        (FixBN, Appendix B.4), and is rounded up. With 2,500 local steps on CIFAR-10, 25.6 rounds
-        become 26 rounds.
+        The number follows from the equation local steps x rounds x batch size x clients = epochs x
+        samples (FixBN, Appendix B.4). The number is rounded up, for example from 25.6 to 26 rounds.
+        If the budget ends inside a round, this round has fewer local steps.
 
         Raises:
             ConfigurationError: The budget is too small for one local step, or too many rounds are
@@ -211,7 +208,6 @@ class RoundPlan:
 
 
 def _accepted(num_clients: int, rules: Collection[Aggregator]) -> bool:
-    """Return whether all aggregation rules accept this number of clients in a round."""
     try:
         for rule in rules:
             rule.check(num_clients)
@@ -261,11 +257,11 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
 
     Args:
         num_clients: Number of clients of the federation.
-        participation: Number of clients (int), or fraction in (0, 1] (float). The fraction is
-            rounded to a number of clients, which is at least 1.
+        participation: Number of clients (int), or fraction (float) in (0, 1]. A fraction is rounded
+            to a number of clients, at least 1.
 
     Raises:
-        ConfigurationError: The federation has fewer clients.
+        ConfigurationError: ``participation`` is greater than ``num_clients``.
     """
     if isinstance(participation, float):
         return max(1, round(participation * num_clients))

@@ -11,20 +11,16 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
 
 UNNAMED = "as its kinds"
-"""Text in tables for a part of the model that no policy treats separately in a round."""
+"""Table entry of a model part for which no method declares a treatment."""
 
 Stage = tuple[int | str, str]
-"""Pair: the first round of a treatment, and the treatment.
+"""Pair (first round, treatment).
 
-If a method determines the round during training, the pair has the name of the method's class
-instead of the round.
+If the first round is determined during training, the method's class name replaces the round.
 """
 
 _EXCLUSIVE = ("local", "pooled", "reset")
-"""Treatments that methods implement themselves.
-
-For each kind of state, only one method can declare such a treatment.
-"""
+"""Treatments that only one method can declare for the same kind of state."""
 
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 
@@ -33,9 +29,8 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
     """Merge the declarations of all methods into one policy for a round.
 
     A policy may name kinds of state and parts of the model, such as ``"fc"`` or
-    ``"layer1.*.conv1"``. For the tensors of a part, the treatment of the part takes precedence over
-    the treatment of their kinds. A more specific part takes precedence over a less specific one
-    (:func:`~fl_lightning.cohort.parts.match_parts`).
+    ``"layer1.*.conv1"``. A part takes precedence over a kind of state. A more specific part takes
+    precedence over a less specific part (:func:`~fl_lightning.cohort.parts.match_parts`).
 
     Args:
         callbacks: The run's federated callbacks.
@@ -43,8 +38,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
         total_rounds: Number of planned rounds.
 
     Returns:
-        The treatment of each kind in :data:`~fl_lightning.batch_norm.kinds.KINDS`, then of each
-        part.
+        The treatment of each kind of state, followed by the treatment of each part.
 
     Raises:
         ConfigurationError: Treatments conflict, or a treatment is unknown.
@@ -81,7 +75,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
 
 
 def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int) -> tuple[str, ...]:
-    """Check the policies of all rounds, and return the parts of the model that they name.
+    """Check the policies of all rounds, and return the model parts that appear in policies.
 
     Args:
         model: The model.
@@ -145,9 +139,9 @@ def policy_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        For each kind of state and each part of the model, a list of pairs. A pair is a treatment and
-        the first round in which it applies: ``[(1, "averaged"), (51, "frozen")]``. If a method finds
-        this round during training, the method's class name replaces the round.
+        Lists of pairs (first round, treatment), such as ``[(1, "averaged"), (51, "frozen")]``. The
+        keys are kinds of state and model parts. If the first round is determined during training,
+        the method's class name replaces the round.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
@@ -179,8 +173,7 @@ def treatment_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        For the name of each trainable parameter and buffer, its treatments as in
-        :func:`policy_table`.
+        Lists as in :func:`policy_table`. The keys are names of trainable parameters and buffers.
     """
     callbacks = list(callbacks)
     policy: dict[str, str] = {}

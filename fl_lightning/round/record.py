@@ -20,7 +20,7 @@ class Origin(TypedDict):
     Attributes:
         checkpoint: Path of the checkpoint.
         round: The checkpoint's round.
-        differs: Old and new value of each changed setting, by dotted name.
+        differs: Old and new values of changed settings, by dotted name.
     """
 
     checkpoint: str
@@ -38,15 +38,14 @@ class RunRecord:
         download_bytes: Bytes that clients have received.
         seconds: Time spent in rounds.
         diverged: Whether an aggregated update or an evaluation has been non-finite.
-        diverged_round: First round in which the run diverged; None if it is unknown, or if the run
-            has not diverged.
-        not_finite: Number of non-finite updates of each client. Updates that were left out are
-            counted.
-        clients: For each client, its number of rounds, its number of local steps, and its mean
-            training loss in its last round.
-        holders: For each frozen block of parameters or buffers, the clients that have received it.
-            Checkpoints of older versions have one list of clients for all blocks, with the key
-            ``""``.
+        diverged_round: First diverged round; None if the round is unknown or the run has not
+            diverged.
+        not_finite: Number of non-finite updates of each client, including updates that were left
+            out.
+        clients: Number of rounds, number of local steps and latest mean training loss of each
+            client.
+        holders: Clients that have received frozen parameters or buffers, by block name. In
+            checkpoints of older versions, the key ``""`` stands for all blocks.
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
         description: Settings that affect results, by dotted name; may be empty.
         computed_by: The executor and other facts that affect rounding errors; empty if unknown.
@@ -55,7 +54,8 @@ class RunRecord:
             code adds an entry.
         compiled: Whether the clients' passes are compiled; None before the decision.
         continued_from: Checkpoints from which the run continued with changed settings or data.
-        acting: Names of users' methods that had an effect in this fit; not saved.
+        acting: Names of user-defined methods that had an effect in this fit. The names are not
+            saved.
     """
 
     def __init__(self) -> None:
@@ -113,10 +113,7 @@ class RunRecord:
         return self.holders.get(block, self.holders.get("", []))
 
     def spend(self, seconds: float, costs: Mapping[str, float]) -> None:
-        """Add a duration in seconds and traffic in bytes to the totals.
-
-        Traffic has metric names as keys.
-        """
+        """Add a duration in seconds, and traffic in bytes by metric name, to the totals."""
         self.seconds += seconds
         self.upload_bytes += int(costs["comm/upload_bytes"])
         self.download_bytes += int(costs["comm/download_bytes"])
@@ -144,9 +141,9 @@ class RunRecord:
         return line
 
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
-        """Store the metrics of a round as the newest ones, and pass them to the loggers."""
+        """Store the metrics of the newest round, and pass the metrics to the loggers."""
         if self._logging_seconds is not None:
-            # the time to log the previous round, as the time to log this round is still unknown
+            # duration of the previous logging, because this duration is still unknown
             line["time/logging_s"] = self._logging_seconds
         started = time.perf_counter()
         self.metrics = line
@@ -166,7 +163,8 @@ class RunRecord:
             accept: Whether the data may differ.
 
         Returns:
-            Whether the checkpoint has digests of its data, which older versions did not save.
+            Whether the checkpoint contains digests of the data. Older versions did not save
+            digests.
 
         Raises:
             OtherData: The data differ and ``accept`` is False.
@@ -188,18 +186,20 @@ class RunRecord:
         return bool(trained)
 
     def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
-        """Check the evaluation data against the checkpoint, if they come from the clients' samples.
+        """Check that the evaluation data equal the evaluation data of the checkpoint.
 
-        Other evaluation data could contain samples on which the checkpoint was trained.
+        Different data, drawn from the clients' samples, could contain training samples of the
+        checkpoint.
 
         Args:
             data: The data module.
-            split: The evaluation data, ``"val"`` or ``"test"``.
+            split: Name of the evaluation data, ``"val"`` or ``"test"``.
             path: Path of the checkpoint.
             accept: Whether the data may differ.
 
         Returns:
-            Whether the checkpoint has digests of its data, which older versions did not save.
+            Whether the checkpoint contains digests of the data. Older versions did not save
+            digests.
 
         Raises:
             OtherData: The data differ and ``accept`` is False.

@@ -15,7 +15,7 @@ def log_round(run: RunContext, cohort: RoundCohort) -> None:
 
     Args:
         run: The run.
-        cohort: The aggregated clients, without clients that were left out.
+        cohort: The aggregated clients.
     """
     losses = cohort.losses.tolist()
     mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
@@ -41,7 +41,7 @@ def log_skipped_round(
     Args:
         run: The run.
         dropped: Number of clients that were left out because of a non-finite update.
-        sent: For each method, the value that its ``on_round_skipped`` has returned.
+        sent: Results of ``on_round_skipped`` by method name.
     """
     size = next(p for p in run.model.parameters() if p.requires_grad).element_size()
     beside = {
@@ -60,9 +60,9 @@ def log_skipped_round(
 def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
     """Return the learning rates of a round by metric name.
 
-    ``client/lr`` includes the schedule's factor. A group in ``parameter_groups`` with another rate
-    is ``client/lr_<group>``. The server optimizer's first group is ``server/lr``, and further
-    groups are ``server/lr_<number>``.
+    Client rates include the schedule's factor. If a parameter group has a different client rate,
+    the name is ``client/lr_<group>``. Further groups of the server optimizer have the names
+    ``server/lr_<number>``.
     """
     rates = {}
     for group, rate in cohort.learning_rates().items():
@@ -74,10 +74,7 @@ def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
 
 
 def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
-    """Log the numbers of reporting and dropped clients.
-
-    If clients can neither fail nor be dropped, the numbers are not logged.
-    """
+    """Log the numbers of reporting and dropped clients, if clients can fail or be dropped."""
     dropping = run.on_divergence == "drop"
     if run.plan.failures is None and not dropping:
         return
@@ -91,7 +88,7 @@ def round_communication(
     callbacks: Sequence[Declarations],
     holding: Callable[[str], Collection[int]] = lambda _: (),
 ) -> Communication:
-    """Return the traffic of a round: the model's state, and the traffic that methods declare.
+    """Return the traffic of a round: the model's state, and additional traffic of methods.
 
     Averaged and pooled state is sent in both directions. Local state, reset state and counters are
     not sent. Frozen state is sent to each client once, in its first round after the freeze.
@@ -99,8 +96,8 @@ def round_communication(
     Args:
         cohort: The round's clients, after their local steps.
         callbacks: The run's methods.
-        holding: Function that maps the name of a frozen block to the clients that have already
-            received this block. Default: no clients.
+        holding: Function that returns the clients that have already received a frozen block, given
+            its name. Default: no clients.
     """
     each: dict[str, UpDown] = {}
     beside: dict[str, dict[int, UpDown]] = {}

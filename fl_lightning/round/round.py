@@ -43,7 +43,7 @@ def communication_round(run: RunContext) -> None:
 def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) -> list[int]:
     """Take the local steps of the clients that this rank computes.
 
-    On every rank, the loop runs until the last client of the cohort has finished.
+    Every rank runs the loop until all clients of the cohort have finished.
 
     Args:
         run: The run.
@@ -55,7 +55,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
     """
     last = max(cohort.local_steps) - 1
     for step in range(last + 1):
-        # in a joint step, every rank must compute a client: a rank without clients computes row 0
+        # every rank must join a joint forward pass: a rank without clients computes row 0
         joint = step == 0 and run.joint_method is not None
         compute_gradients(run, cohort.part(slice(0, 1)) if joint and not part else part, step)
         run.call_hook("on_after_local_backward", part, step)
@@ -71,10 +71,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
 
 
 def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
-    """Run the forward and backward passes of the clients that still take local steps.
-
-    The passes set the gradients and the buffers of these clients.
-    """
+    """Compute gradients and new buffers of the clients that still take local steps."""
     if not (rows := cohort.begin_step(step)):
         return
     place = f"round {cohort.round}, local step {step + 1}"

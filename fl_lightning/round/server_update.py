@@ -36,8 +36,7 @@ def update_server(
 def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's gradients to server - aggregate(clients) (Reddi et al. 2021, Algorithm 1).
 
-    Parameters that the round does not average get the gradient None: the server optimizer skips
-    these parameters.
+    Parameters that are not averaged get the gradient None, so the optimizer skips them.
     """
     rows = {n: (n, cohort.params.blocks[n]) for n in cohort.pseudo_gradient.blocks}
     for parameter in cohort.server_parameters.values():
@@ -54,20 +53,20 @@ def aggregate(
     aggregator: Aggregator,
     weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Aggregate values that every client has for each parameter.
+    """Aggregate tensors that have one row per client.
 
-    The aggregator's attribute ``per`` decides whether a client's values are one vector or one
-    vector per layer.
+    The aggregator's attribute ``per`` decides whether it combines the whole tensors or one layer
+    after the other.
 
     Args:
         cohort: The clients.
-        rows: For each key, a pair: the name of a parameter block, and the values of the clients,
-            ``[C, columns]``. The keys may be chosen freely.
-        aggregator: The rule.
+        rows: Pairs of a parameter block's name and a tensor ``[C, columns]``, under any keys. The
+            columns belong to the same layers as the columns of the block.
+        aggregator: The aggregation rule.
         weights: The clients' weights ``[C]``, with sum 1. Default: the round's weights.
 
     Returns:
-        The aggregate ``[columns]`` of each pair, under the same key as in ``rows``.
+        The aggregated tensors ``[columns]``, under the keys of ``rows``.
     """
     weights = cohort.weights if weights is None else weights
     if aggregator.per != "layer":
@@ -88,7 +87,7 @@ def aggregate(
 
 
 def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
-    """Set local parameters at the server to the aggregate of the clients.
+    """Set the server's local parameters to the aggregate of the clients.
 
     Only evaluations of the server model use these values.
     """
@@ -100,10 +99,10 @@ def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
 
 
 def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator) -> None:
-    """Set the server's buffers to the clients' aggregate. The server optimizer is not used.
+    """Set the server's buffers to the clients' aggregate, without the server optimizer.
 
-    Counters and other integer buffers become the maximum over the clients. Frozen, pooled and reset
-    buffers do not change.
+    Integer buffers become the maximum over the clients. Frozen, pooled and reset buffers do not
+    change.
     """
     for name, block in cohort.buffers.blocks.items():
         treatment, names = cohort.treatment(name), cohort.buffers.layout[name].shapes
@@ -135,15 +134,7 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
 
 
 def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
-    """Check that the server has no negative running variance.
-
-    Args:
-        cohort: The round's clients.
-        clients: Whether to check the running variances of the clients as well.
-
-    Raises:
-        ConfigurationError: A running variance is negative.
-    """
+    """Check that the server, and optionally every client, has no negative running variance."""
     names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
     everyone = [f"client {client}" for client in cohort.client_ids] if clients else []
     of_a_client = (

@@ -1,4 +1,4 @@
-"""Treatment of non-finite updates, and of rounds with too few clients to aggregate."""
+"""Handling of non-finite updates, and of rounds with too few clients to aggregate."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from fl_lightning.round.context import RunContext
 
 
 class RoundSkipped(Exception):
-    """Exception that ends a round with too few clients; the run continues with the next round.
+    """Exception that ends a round with too few clients. The run continues with the next round.
 
     Args:
         reason: One line with the round, the number of clients and the required number.
@@ -38,12 +38,12 @@ def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
 def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, dict[int, str]]:
     """Apply ``on_divergence`` to the clients' updates before aggregation.
 
-    Robust rules aggregate non-finite updates, whatever ``on_divergence`` is. For these rules,
-    :func:`check_aggregate` checks the aggregate.
+    Robust rules aggregate non-finite updates in any case. For robust rules, :func:`check_aggregate`
+    checks the aggregate.
 
     Returns:
-        The clients to aggregate, and a dict. The keys of the dict are the rows with a non-finite
-        update. Each value is the first non-finite layer of the row.
+        The clients to aggregate, and a dict with the first non-finite layer of each non-finite
+        update. The keys are the rows of these clients.
 
     Raises:
         Diverged: A client's update is not finite.
@@ -73,7 +73,7 @@ def check_aggregate(run: RunContext, cohort: RoundCohort, failed: Mapping[int, s
     Args:
         run: The run.
         cohort: The clients that were aggregated.
-        failed: Rows with a non-finite update, from :func:`check_updates`.
+        failed: The dict of non-finite updates from :func:`check_updates`.
 
     Raises:
         Diverged: The aggregate is not finite, and ``on_divergence`` is not ``record``.
@@ -113,17 +113,16 @@ def too_few(run: RunContext, reported: int, dropped: int = 0) -> RoundSkipped:
 
 
 def robust_rules(run: RunContext) -> str:
-    """Return a text with the names of the run's robust aggregators. Without any, it is empty."""
+    """Return the names of the run's robust aggregators as a text, which may be empty."""
     rules = (rule for rule in (run.aggregator, run.statistics.rule) if isinstance(rule, RobustAggregator))
     return " and ".join(dict.fromkeys(type(rule).__name__ for rule in rules))
 
 
 def not_finite(cohort: RoundCohort) -> dict[int, str]:
-    """Return the rows with non-finite parameters or statistics as the keys of a dict.
+    """Return the first non-finite layer of each client with a non-finite update, by row.
 
-    Each value is the name of the row's first non-finite layer.
-
-    Other buffers may hold infinities, as an attention mask does.
+    Only parameters and BN statistics are checked. Other buffers, such as attention masks, may
+    contain infinities.
     """
     kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
     statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
@@ -171,7 +170,7 @@ def _first_layer(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], consequence: str) -> None:
-    """Count the non-finite updates of each client, and print a line at a client's first one."""
+    """Count each client's non-finite updates, and print the first non-finite update of a client."""
     for row, layer in failed.items():
         client, counted = cohort.client_ids[row], run.record.not_finite
         if client not in counted:

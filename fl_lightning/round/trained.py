@@ -1,4 +1,4 @@
-"""Marks on trained models and methods. A new run refuses marked objects."""
+"""Marks of trained models and methods, which a new run refuses."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,13 +8,13 @@ from torch import nn
 from fl_lightning.errors import ConfigurationError
 
 MARK = "_trained_by_a_run"
-"""Name of the attribute that marks a model or a method as trained. Copies have it, too."""
+"""Name of the attribute that marks a model or a method as trained. Copies keep the mark."""
 
 
 def mark_trained(objects: Iterable[Any]) -> None:
     """Mark models and methods as trained."""
     for trained in objects:
-        # object.__setattr__, as nn.Module and frozen classes override setattr
+        # use object.__setattr__, because nn.Module and frozen classes override __setattr__
         object.__setattr__(trained, MARK, True)
 
 

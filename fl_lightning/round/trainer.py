@@ -38,13 +38,10 @@ _REFUSED: dict[type[L.Callback], str] = {
     ThroughputMonitor: "would count rounds as batches; read time/samples_per_s of each round",
     SpikeDetection: "gets no loss of a batch; use EarlyStopping with check_finite, or model.on_divergence",
 }
-"""Callbacks of Lightning that a round does not support, each with the reason and a remedy."""
+"""Callbacks of Lightning that a round does not support, with the reason and a remedy."""
 
 _NEVER_CALLED = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
-"""Hooks of Lightning that are never called.
-
-An executor runs the backward passes of the clients, and does not call these hooks.
-"""
+"""Hooks of Lightning that are never called, because an executor runs the backward passes."""
 
 
 def check_trainer(trainer: L.Trainer) -> None:
@@ -53,7 +50,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     Raises:
         ConfigurationError: A setting or a callback is not supported.
     """
-    given: Any = trainer  # typed as Any, as mypy does not know all attributes of the trainer
+    given: Any = trainer  # Any, because mypy does not know all attributes of the trainer
     _check_callbacks(given.callbacks)
     synchronised = given._accelerator_connector._layer_sync is not None
     of_ranks = isinstance(given.strategy, SingleDeviceStrategy | CohortStrategy)
@@ -87,11 +84,6 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def _check_callbacks(callbacks: Iterable[L.Callback]) -> None:
-    """Check that a round supports the callbacks.
-
-    Raises:
-        ConfigurationError: A callback would be ignored, or would change the model.
-    """
     for callback in callbacks:
         name = type(callback).__name__
         for kind, remedy in _REFUSED.items():
