@@ -57,7 +57,7 @@ class ClientTask(Protocol):
         """Device of the model and of the clients' tensors."""
 
     def client_loss(self, batch: Any) -> Tensor:
-        """Return the loss of a client on a batch, a scalar."""
+        """Return a client's loss on a batch as a scalar."""
 
 
 class Executor(Recorded, ABC):
@@ -102,7 +102,7 @@ class Executor(Recorded, ABC):
         return Compilation(False)
 
     def clients_together(self, clients: int) -> int | None:
-        """Return how many clients one forward pass computes; None if clients have separate passes.
+        """Return how many clients share a forward pass; None if clients have separate passes.
 
         Args:
             clients: Number of clients in the step.
@@ -160,7 +160,7 @@ def _computation(module: ClientTask, batch: Any) -> str:
 
 
 def client_loss(module: ClientTask, batch: Any) -> Tensor:
-    """Return ``module.client_loss(batch)``. Replace errors of PyTorch by errors with a remedy."""
+    """Return ``module.client_loss(batch)``, and add a remedy to some errors of PyTorch."""
     try:
         with (
             module.trainer.precision_plugin.forward_context(),

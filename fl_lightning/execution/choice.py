@@ -78,7 +78,7 @@ def decide_compilation(
 
 
 def cpu_ranks() -> int:
-    """Return the largest default number of ranks on CPUs.
+    """Return the largest number of ranks that a run uses by default on CPUs.
 
     This is the number of cores that a run may use, or 1 if this process cannot fork.
     """

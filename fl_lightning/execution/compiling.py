@@ -22,7 +22,7 @@ _FEWEST_STEPS = 1000
 """Smallest number of local steps for which compiling can save time in a run."""
 
 _KNOWN = ("fl_lightning", "torch", "torchvision", "timm")
-"""Packages whose layers are safe to compile. Their layers do not change during a run."""
+"""Packages whose layers do not change during a run. Such layers are safe to compile."""
 
 _MOST_GRAPHS = 64
 """Largest number of compiled graphs of a model.
@@ -40,8 +40,8 @@ def decide(
 ) -> Compilation:
     """Decide whether the clients' passes are compiled.
 
-    The decision does not depend on timings or on the number of ranks, which must not change
-    results.
+    The decision does not depend on timings or on the number of ranks. Results are therefore
+    reproducible.
 
     Args:
         setting: The executor's setting ``compile``.
@@ -55,7 +55,7 @@ def decide(
     """
     if setting is False:
         return Compilation(False)
-    # start autograd's threads now, without a GPU thread, which would break gradients in forks
+    # start autograd before the compiler, or autograd gets a GPU thread that breaks forks
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     if setting != "auto":
         choice = Compilation(setting)
@@ -95,7 +95,7 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
 class _Values(NamedTuple):
     """Number of input values of BN layers and of max pooling in a forward pass.
 
-    Compiling saves time in BN layers. In max pooling, it loses twice as much time per value.
+    Compiling saves time in BN layers, but costs twice as much time per value in max pooling.
     """
 
     normalised: int
@@ -137,7 +137,7 @@ def _trouble() -> str | None:
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    AsyncCompile.pool.cache_clear()  # a fork inherits the pool, but not the threads of the pool
+    AsyncCompile.pool.cache_clear()  # a fork inherits the pool, but no threads
     try:
         get_cpp_compiler()
         _try()

@@ -79,7 +79,7 @@ class ForkLauncher(_Launcher):
         """Run a function on all ranks, and return the result of this process.
 
         Raises:
-            ConfigurationError: Another rank has ended, or this process cannot fork.
+            ConfigurationError: Another rank has failed, or this process cannot fork.
         """
         strategy, threads = self._strategy, torch.get_num_threads()
         if strategy.world_size == 1:
@@ -182,7 +182,8 @@ def _meeting_folder() -> Iterator[str]:
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
     """Run a function on this rank without loggers and output, then exit the process."""
-    gc.freeze()  # never free an earlier process group, because freeing waits for threads that a fork lacks
+    # keep an earlier process group: freeing the group would wait for threads that a fork lacks
+    gc.freeze()
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:

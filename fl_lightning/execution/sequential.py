@@ -77,7 +77,7 @@ class SequentialExecutor(Executor):
     def _client(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
         """Compute a client's local step, and return its loss.
 
-        The end of this method frees the memory of the step, which limits memory fragmentation.
+        A separate method frees each client's memory early, which limits fragmentation.
         """
         state = cohort.row_state(row)
         # seed the random numbers of layers such as stochastic depth
@@ -88,6 +88,6 @@ class SequentialExecutor(Executor):
             # compute gradients in this block: hooks and checkpointed layers need the client's state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
-        cohort.take_up(row, updated)  # only now, because the backward pass may need the old tensors
+        cohort.take_up(row, updated)  # update after the backward pass, which may need the old tensors
         cohort.put_gradients(row, gradients)
         return loss.detach()

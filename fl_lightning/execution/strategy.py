@@ -223,7 +223,7 @@ class CohortStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor unchanged, because it already is the result of all ranks."""
+        """Return the tensor unchanged, because all ranks already have the same result."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

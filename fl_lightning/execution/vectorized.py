@@ -70,7 +70,7 @@ class VectorizedExecutor(Executor):
             except torch.OutOfMemoryError:
                 if size == 1 or not self._in_blocks:
                     raise
-                self._largest, size = size // 2, 0  # repeat the block with half its clients
+                self._largest, size = size // 2, 0  # repeat the block with half of the clients
                 torch.cuda.empty_cache()
             except CannotVectorize as reason:
                 if not self.where_possible:
@@ -125,7 +125,7 @@ class VectorizedExecutor(Executor):
         with _numeric_momentum(module.model, buffers), StackedBatchNorm():
             losses, objectives, updated = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
-        try:  # hooks and checkpointed layers run here, and may not vectorize
+        try:  # hooks and checkpointed layers, which run here, may not support vmap
             gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
             if (refusal := cannot_vectorize(module, error)) is not None:

@@ -1,7 +1,7 @@
 """Client optimizer: one torch optimizer takes the local steps of all clients.
 
-Its parameters are tensors with one row per client. If the optimizer is elementwise, as SGD and Adam
-are, the results equal the results of one optimizer per client, bit for bit.
+The optimizer's parameters are tensors with one row per client. An elementwise optimizer, such as
+SGD or Adam, gives exactly the results of one optimizer per client.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _ZERO_STATES = {
 
 
 class ClientOptimizer:
-    """Client optimizer of one round, which all clients share.
+    """Client optimizer that all clients share in one round.
 
     Args:
         factory: Function that creates the optimizer from parameter groups.
@@ -117,7 +117,7 @@ class ClientOptimizer:
         return self._states
 
     def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
-        """Extend a state tensor to the rows of all clients.
+        """Return a state tensor with the rows of all clients.
 
         The optimizer's tensor becomes a view of the result.
         """
@@ -136,7 +136,7 @@ class ClientOptimizer:
         in an earlier step.
 
         Args:
-            name: Name of such a parameter, for the message.
+            name: Name of the parameter, for the message.
         """
         if any("step" in keys for keys in self._keys.values()):
             raise ConfigurationError(

@@ -30,7 +30,7 @@ def in_run(milestone: int | float, *, ends: bool = False) -> bool:
 def one_milestone(
     owner: str, name: str, round_number: int | None, fraction: float | None, default: float
 ) -> int | float:
-    """Combine the settings ``<name>_round`` and ``<name>_fraction`` to one milestone.
+    """Combine the settings ``<name>_round`` and ``<name>_fraction`` into one milestone.
 
     Args:
         owner: Name of the class that has the settings, for messages.

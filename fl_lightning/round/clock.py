@@ -12,8 +12,7 @@ class RoundClock:
     stage. ``--trainer.profiler`` measures GPU times.
 
     Attributes:
-        seconds: Seconds of each stage in this round. The stage ``other`` is the time outside all
-            other stages.
+        seconds: Seconds of each stage in this round. The stage ``other`` is the rest of the round.
     """
 
     PARTS = ("data", "forward_backward", "optimizer", "callbacks", "gather", "aggregation", "other")

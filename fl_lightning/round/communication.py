@@ -17,11 +17,12 @@ class Communication:
     Attributes:
         clients: The round's cohort.
         local_steps: Number of local steps of each client of the cohort.
-        each: Bytes that every client of the cohort sends and receives, by kind of state or method.
-        beside: Additional bytes of single clients, by kind of state or method and then by client
-            id. These clients need not be in the cohort.
-        exchanges: How often all clients wait for the server: once for the averaged state, and once
-            for each exchange that a method declares.
+        each: Bytes that every client of the cohort sends and receives, by name of a kind of state
+            or a method.
+        beside: Additional bytes of single clients, by name of a kind of state or a method, and then
+            by client id. These clients need not be in the cohort.
+        exchanges: Number of times that all clients wait for the server. The averaged state needs
+            one exchange, and methods may need more.
     """
 
     clients: Sequence[int] = ()

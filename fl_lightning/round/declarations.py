@@ -1,4 +1,4 @@
-"""Declarations of a method: treatment of state, network traffic and exclusive resources."""
+"""Properties that a method declares, such as network traffic and the treatment of state."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -15,8 +15,8 @@ class Declarations:
 
     Attributes:
         paper: The method's paper, for tables; empty for a new method.
-        claims: Names of equalities that the method promises. ``verify`` checks them in addition to
-            the rules for all methods.
+        claims: Names of equalities that the method promises. ``verify`` checks these equalities in
+            addition to the rules for all methods.
         examples: Example settings of the constructor, for pages, tests and ``verify``. The first
             example has typical settings. The last example suits a run of a few rounds.
         needs_joint_forward: Whether all clients share one forward pass in the first local step of a
@@ -26,10 +26,10 @@ class Declarations:
             ``check_val_every_n_epoch`` is part of the run's hash.
         role: ``"method"``, ``"attack"`` (changes what clients send) or ``"observer"`` (only reads).
             In each round, hooks of methods are called first, and hooks of observers last.
-        takes: Resources that only one method in a run can have, such as ``"client drift"``. The
-            values of a mapping are remedies for the error message.
+        takes: Resources that only one method of a run may control, such as ``"client drift"``. In a
+            mapping, the values are remedies for the error message.
         logs: Prefixes of the metrics that the method logs, such as ``("bn/",)``. Callbacks may
-            monitor these metrics. Metrics of the evaluation before round 1 need no prefix.
+            monitor these metrics. Metrics that exist before round 1 may be left out.
     """
 
     paper: str = ""
@@ -55,23 +55,23 @@ class Declarations:
         return {}
 
     def undecided(self) -> Mapping[str, str]:
-        """Return treatments whose first round is known only during training, by kind of state.
+        """Return treatments that start in a round that is unknown before training.
 
-        Another method must not declare a conflicting treatment.
+        The keys are kinds of state. Another method must not declare a conflicting treatment.
         """
         return {}
 
     def same_until(self, total_rounds: int) -> int | None:
         """Return the number of rounds, from round 1 on, in which this method has no effect.
 
-        Several runs of a study share such rounds. The number depends only on constructor arguments.
+        Runs of a study can share these rounds. The number depends only on constructor arguments.
 
         Args:
             total_rounds: Number of planned rounds.
 
         Returns:
-            The number of rounds, at least 0. None if round 1 differs, or if training determines the
-            number.
+            The number of rounds, at least 0. None if the method changes round 1, or if training
+            determines the number.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Direction of a metric: whether its largest or its smallest value is best."""
+"""Direction of a metric: whether large or small values are best."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,7 +10,7 @@ _SHOWN = tuple(name for task in SHIPPED for name in task.shown)
 
 
 def best_is(metric: str, known: Mapping[str, str] = MappingProxyType({})) -> Literal["max", "min"] | None:
-    """Return whether the largest or the smallest value of a metric is best.
+    """Return whether large or small values of a metric are best.
 
     Args:
         metric: The metric's name, such as ``"val/accuracy"`` or ``"test/loss_silobn"``.

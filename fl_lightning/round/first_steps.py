@@ -29,9 +29,8 @@ _NOISE = 20  # additional allowed error, relative to the measured effect of roun
 def check_first_steps(run: RunContext) -> None:
     """Compare two local steps of the first two clients with plain PyTorch.
 
-    The executor and PyTorch use the same batches, seeds, precision and layers. Hooks of methods are
-    not called, but BN layers that methods have replaced are used. The check does not change the
-    model.
+    The executor and PyTorch use the same batches, seeds, precision and layers. The layers include
+    BN layers of methods, but hooks of methods are not called. The check does not change the model.
 
     The optimizer is SGD with momentum and weight decay. The norm of the first step is about a tenth
     of the parameters' norm. The tolerance depends on the effect of rounding, which is measured with
@@ -217,7 +216,7 @@ def _compare(
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # smallest tolerance, because a bias before BN, for example, changes only by rounding
+        # tolerance for tensors that change only by rounding, such as a bias before BN
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)
@@ -251,7 +250,7 @@ def _rounding(run: RunContext) -> float:
 def _distance(first: Tensor, second: Tensor) -> float:
     """Return the norm of the difference between two tensors.
 
-    Infinity or NaN at the same place of both tensors adds 0. NaN in only one tensor gives infinity.
+    Elements that are NaN in both tensors add 0. NaN in only one tensor makes the norm infinite.
     """
     first, second = first.double(), second.double()
     same = (first == second) | (first.isnan() & second.isnan())

@@ -24,7 +24,7 @@ def is_watched(run: RunContext, method: Declarations) -> bool:
 def versions(run: RunContext, cohort: RoundCohort) -> tuple[float, ...]:
     """Return numbers that change if a hook changes a tensor or a learning rate of the run.
 
-    PyTorch increases the version counter of a tensor in each in-place change.
+    PyTorch increases the version counter of a tensor at each in-place change.
     """
     rows = (cohort.params, cohort.grads, cohort.buffers)
     blocks = [block for state in rows for block in state.blocks.values()]

@@ -29,8 +29,8 @@ def ignored_label(loss: Any) -> int | None:
 class LabelWeights:
     """Weight of each label in a user's loss, such as ``CrossEntropyLoss(weight=...)``.
 
-    In a mean with weights w, the gradient for sample i is w_i / sum(w) times the gradient of the
-    sample's own loss. Gradients therefore reveal the weights of any loss.
+    The weights are measured by gradients, because a loss may be any function. In a weighted mean,
+    the gradient for sample i is w_i / sum(w) times the gradient of the loss of sample i alone.
 
     Args:
         loss: The user's loss. None for a task's loss, in which all labels have equal weights.

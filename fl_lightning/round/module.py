@@ -82,12 +82,13 @@ class FederatedModule(Recorded, L.LightningModule):
             :func:`~fl_lightning.execution.choice.choose_executor` at the start of training.
         aggregator: Rule that combines the clients' parameters. Default: ``WeightedMean``.
         statistics_aggregator: Rule that combines running statistics. Default: ``aggregator``.
-        statistics_domain: Coordinates in which running statistics are combined, see
+        statistics_domain: Form in which running statistics are combined, such as
+            ``"log_variance"``, see
             :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
-        weighting: Aggregation weights of the clients. ``"examples"``: proportional to the clients'
-            numbers of examples n_i. ``"uniform"``: equal. ``"samples"``: proportional to the number
-            of samples that a client processes in the round. Before the local steps end, this number
-            is an estimate.
+        weighting: Aggregation weights of the clients. With ``"examples"``, weights are proportional
+            to the clients' numbers of examples n_i. With ``"uniform"``, weights are equal. With
+            ``"samples"``, weights are proportional to the number of samples that a client processes
+            in the round. Before the local steps end, this number is an estimate.
         task: Task with its loss and metrics. Default:
             :class:`~fl_lightning.round.tasks.Classification`.
         metrics: Further metrics by name: torchmetrics classes, functions that make a metric, or
@@ -110,7 +111,7 @@ class FederatedModule(Recorded, L.LightningModule):
             client out of the round. With a robust aggregator, ``"error"`` and ``"record"`` react
             only to a non-finite aggregate.
         failures: Clients that drop out of rounds or take fewer local steps. Default: no failures.
-        min_clients: Smallest number of clients to aggregate. If fewer clients report, the round is
+        min_clients: Smallest number of clients to aggregate. With fewer clients, the round is
             skipped and the server keeps its state.
         centralised: Whether one model trains on the union of the cohort's batches, without
             communication.
@@ -131,7 +132,7 @@ class FederatedModule(Recorded, L.LightningModule):
         executor_choice: The chosen executor and the reason; None if the user has set an executor.
         communication: Bytes and exchanges of the newest round.
         tracking_layers: BN layers that update running statistics in training. BN layers in eval
-            mode do not.
+            mode are not included.
 
     Raises:
         ConfigurationError: A setting is invalid or contradicts another setting, or the model cannot
@@ -255,7 +256,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks (processes) of the run. Lightning's own strategies have a single rank."""
+        """The ranks (processes) of the run. Without the cohort strategy, there is a single rank."""
         return getattr(self.trainer.strategy, "ranks", Ranks())
 
     @property

@@ -34,7 +34,7 @@ class RoundPlan:
         weighting: Quantity to which aggregation weights are proportional.
         centralised: Whether one client trains on the union of the cohort's batches.
         failures: Clients that drop out or take fewer steps. Default: no failures.
-        min_clients: Smallest number of clients that do not drop out. With fewer clients, a round is
+        min_clients: Smallest number of clients to aggregate. With fewer clients, a round is
             skipped.
         last_round: Last round of the run if a budget is set, otherwise None.
         last_round_steps: Largest number of local steps of a client in ``last_round``.
@@ -81,7 +81,7 @@ class RoundPlan:
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]
 
     def cohort(self, round_number: int) -> list[int]:
-        """Return the clients of a round. If too few clients report, the list is empty."""
+        """Return the clients of a round. If the round is skipped, the list is empty."""
         clients = self.reporting(round_number)
         return clients if len(clients) >= self.min_clients else []
 
@@ -159,9 +159,9 @@ class RoundPlan:
     def limit(self, budget_epochs: float) -> int:
         """Set and return the number of rounds for ``budget_epochs`` passes over all training data.
 
-        The number follows from the equation local steps x rounds x batch size x clients = epochs x
-        samples (FixBN, Appendix B.4). The number is rounded up, for example from 25.6 to 26 rounds.
-        If the budget ends inside a round, this round has fewer local steps.
+        The number solves ``local steps x rounds x batch size x clients = epochs x samples`` (FixBN,
+        Appendix B.4), and is rounded up. If the budget ends inside a round, this round has fewer
+        local steps.
 
         Raises:
             ConfigurationError: The budget is too small for one local step, or too many rounds are

@@ -143,7 +143,7 @@ class RunRecord:
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
         """Store the metrics of the newest round, and pass the metrics to the loggers."""
         if self._logging_seconds is not None:
-            # duration of the previous logging, because this duration is still unknown
+            # the previous duration, because the duration of this call is not known yet
             line["time/logging_s"] = self._logging_seconds
         started = time.perf_counter()
         self.metrics = line
@@ -188,8 +188,8 @@ class RunRecord:
     def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
         """Check that the evaluation data equal the evaluation data of the checkpoint.
 
-        Different data, drawn from the clients' samples, could contain training samples of the
-        checkpoint.
+        Evaluation data that are drawn from the clients' samples could otherwise contain training
+        samples.
 
         Args:
             data: The data module.

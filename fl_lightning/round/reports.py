@@ -96,8 +96,8 @@ def round_communication(
     Args:
         cohort: The round's clients, after their local steps.
         callbacks: The run's methods.
-        holding: Function that returns the clients that have already received a frozen block, given
-            its name. Default: no clients.
+        holding: Function that takes the name of a frozen block and returns the clients that already
+            have this block. Default: no clients.
     """
     each: dict[str, UpDown] = {}
     beside: dict[str, dict[int, UpDown]] = {}

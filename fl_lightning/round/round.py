@@ -30,7 +30,7 @@ def communication_round(run: RunContext) -> None:
         cohort, failed = check_updates(run, cohort)
         update_server(cohort, run.aggregator, run.statistics, strict=run.on_divergence == "error")
         mark_trained([run.model, *run.federated_callbacks])
-    with isolate_rng():  # random draws of hooks must not affect the server optimizer
+    with isolate_rng():  # random numbers of hooks must not affect the server optimizer
         run.call_hook("on_after_aggregate", cohort)
     with run.clock.part("aggregation"):
         run.server_step()
@@ -55,7 +55,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
     """
     last = max(cohort.local_steps) - 1
     for step in range(last + 1):
-        # every rank must join a joint forward pass: a rank without clients computes row 0
+        # all ranks take part in a joint forward pass: a rank without clients computes row 0
         joint = step == 0 and run.joint_method is not None
         compute_gradients(run, cohort.part(slice(0, 1)) if joint and not part else part, step)
         run.call_hook("on_after_local_backward", part, step)

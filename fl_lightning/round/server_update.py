@@ -55,13 +55,12 @@ def aggregate(
 ) -> dict[str, Tensor]:
     """Aggregate tensors that have one row per client.
 
-    The aggregator's attribute ``per`` decides whether it combines the whole tensors or one layer
-    after the other.
+    If the aggregator's attribute ``per`` is ``"layer"``, every layer is aggregated separately.
 
     Args:
         cohort: The clients.
-        rows: Pairs of a parameter block's name and a tensor ``[C, columns]``, under any keys. The
-            columns belong to the same layers as the columns of the block.
+        rows: Pairs (name of a parameter block, tensor ``[C, columns]``), with arbitrary keys. The
+            block determines the layer of each column.
         aggregator: The aggregation rule.
         weights: The clients' weights ``[C]``, with sum 1. Default: the round's weights.
 
@@ -151,7 +150,7 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
             continue
         for name, rows in variances.items():
             negative = (rows < 0).any(1).tolist()
-            if any(negative):  # False if the minimum above is NaN
+            if any(negative):  # if the minimum above is NaN, no variance need be negative
                 raise ConfigurationError(
                     f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
                     f"{name.rpartition('.')[0]!r}; {remedy}"

@@ -42,8 +42,8 @@ def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, di
     checks the aggregate.
 
     Returns:
-        The clients to aggregate, and a dict with the first non-finite layer of each non-finite
-        update. The keys are the rows of these clients.
+        The clients to aggregate, and a dict. For each row with a non-finite update, the dict
+        contains the name of the first non-finite layer.
 
     Raises:
         Diverged: A client's update is not finite.
@@ -152,7 +152,7 @@ def _without(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str]) ->
 
 
 def _withstood(run: RunContext, cohort: RoundCohort) -> bool:
-    """Return whether all non-finite values are aggregated by robust rules."""
+    """Return whether robust rules aggregate all non-finite values."""
     parameters = isinstance(run.aggregator, RobustAggregator)
     if not parameters and not all(bool(block.isfinite().all()) for block in cohort.params.blocks.values()):
         return False
@@ -170,7 +170,7 @@ def _first_layer(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], consequence: str) -> None:
-    """Count each client's non-finite updates, and print the first non-finite update of a client."""
+    """Count each client's non-finite updates, and print a message about the first one."""
     for row, layer in failed.items():
         client, counted = cohort.client_ids[row], run.record.not_finite
         if client not in counted:

@@ -1,4 +1,4 @@
-"""Marks of trained models and methods, which a new run refuses."""
+"""Marks on trained models and methods. A new run refuses marked objects."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -122,7 +122,7 @@ def centralised(
         steps: Number of steps.
         optimizer: Function that creates the optimizer from parameters.
         rates: Learning rate of each step. Default: the optimizer's learning rate.
-        first: Number of the first step, counted from 0. Each step uses the batches with its number.
+        first: Number of the first step, which selects the first batches.
         frozen_statistics: Whether BN layers use frozen running statistics.
     """
     model = deepcopy(model).double().train()
@@ -157,8 +157,8 @@ def by_hand(
         rounds: Number of communication rounds.
         optimizer: Function that creates the client optimizer from parameters.
         steps: Number of local steps of each client. Default: 1.
-        cohort: Function that returns the clients of a round, given its number. Default: all
-            clients.
+        cohort: Function that takes the number of a round and returns the round's clients. Default:
+            all clients.
         weights: Aggregation weight of each client, with any sum. Default: equal weights.
         keep: Whether clients keep the state of their optimizer between rounds.
         server: Function of (name, old value, average) that returns the server's new parameter.
