@@ -20,10 +20,10 @@ from fl_lightning.recorded import Recorded
 
 
 class Compilation(NamedTuple):
-    """Decision whether the clients' forward and backward passes are compiled.
+    """Decision whether to compile the clients' forward and backward passes.
 
     Attributes:
-        compiled: Whether the passes are compiled.
+        compiled: Whether to compile the passes.
         reason: Reason for the decision, in a few words. The text is empty if a user's setting
             decides.
     """
@@ -64,7 +64,7 @@ class Executor(Recorded, ABC):
     """Base class of executors. An executor computes losses and gradients of a local step.
 
     Attributes:
-        compilation: Decision whether the passes are compiled. The module sets this attribute before
+        compilation: Decision whether to compile the passes. The module sets this attribute before
             round 1.
     """
 
@@ -91,7 +91,7 @@ class Executor(Recorded, ABC):
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """Decide whether the clients' passes are compiled. The base class never compiles.
+        """Decide whether to compile the clients' passes. The base class never compiles.
 
         Args:
             module: The federated module.

@@ -57,7 +57,7 @@ def decide_compilation(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> bool:
-    """Decide whether the clients' passes are compiled.
+    """Decide whether to compile the clients' passes.
 
     If one rank cannot compile, no rank compiles.
 

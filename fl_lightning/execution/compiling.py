@@ -38,7 +38,7 @@ def decide(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> Compilation:
-    """Decide whether the clients' passes are compiled.
+    """Decide whether to compile the clients' passes.
 
     The decision does not depend on timings or on the number of ranks. Results are therefore
     reproducible.

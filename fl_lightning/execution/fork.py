@@ -145,7 +145,7 @@ class ForkLauncher(_Launcher):
     def why_one_ended(self) -> Exception | None:
         """Return the error of a rank that has ended on this machine; None if all ranks are running.
 
-        Ranks that ended because of a lost connection to another rank are ignored.
+        Ranks that lost the connection to another rank are ignored.
         """
         for rank, (pid, pipe) in self._others.items():
             ended = status = 0

@@ -65,7 +65,7 @@ class ClientOptimizer:
         self.initial_steps: dict[str, Tensor] = {}
         self.torch: Optimizer = self._make(self._blocks)
         for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * self._lr_factor  # not in place, because groups may share one tensor
+            group["lr"] = group["lr"] * self._lr_factor  # not in place, because groups may share this tensor
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
 
@@ -119,7 +119,7 @@ class ClientOptimizer:
     def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
         """Return a state tensor with the rows of all clients.
 
-        The optimizer's tensor becomes a view of the result.
+        The tensor in the optimizer becomes a view of the returned tensor.
         """
         rows = state[key]
         if len(rows) == self._clients:

@@ -92,7 +92,7 @@ class FederatedModule(Recorded, L.LightningModule):
         task: Task with its loss and metrics. Default:
             :class:`~fl_lightning.round.tasks.Classification`.
         metrics: Further metrics by name: torchmetrics classes, functions that make a metric, or
-            metric objects. ``num_classes`` defaults to the data's number of classes.
+            metric objects. Metrics that require ``num_classes`` get the data's number of classes.
         loss: Loss of (outputs, targets), averaged over the batch. Default: the task's loss.
         client_lr_schedule: Function of (round, planned rounds) that returns a factor for the client
             learning rate. Default: the factor 1.
@@ -125,7 +125,7 @@ class FederatedModule(Recorded, L.LightningModule):
         total_rounds: Planned number of rounds; None before round 1.
         record: Metrics and totals of the run.
         clock: Time of each stage of a round.
-        accept_data: Whether a resumed run may use data that differ from the data of the checkpoint.
+        accept_data: Whether the data may differ from the data of the loaded checkpoint.
         plan: Participation and local steps of every round; set by ``setup("fit")``.
         slots: Object that replaces the model's tensors by a client's tensors; set at the start of
             training.

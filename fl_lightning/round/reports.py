@@ -60,9 +60,9 @@ def log_skipped_round(
 def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
     """Return the learning rates of a round by metric name.
 
-    Client rates include the schedule's factor. If a parameter group has a different client rate,
-    the name is ``client/lr_<group>``. Further groups of the server optimizer have the names
-    ``server/lr_<number>``.
+    The names are ``client/lr`` and ``server/lr``. A parameter group with a different client rate
+    adds ``client/lr_<group>``. A further group of the server optimizer adds ``server/lr_<number>``.
+    Client rates include the schedule's factor.
     """
     rates = {}
     for group, rate in cohort.learning_rates().items():

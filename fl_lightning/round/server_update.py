@@ -59,8 +59,8 @@ def aggregate(
 
     Args:
         cohort: The clients.
-        rows: Pairs (name of a parameter block, tensor ``[C, columns]``), with arbitrary keys. The
-            block determines the layer of each column.
+        rows: Tensors ``[C, columns]`` under arbitrary keys, each with the name of a parameter
+            block. The block determines the layer of each column.
         aggregator: The aggregation rule.
         weights: The clients' weights ``[C]``, with sum 1. Default: the round's weights.
 
