@@ -35,7 +35,7 @@ _PIPE_BYTES = 65536  # capacity of a pipe in bytes
 
 
 class OneMachine(LightningEnvironment):
-    """Environment of a run that starts its own ranks on one machine, without a scheduler.
+    """Lightning environment for forked ranks on one machine, without a scheduler.
 
     Attributes:
         own_rank: Rank of this process.
@@ -127,7 +127,7 @@ class ForkLauncher(_Launcher):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns about forks with threads; no rank needs a thread's lock
+                # ignore Python 3.12's warning: a rank uses none of this process's threads
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:

@@ -17,10 +17,10 @@ class Communication:
     Attributes:
         clients: The round's cohort.
         local_steps: Number of local steps of each client of the cohort.
-        each: Bytes that every client of the cohort sends and receives, by name of a kind of state
-            or a method.
-        beside: Additional bytes of single clients, by name of a kind of state or a method, and then
-            by client id. These clients need not be in the cohort.
+        each: Bytes that every client of the cohort sends and receives. The keys are names of kinds
+            of state and of methods.
+        beside: Additional bytes of single clients. The outer keys are names of kinds of state and
+            of methods, the inner keys are client ids. The clients need not be in the cohort.
         exchanges: Number of times that all clients wait for the server. The averaged state needs
             one exchange, and methods may need more.
     """

@@ -131,7 +131,7 @@ class RoundPlan:
         return clients, [self.first_step(client, round_number) + step for client in clients]
 
     def weights(self, client_ids: Sequence[int], round_number: int) -> Tensor:
-        """Return the aggregation weights ``[C]`` of a round, as expected before the local steps."""
+        """Return the planned aggregation weights ``[C]`` of a round."""
         sizes = [1.0] if self.centralised else self._sizes(client_ids, round_number)
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
