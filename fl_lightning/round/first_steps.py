@@ -169,7 +169,6 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Check that the clients' forward passes have not changed the server's tensors."""
     for name, now in _tensors(model).items():
         if now.shape != before[name].shape or _distance(now, before[name]):
             raise ConfigurationError(
@@ -194,7 +193,6 @@ def _compare(
     executors: Mapping[str, Tensor],
     noise: Mapping[str, float],
 ) -> None:
-    """Check that the executor's tensors agree with PyTorch's tensors within the tolerance."""
     rounding = _rounding(run)
     # a forward pass may have replaced a buffer by a single number
     torchs = {
