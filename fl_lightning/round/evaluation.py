@@ -17,9 +17,9 @@ from fl_lightning.round.metrics import compute, measure, sums_integers
 from fl_lightning.round.tasks import Classification, Counts, Task
 
 _Entries = dict[str, list[tuple[int, Any]]]
-"""Results of batches, by the name of the measured quantity.
+"""Results of batches by the name of a measured quantity, as pairs (batch number, state).
 
-Each result is a pair (batch number, state). One state may be the result of several batches.
+A state may be the sum over several batches.
 """
 
 _COUNTS, _LOSS = "task's counts", "task's loss"
@@ -35,10 +35,10 @@ class ServerEvaluation:
         metrics: ``loss`` and the task's metrics, such as ``accuracy``, of the last evaluation.
         arrays: Array metrics of the last evaluation, such as a confusion matrix, as nested lists.
         diverged: Whether an output of the last evaluation was not finite.
-        class_samples: Number of samples of each class in the last evaluation; empty without class
-            labels.
-        class_quality: Quality of each class, such as its accuracy, or None for a class without
-            samples; empty without class labels.
+        class_samples: Number of samples of each class in the last evaluation. Without class labels,
+            the list is empty.
+        class_quality: Main metric of each class, such as the accuracy; None for a class without
+            samples. Without class labels, the list is empty.
     """
 
     def __init__(self) -> None:
@@ -67,16 +67,16 @@ class ServerEvaluation:
         evaluate: Callable[[Any, "ServerEvaluation"], None],
         turn: int = 0,
     ) -> None:
-        """Evaluate a batch on one rank; :meth:`finish` later sends the result to all ranks.
+        """Evaluate a batch on one rank. Later, :meth:`finish` sends the result to all ranks.
 
         Args:
             run: The run of the evaluated model.
             batch: The batch.
             batch_idx: The batch's number, from 0.
             evaluate: Function that adds a batch to an evaluation. Before the call, the global
-                generators are seeded by (seed, round, batch); the caller must restore them.
-            turn: Number that shifts the choice of the rank. Rank ``(batch_idx + turn) % ranks``
-                evaluates the batch.
+                random generators are seeded by seed, round and batch. The caller of ``divide`` must
+                restore the generators.
+            turn: Number added to ``batch_idx`` before batches are divided among the ranks.
         """
 
         def place() -> str:
@@ -109,7 +109,8 @@ class ServerEvaluation:
     ) -> None:
         """Add a batch to the evaluation, without waiting for the GPU.
 
-        Within :meth:`divide`, one rank calls this method for the batch; otherwise all ranks do.
+        In :meth:`divide`, only one rank calls this method for a batch. In all other places, all
+        ranks must call this method.
 
         Args:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
@@ -118,7 +119,7 @@ class ServerEvaluation:
             task: Task that evaluates the outputs. Default: the task of the last batch, or
                 classification for the first batch.
             weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 0 for ignored
-                targets, 1 for all others.
+                targets, 1 for all other targets.
         """
         self._is_new = True
         self._task = task = task or self._task
@@ -157,7 +158,7 @@ class ServerEvaluation:
         # a stable sort gives all ranks the same order of the batches
         states = {name: [x for _, x in sorted(entries, key=itemgetter(0))] for name, entries in whole.items()}
         counts, losses = _sum(states.pop(_COUNTS, [])), states.pop(_LOSS, [torch.zeros(3)])
-        # sort the losses, so that their sum does not depend on the rank that computed each batch
+        # sort the losses, because the sum must not depend on the order of the ranks
         loss, samples, infinite = torch.stack(losses).double().sort(0).values.sum(0)
         self.diverged = bool(infinite)
         self.metrics = {"loss": (loss / samples).to(losses[0].dtype).item()} if samples > 0 else {}

@@ -25,17 +25,18 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
 
 
 def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, object] | None:
-    """Return the final server model's quality for each class.
+    """Return the main metric of the final server model for each class.
 
-    The quality is measured on the test data, or on the validation data if there are no test data.
+    If there are no test data, the metric is measured on the validation data.
 
     Args:
         module: The trained module.
         metrics: The module's metrics from :func:`final_metrics`.
 
     Returns:
-        A dict with the ``split``, the names of the ``classes``, their quality (under a name such as
-        ``accuracy``) and their numbers of ``samples``. None if no evaluation measured the quality.
+        A dict with the keys ``split``, ``classes``, ``samples`` and the name of the metric, such as
+        ``accuracy``. All values except ``split`` are lists with one entry per class. None if no
+        evaluation has measured the metric.
     """
     task = module.task
     split = next((split for split in ("test", "val") if f"{split}/{task.quality}" in metrics), None)

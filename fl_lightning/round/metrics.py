@@ -1,4 +1,4 @@
-"""Users' torchmetrics in an evaluation on any number of ranks."""
+"""Evaluation of the torchmetrics in the setting ``model.metrics``."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +17,11 @@ MetricSetting = Callable[[], Metric]
 """A torchmetrics class, a function that makes a metric, or a metric object."""
 
 State = dict[str, Any] | tuple[Tensor, Tensor]
-"""State of a metric.
-
-This is a dict of tensors and lists of tensors, or a pair of a batch's outputs and targets.
-"""
+"""State of a metric: a dict of tensors, or a pair of outputs and targets of a batch."""
 
 
 def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str, MetricSetting]:
-    """Check the names in the setting ``model.metrics``, and return the setting as a dict.
+    """Check the names in the setting ``model.metrics``, and return the setting.
 
     Raises:
         ConfigurationError: The task already has a metric with one of the names, or a name is not an
@@ -44,8 +41,8 @@ def make_metrics(settings: Mapping[str, MetricSetting], num_classes: int | None)
 
     Args:
         settings: The settings by the metric's name.
-        num_classes: Number of classes of the data, None if unknown. It is passed to a metric that
-            cannot be made without ``num_classes``.
+        num_classes: Number of classes of the data; None if unknown. Metrics that require
+            ``num_classes`` get this number.
 
     Raises:
         ConfigurationError: A setting does not make a metric.
@@ -60,9 +57,9 @@ def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
         raise ConfigurationError(
             f"model.metrics.{name}: {type(metric).__name__} is no metric; give a class of torchmetrics"
         )
-    # the class ServerEvaluation exchanges the states between ranks
+    # no exchange of states here, because ServerEvaluation exchanges the states between ranks
     metric.sync_on_compute = metric._to_sync = False
-    # set_dtype is not used here, as it would also convert integer counts
+    # not set_dtype, which would also convert integer counts
     metric._apply(lambda x: x.double() if x.is_floating_point() else x)
     return metric
 
@@ -81,12 +78,13 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
 
 
 def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> dict[str, State]:
-    """Return the state of each metric after one batch; empty for a batch without targets.
+    """Return the state of each metric after one batch.
 
-    If states of batches cannot be merged, the outputs and targets themselves are the state.
+    For a batch without targets, the dict is empty. If the states of a metric cannot be merged, the
+    state is the pair (outputs, targets).
 
     Args:
-        metrics: The metrics by name; the states of these objects are overwritten.
+        metrics: The metrics by name. The states of these metrics are overwritten.
         outputs: The outputs that the task evaluates, such as probabilities ``[n, classes]``.
         targets: The targets, such as labels ``[n]``.
 
@@ -102,7 +100,7 @@ def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> 
         shapes = f"outputs {[*given.shape]} and targets {[*targets.shape]}"
         with _errors_of(name, f"{type(metric).__name__} cannot be computed from {shapes}: "):
             metric.update(given, targets)
-        # copy lists, as the metric's reset empties them in place
+        # copy lists, because reset would empty the lists in place
         state = {key: [*x] if isinstance(x, list) else x for key, x in metric.metric_state.items()}
         states[name] = state if _merges(metric) else (given, targets)
     return states
@@ -160,9 +158,9 @@ def _plain(value: Any) -> float | list[Any]:
 
 @contextmanager
 def _errors_of(name: str, words: str = "") -> Iterator[None]:
-    """Name the metric in errors that torchmetrics raises in the block.
+    """Add the name of the metric to errors of torchmetrics in the ``with`` block.
 
-    Warnings of torchmetrics about memory use and absent classes are hidden.
+    Warnings about memory use and absent classes are hidden.
     """
     try:
         with warnings.catch_warnings():

@@ -14,17 +14,18 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
 
 Counts = dict[str, Tensor]
-"""Counts of a batch: integer tensors by name. They are summed over batches and ranks."""
+"""Counts of a batch: integer tensors by name, which are summed over batches and ranks."""
 
 
 class Task(Recorded, ABC):
-    """Learning task with its loss and its metrics.
+    """Learning task: a loss and metrics.
 
-    A user's task must define :meth:`loss`. Its metrics may come from ``model.metrics``.
+    A user-defined task must define :meth:`loss`. The setting ``model.metrics`` can add metrics.
 
     Attributes:
-        quality: Name of the main metric, such as ``"accuracy"``, or a name in ``model.metrics``.
-        by_class: Name of the quality of a single class, such as ``"iou"``.
+        quality: Name of the main metric, such as ``"accuracy"``. Names in ``model.metrics`` are
+            allowed.
+        by_class: Name of the main metric for a single class, such as ``"iou"``.
         shown: Labels of the task's metrics in figures, by name. The metrics must lie in [0, 1],
             with 1 as the best value.
         ignored: The target that loss and metrics ignore.
@@ -56,10 +57,7 @@ class Task(Recorded, ABC):
         """Return the mean loss of a batch as a scalar tensor."""
 
     def scores(self, outputs: Any) -> Any:
-        """Return the model output that is evaluated.
-
-        If there are several, this is the first one.
-        """
+        """Return the model output that is evaluated: the first output if there are several."""
         if isinstance(outputs, Mapping):
             outputs = [*outputs.values()]
         return outputs[0] if isinstance(outputs, Sequence) else outputs
@@ -72,7 +70,7 @@ class Task(Recorded, ABC):
         return targets.long() != self.ignored  # int64, as uint8 cannot represent -100
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the predictions and targets that ``model.metrics`` get.
+        """Return the predictions and targets for ``model.metrics``.
 
         By default, the arguments are returned unchanged.
         """
@@ -86,22 +84,22 @@ class Task(Recorded, ABC):
         return {}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return the metrics, computed from the summed counts; by default, an empty dict.
+        """Compute the metrics from the summed counts. By default, the dict is empty.
 
-        A metric without samples is left out.
+        Metrics without samples are left out.
         """
         return {}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Return the number of samples and the quality of each class; by default, two empty lists.
+        """Return the number of samples and the main metric of each class.
 
-        The quality of a class without samples is None.
+        By default, both lists are empty. The metric of a class without samples is None.
         """
         return [], []
 
 
 class Classification(Task):
-    """Classification of samples, or of positions in a sample, such as pixels.
+    """Classification of samples, or of parts of samples, such as pixels.
 
     The metric is the accuracy.
 
@@ -121,11 +119,11 @@ class Classification(Task):
         self.ignored = ignored
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the cross-entropy. A model that returns several outputs needs a user's loss.
+        """Return the cross-entropy. A model with several outputs needs a user-defined loss.
 
         Raises:
-            ConfigurationError: The targets are not labels, or there is one label for each image but
-                scores for each pixel.
+            ConfigurationError: The targets are not labels, or the labels are per image but the
+                outputs per pixel.
         """
         if targets.is_floating_point() and targets.shape != getattr(outputs, "shape", None):
             raise ConfigurationError(
@@ -147,7 +145,7 @@ class Classification(Task):
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return a mask that is True for valid labels.
 
-        Valid labels are those in [0, classes), except the label ``ignored``.
+        Valid labels lie in [0, classes) and differ from ``ignored``.
         """
         labels = targets.long()  # int64, as uint8 cannot represent -100
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
@@ -162,9 +160,9 @@ class Classification(Task):
         return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the numbers of samples, guesses and correct guesses of each class, ``[3, classes]``.
+        """Return the numbers of labels, predictions and correct predictions, ``[3, classes]``.
 
-        Non-finite outputs count as a guess of no class, even if their argmax equals the label.
+        A prediction from non-finite outputs is wrong, and counts for no class.
 
         Raises:
             ConfigurationError: The targets are integer labels, but the model has only one output.
@@ -177,11 +175,11 @@ class Classification(Task):
                 "the model with 2 outputs, or give targets of floating point, which have a loss and no accuracy, or a task of your own"
             )
         classes, counted = scores.shape[1], self.counted(scores, targets)
-        # int64, as uint8 cannot represent the number 256
+        # int64, because uint8 cannot represent the number 256
         labels = targets.long().where(counted, classes)
         guesses = scores.argmax(1).where(counted & scores.isfinite().all(1), classes)
         right = labels.where(labels == guesses, classes)
-        # count with index_add, as torchmetrics' bincount waits for the GPU
+        # count with index_add, because torchmetrics' bincount waits for the GPU
         none = labels.new_zeros(classes + 1)
         sums = [
             none.index_add(0, x, torch.ones_like(x)) for x in map(Tensor.flatten, (labels, guesses, right))
@@ -207,8 +205,8 @@ class Classification(Task):
 class Segmentation(Classification):
     """Classification of each pixel, with mean intersection over union and pixel accuracy.
 
-    A model may return several outputs, as a sequence or a mapping. The first is the prediction; the
-    others are the outputs of auxiliary heads. Smaller outputs are enlarged to the size of the
+    A model may return several outputs, as a sequence or a mapping. The first output is the
+    prediction. All other outputs come from auxiliary heads. Outputs are resized to the size of the
     targets by bilinear interpolation.
 
     Args:
@@ -233,9 +231,9 @@ class Segmentation(Classification):
         self.auxiliary_weights = list(auxiliary_weights)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the mean cross-entropy over pixels that are not ignored, summed over heads.
+        """Return the mean cross-entropy per pixel, summed over the outputs with their weights.
 
-        If all pixels are ignored, the loss is 0.
+        Ignored pixels do not count. If all pixels are ignored, the loss is 0.
         """
         heads = outputs.values() if isinstance(outputs, Mapping) else outputs
         heads = [heads] if isinstance(heads, Tensor) else [*heads]
@@ -260,17 +258,17 @@ class Segmentation(Classification):
         return total
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the probabilities of pixels ``[n, classes]`` and their labels ``[n]``."""
+        """Return the pixels' probabilities ``[n, classes]`` and labels ``[n]``."""
         return super().measurable(enlarged(scores, targets), targets.long())
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the numbers of pixels, guesses and correct guesses of each class, ``[3, classes]``.
+        """Return the numbers of pixels, predictions and correct predictions, ``[3, classes]``.
 
         Raises:
             ConfigurationError: A label is not the number of a class.
         """
         classes, counted = scores.shape[1], targets != self.ignored
-        # no check on a GPU, as the check would wait for the GPU's result
+        # no check on a GPU, because the check would wait for a result of the GPU
         if targets.device.type == "cpu" and bool((targets[counted] >= classes).any()):
             raise ConfigurationError(
                 f"Segmentation: label {int(targets[counted].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
@@ -297,10 +295,7 @@ class Segmentation(Classification):
 SHIPPED: tuple[type[Task], ...] = (Classification, Segmentation)
 
 QUALITIES = {task.quality: task.shown[task.quality] for task in SHIPPED}
-"""Main metric of each shipped task: the keys are the metrics' names, the values their labels.
-
-Figures show the labels.
-"""
+"""Labels of the shipped tasks' main metrics in figures, by the name of the metric."""
 
 
 def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,9 +314,9 @@ def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Ten
 
 
 def enlarged(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return class scores ``[b, classes, h, w]`` in the size of the targets ``[b, H, W]``.
+    """Resize class scores ``[b, classes, h, w]`` to the size of the targets ``[b, H, W]``.
 
-    Scores of a different size are interpolated bilinearly.
+    The interpolation is bilinear.
     """
     if scores.shape[-2:] == targets.shape[-2:]:
         return scores
