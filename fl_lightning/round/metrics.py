@@ -24,8 +24,8 @@ def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str
     """Check the names in the setting ``model.metrics``, and return the setting.
 
     Raises:
-        ConfigurationError: The task already has a metric with one of the names, or a name is not an
-            identifier.
+        ConfigurationError: A name is not an identifier, or the task already has a metric of this
+            name.
     """
     for name in settings:
         if not name.isidentifier() or name in ("loss", *task.shown):

@@ -417,7 +417,7 @@ class FederatedModule(Recorded, L.LightningModule):
         hooks.configure_batch_norm(self, self.federated_callbacks)
 
     def make_plan(self, data: FederatedDataModule) -> RoundPlan:
-        """Return the plan of a run on these data. The data must be set up already."""
+        """Return the plan of a run on ``data``, which must be set up already."""
         return RoundPlan(
             data,
             self.local_steps,

@@ -188,8 +188,8 @@ class RunRecord:
     def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
         """Check that the evaluation data equal the evaluation data of the checkpoint.
 
-        Evaluation data that are drawn from the clients' samples could otherwise contain training
-        samples.
+        If evaluation data are drawn from the clients' samples, different data could contain
+        training samples.
 
         Args:
             data: The data module.

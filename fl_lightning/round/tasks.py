@@ -67,7 +67,7 @@ class Task(Recorded, ABC):
 
         Targets equal to the attribute ``ignored`` do not count.
         """
-        return targets.long() != self.ignored  # int64, as uint8 cannot represent -100
+        return targets.long() != self.ignored  # int64, because uint8 cannot represent -100
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the predictions and targets for ``model.metrics``.
@@ -147,7 +147,7 @@ class Classification(Task):
 
         Valid labels lie in [0, classes) and differ from ``ignored``.
         """
-        labels = targets.long()  # int64, as uint8 cannot represent -100
+        labels = targets.long()  # int64, because uint8 cannot represent -100
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
