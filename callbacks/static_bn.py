@@ -93,8 +93,8 @@ class StaticBN(FederatedCallback):
     def _measure_if_used(self, trainer: L.Trainer, pl_module: FederatedModule, round_number: int) -> None:
         """Measure the statistics if they are needed, and record the traffic of the pass.
 
-        Statistics are needed if the round is evaluated or the last, and no earlier pass used the
-        current weights.
+        Evaluated rounds and the last round need statistics. If an earlier pass used the current
+        weights, its statistics are still valid.
         """
         self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
         used = self._is_last or _is_evaluated(trainer, round_number)

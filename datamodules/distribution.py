@@ -75,7 +75,7 @@ class Distribution:
 def images_at(data: ImageData, samples: Tensor) -> Tensor:
     """Return the images of some samples.
 
-    If the samples are all training images, or all test images, the images are not copied.
+    If all requested samples are training images, or all are test images, nothing is copied.
 
     Args:
         data: The data set.

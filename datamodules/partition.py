@@ -143,7 +143,7 @@ def split_among_holders(available: Counts, holds: Incidence) -> Counts:
 
 
 def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[int]:
-    # largest source first: a client that is too large to take from it may take from no source
+    # start from the largest source: a client too large for it is too large for all others
     parent: dict[int, int] = {}
     for source in np.argsort(-sizes, kind="stable").tolist():
         queue = [] if source in parent else [source]
@@ -164,7 +164,7 @@ def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[
 def _log_dirichlet(
     concentration: npt.NDArray[np.float64], rng: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    # a Gamma(a) variable is a Gamma(a + 1) variable times U**(1/a); logarithms prevent underflow
+    # Gamma(a) equals Gamma(a + 1) times U**(1/a), U uniform in (0, 1); logarithms avoid underflow
     gamma = np.log(rng.standard_gamma(concentration + 1))
     result: npt.NDArray[np.float64] = gamma - rng.standard_exponential(concentration.shape) / concentration
     return result

@@ -58,9 +58,10 @@ OUTSIDE |= {f"{name}.md": f"outside/{name.lower()}" for name in ("CONTRIBUTING",
 
 
 def pages(app: Sphinx) -> None:
-    """Write a page for each package, and an empty page for each page outside of this folder.
+    """Write the generated pages. Git ignores them.
 
-    :func:`read` fills the empty pages. Git ignores all of these pages.
+    Each package gets a page. Each Markdown file outside of ``docs`` gets an empty page, which
+    :func:`read` fills.
     """
     docs = Path(app.srcdir)
     for old in (path for path in (docs / "reference").glob("*.md") if path.stem != "index"):

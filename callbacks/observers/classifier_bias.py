@@ -93,7 +93,7 @@ class ClassifierBias(FederatedCallback):
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Store the server's model again, because a skipped round does not change the model."""
+        """Store the unchanged model of a skipped round, as the mean model counts this round too."""
         self._keep(pl_module)
         return {}, 0
 

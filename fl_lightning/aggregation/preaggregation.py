@@ -114,7 +114,7 @@ class Bucketing(PreAggregator):
             means.append(block.new_empty(len(buckets), block.shape[1]))
             for mean, share, bucket in zip(means[-1], shares, buckets, strict=True):
                 rows = block[bucket]
-                # average deviations from one row: the mean of equal rows is then exact
+                # take the mean of the differences to one row, so that the mean of equal rows is exact
                 torch.add(rows[0], share[bucket].to(rows.dtype) @ (rows - rows[0]), out=mean)
         return Mixed(
             means, shares, None if weights is None else torch.stack([weights[b].sum() for b in buckets])

@@ -273,7 +273,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     ) -> None:
         """Save the last complete round after an exception, unless the next round has begun."""
         between_rounds = trainer.fit_loop.epoch_progress.current.ready == self._complete_round
-        # all ranks must save together: a rank that fails alone would wait for the others forever
+        # saving needs all ranks; if only one rank has failed, its save would wait forever
         if between_rounds and self._active(trainer) and trainer.world_size == 1:
             with contextlib.suppress(ConfigurationError):
                 # an error while saving must not replace the original exception

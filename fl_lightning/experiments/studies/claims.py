@@ -122,9 +122,16 @@ def difference(found: Found) -> Found:
 
 
 def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
-    """Yield pairs of combinations, the first with the labels ``more``, the second with ``less``.
+    """Yield the pairs of combinations that a claim compares.
 
-    On all other axes, the labels of a pair are equal, unless they were chosen on validation data.
+    The first combination has the labels ``more``, the second has the labels ``less``. A pair has
+    equal labels on each axis that ``less`` does not name. Labels chosen on validation data may
+    differ.
+
+    Args:
+        more: Labels by axis.
+        less: Labels by axis.
+        found: The findings of the study.
     """
     for group in found["groups"]:
         if more.items() <= group["labels"].items():
