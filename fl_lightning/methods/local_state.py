@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
 from torch import Tensor
 
 from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 class PersonalEvaluation(VariantEvaluation):
     """Base class of methods that give each client a separate model.
 
-    A subclass defines :meth:`client_model`. Evaluations of the server's model also evaluate the
-    clients' models, except in a centralised run. Two metrics are logged under ``val/`` or
-    ``test/``:
+    A subclass defines :meth:`client_model`. Gradients are enabled in this method. Evaluations of
+    the server's model also evaluate the clients' models, except in a centralised run. Two metrics
+    are logged under ``val/`` or ``test/``:
 
     - ``personal_accuracy``: Mean accuracy of the clients' models on the server's evaluation data.
     - ``own_accuracy``: Mean accuracy of the clients' models on the clients' own evaluation data.
@@ -82,8 +83,11 @@ class PersonalEvaluation(VariantEvaluation):
     ) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the result of :meth:`client_model` for each evaluated client, by client id."""
 
+        @torch.inference_mode(False)
+        @torch.enable_grad()
         def own(client: int) -> tuple[str, Mapping[str, Tensor]]:
-            return str(client), self.client_model(pl_module, client)
+            tensors = self.client_model(pl_module, client)
+            return str(client), {name: tensor.detach() for name, tensor in tensors.items()}
 
         return dict(pl_module.ranks.map(own, self.evaluated_clients(pl_module)))
 

@@ -493,7 +493,7 @@ class FederatedModule(Recorded, L.LightningModule):
         for name in idle_methods(self) if began else ():
             self.print(
                 f"{name} seems to have changed nothing: its policy is FedAvg's, and no hook wrote to a tensor or a learning rate; "
-                "check its patterns and conditions"
+                'check its patterns and conditions, or set role = "observer" if it only reads'
             )
 
     def on_fit_end(self) -> None:

@@ -73,7 +73,7 @@ REMEDIES: dict[str, str] = {
     "clients own state": "count sent optimizer state in extra_payload; keep all other state at the client",
     "resume": "return all state in state_dict, and restore it in load_state_dict",
     "executors": "write each operation for all rows at once",
-    "ranks": "see docs/own-method.md",
+    "ranks": "draw from cohort.generators in local steps, and obey docs/own-method.md#on-several-ranks",
     "observers": "draw from cohort.generators or the global generator of the hook",
     "client numbers": "identify a client by cohort.client_ids, not by its row",
 }
@@ -115,8 +115,9 @@ def certify(
         trials = Trials(make, Path(folder, "rules"), settings)
         claimed = Trials(make, Path(folder, "claims")) if settings else trials
         first, hindered = trials.attempt(), ""
+        raised: dict[Exception, str] = {}
         for line, check in RULES.items():
-            finding = _judge(line, check, trials, hindered)
+            finding = _judge(line, check, trials, hindered, raised)
             certificate.rules.append(finding)
             if line in NEEDED and finding.status == "FAILED":
                 hindered = f"rule {line!r} failed"
@@ -126,7 +127,7 @@ def certify(
                     f"{_in_words(first.error, type(method))}"
                 ) from first.error
         findings = {
-            name: _judge(name, partial(_equals, name), claimed, hindered)
+            name: _judge(name, partial(_equals, name), claimed, hindered, raised)
             for name in CLAIMS
             if references or name in method.claims
         }
@@ -138,13 +139,14 @@ def certify(
     return certificate
 
 
-def _judge(line: str, check: Check, trials: Trials, hindered: str) -> Finding:
+def _judge(line: str, check: Check, trials: Trials, hindered: str, raised: dict[Exception, str]) -> Finding:
+    """Return the finding of a check. Add its exception, if any, to ``raised``."""
     if hindered:
         return Finding(line, "does not apply", hindered)
     try:
         return Finding(line, "PASSED", check(trials))
     except Violated as violated:
-        remedy = f"; {REMEDIES[line]} (docs/verify.md#{line.replace(' ', '-')})" if line in REMEDIES else ""
+        remedy = f"; {REMEDIES[line]} {_anchor(line)}" if line in REMEDIES else ""
         return Finding(line, "FAILED", f"{violated}{remedy}")
     except NotApplicable as reason:
         return Finding(line, "does not apply", str(reason))
@@ -153,7 +155,16 @@ def _judge(line: str, check: Check, trials: Trials, hindered: str) -> Finding:
             line, "does not apply", f"the method rejects this set-up: {' '.join(str(error).split())}"
         )
     except Exception as error:  # noqa: BLE001  # any exception of a method is a finding
-        return Finding(line, "FAILED", f"raises {_in_words(error, type(trials.make()))}")
+        if error in raised:
+            return Finding(line, "does not apply", f"the run of {raised[error]!r} raises an error")
+        raised[error] = line
+        return Finding(
+            line, "FAILED", f"a run raises {_in_words(error, type(trials.make()))} {_anchor(line)}"
+        )
+
+
+def _anchor(line: str) -> str:
+    return f"(docs/verify.md#{line.replace(' ', '-') if line in RULES else 'claims'})"
 
 
 def _equals(name: str, trials: Trials) -> str:

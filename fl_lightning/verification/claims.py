@@ -156,7 +156,9 @@ def server_keeps_the_mean(trials: Trials) -> Gap:
             for place in (place for place in memory if torch.is_tensor(held.get(place))):
                 mean[place] = mean.get(place, 0) + memory[place] * SIZES[client] / sum(SIZES)
         if not mean:
-            raise NotApplicable("the method has no memory of both the server and clients")
+            raise NotApplicable(
+                "no tensor of the server's memory has the name of a tensor of the clients' memory"
+            )
         gaps.append(distance(held, mean, mean))
     return max(gaps)
 

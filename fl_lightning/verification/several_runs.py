@@ -240,7 +240,7 @@ def fresh_noise(trials: Trials) -> str:
                     )
     if not drawn:
         raise NotApplicable("no gradient depends on the seed")
-    return "each local step has its own noise"
+    return "no noise in the gradients repeats in the next local step"
 
 
 def exchange_in_a_round(trials: Trials) -> str:

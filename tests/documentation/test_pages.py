@@ -143,6 +143,7 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
         "FrozenAffine",
         "AsEvaluated",
         "GradientNorm",
+        "OwnBias",
         "Measured",
         "CentredInputs",
         "OwnGates",
@@ -160,7 +161,7 @@ def test_the_methods_of_the_pages_keep_what_they_promise(name):
 def test_every_python_block_is_tried():
     used = {
         "README.md": 1,
-        "docs/own-method.md": 17,
+        "docs/own-method.md": 19,
         "docs/own-data.md": 3,
         "docs/python.md": 3,
         "docs/data.md": 2,

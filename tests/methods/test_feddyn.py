@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import blobs, client_batch, distance, small_cnn, train
+from helpers import blobs, client_batch, distance, federated_run, small_cnn, train
+from readme_code import methods
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import (
@@ -177,3 +178,13 @@ def test_local_parameters_have_no_terms():
 def test_alpha_must_be_above_zero(alpha):
     with pytest.raises(ConfigurationError, match=r"^FedDyn\.alpha: .* must be above 0"):
         FedDyn(alpha)
+
+
+@EXECUTORS
+def test_the_page_has_feddyn(executor):
+    settings = {"rounds": 4, "data": blobs(4), "local_steps": 3, "participation": 2, "weighting": "uniform"}
+    page, shipped = (
+        federated_run(method, executor=executor(), **settings).states
+        for method in (methods().Dynamic(ALPHA), FedDyn(ALPHA))
+    )
+    assert [distance(*pair) for pair in zip(page, shipped, strict=True)] == pytest.approx([0] * 5, abs=1e-12)

@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
+    PersonalEvaluation,
     SequentialExecutor,
     VectorizedExecutor,
     add_loss,
@@ -315,3 +316,23 @@ def test_fine_tuning_leaves_no_trace_in_the_training():
     without = run(FedBABU()).states
     evaluated = run(FedBABU(fine_tune_epochs=3), trainer={**EVALUATED, "num_sanity_val_steps": -1}).states
     assert [distance(*pair) for pair in zip(without, evaluated, strict=True)] == [0] * (ROUNDS + 1)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_client_model_is_trained_in_every_evaluation(stage):
+    class DoubledHead(PersonalEvaluation):
+        def client_model(self, pl_module, client):
+            weight = pl_module.model[8].weight
+            return {"8.weight": torch.autograd.grad(weight.square().sum(), weight)[0]}
+
+    class Doubled(DoubledHead):
+        def client_model(self, pl_module, client):
+            return {"8.weight": 2 * pl_module.model[8].weight}
+
+    found = []
+    for method in (DoubledHead(), Doubled()):
+        result = federated_run(method, rounds=1, trainer=EVALUATED)
+        evaluate = getattr(result.trainer, stage)
+        found.append(evaluate(result.module, datamodule=result.trainer.datamodule, verbose=False)[0])
+    assert found[0] == found[1]
+    assert any(name.endswith("own_accuracy") for name in found[0])

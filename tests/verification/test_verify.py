@@ -301,3 +301,16 @@ def test_a_part_of_the_model_may_get_noise():
     rules = {finding.line: finding for finding in certificate.rules}
     assert rules["fresh noise"].status == "PASSED"
     assert rules["learning rate 0"].status == "PASSED"  # noise in gradients moves nothing there
+
+
+def test_an_error_of_a_rules_run_stands_once_with_the_rules_anchor():
+    class DividesByTheRate(FederatedCallback):
+        def on_after_aggregate(self, trainer, pl_module, cohort):
+            1 / cohort.optimizer.param_groups[0]["lr"]
+
+    (failed,) = certify(DividesByTheRate, references=False).failed
+    assert failed.line == "learning rate 0"
+    assert failed.detail.startswith(
+        "a run raises ZeroDivisionError in on_after_aggregate, test_verify.py line"
+    )
+    assert failed.detail.endswith("(docs/verify.md#learning-rate-0)")
