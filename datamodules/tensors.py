@@ -14,11 +14,12 @@ from torch.utils.data import Dataset
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.datamodules.images import Batch, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
-from fl_lightning.datamodules.partitions import Natural
+from fl_lightning.datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Shards
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
 from fl_lightning.randomness import generator
+from fl_lightning.recorded import describe
 
 Array = Tensor | NDArray[Any]
 _PARTS = ("features", "targets", "groups", "test_features", "test_targets", "test_groups")
@@ -67,7 +68,8 @@ class TensorData(InMemorySamples):
 
     A partition needs a class for each sample. The class depends on the targets:
 
-    - Integer targets ``[N]`` are the classes.
+    - Integer targets ``[N]`` are the classes, numbered from 0. In a CSV, the targets may be any
+      integers or names: the classes are the sorted values of the column.
     - Other targets ``[N]`` are divided into ten groups at their quantiles. Each group counts as a
       class.
     - If targets have more dimensions, all samples are of one class.
@@ -81,7 +83,7 @@ class TensorData(InMemorySamples):
             of names.
         groups: Group of each sample ``[N]``, as integers or names. For a CSV: name of the column of
             groups. With groups, the default partition is ``Natural``, which makes each group a
-            client.
+            client. Partitions that ignore groups are refused.
         columns: Names of the feature columns of a CSV. Default: all columns that are neither
             targets nor groups.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
@@ -142,9 +144,18 @@ class TensorData(InMemorySamples):
                 )
         if settings.get("partition") is None and self._groups:
             self.partition = Natural()
+        if groups is not None and isinstance(self.partition, IID | Dirichlet | Shards | GammaSimilarity):
+            raise ConfigurationError(
+                f"data.groups: {groups if isinstance(groups, str) else 'groups'} would be ignored by the partition "
+                f"{describe(self.partition)}; use data.partition: Natural, or leave data.groups out"
+            )
         given_targets = [self._data[name] for name in ("targets", "test_targets") if name in self._data]
         every = torch.cat([_strata(x) for x in given_targets])
         if _has_classes(self._data["targets"]):
+            if int(every.min()) != 0:
+                raise ConfigurationError(
+                    f"data.targets: the smallest class is {int(every.min())}, but classes are numbered from 0; subtract {int(every.min())}"
+                )
             self.num_classes = int(every.max()) + 1
         self.in_features = self._data["features"][0].numel()
 
@@ -251,7 +262,14 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
             header, *rows = csv.reader(file)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"data.features: {path} is no CSV with a header: {error}") from error
-    table = dict(zip(header, zip(*rows, strict=False), strict=False))
+    ragged = next((number for number, row in enumerate(rows, 2) if len(row) != len(header)), None)
+    if ragged is not None or not rows:
+        raise ConfigurationError(
+            f"data.features: line {ragged or 2} of {path} does not have {len(header)} values"
+        )
+    if twice := [name for name in header if header.count(name) > 1]:
+        raise ConfigurationError(f"data.features: {path} has two columns {twice[0]}; rename one of them")
+    table = dict(zip(header, zip(*rows, strict=True), strict=True))
     names = [given["targets"]] if isinstance(given["targets"], str) else [*(given["targets"] or ())]
     group = [given["groups"]] if given["groups"] is not None else []
     used = [*columns] if columns is not None else [name for name in header if name not in (*names, *group)]
@@ -261,11 +279,13 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
             raise ConfigurationError(
                 f"data.{setting}: {missing[0] if missing else 'null'} is no column of {path}; it has {', '.join(header)}"
             )
-    ragged = next((number for number, row in enumerate(rows, 2) if len(row) != len(header)), None)
-    if ragged is not None:
-        raise ConfigurationError(f"data.features: line {ragged} of {path} does not have {len(header)} values")
+        for name in wanted:
+            if "" in table[name]:
+                raise ConfigurationError(
+                    f"data.{setting}: line {table[name].index('') + 2} of {path} has no {name}; fill in a value, or remove the line"
+                )
     features = np.stack([_numbers(path, name, table[name]) for name in used], axis=1)
-    targets, labels = zip(*(_classes(table[name]) for name in names), strict=True)
+    targets, labels = zip(*(_classes(table[name], len(names) == 1) for name in names), strict=True)
     return {
         **given,
         "features": features,
@@ -284,18 +304,26 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
         ) from error
 
 
-def _classes(values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
+def _classes(values: Sequence[str], only: bool) -> tuple[NDArray[Any], list[str] | None]:
     """Convert the values of a CSV column to numbers.
 
+    Args:
+        values: The values.
+        only: Whether the column has all targets, so that integers are classes.
+
     Returns:
-        The numbers and None. If the values are no numbers, each value is a name: the result is the
-        position of each value in the sorted list of names, and this list.
+        The numbers and None. If the values are names, or classes other than 0, 1, ..., C - 1, the
+        result is the position of each value in the sorted list of values, and this list.
     """
     for kind in (np.int64, np.float64):
         try:
-            return np.asarray(values, dtype=kind), None
+            numbers = np.asarray(values, dtype=kind)
         except ValueError:
             continue
+        classes, positions = np.unique(numbers, return_inverse=True)
+        if only and kind is np.int64 and not np.array_equal(classes, np.arange(len(classes))):
+            return positions, [*map(str, classes)]
+        return numbers, None
     names, positions = np.unique(np.asarray(values), return_inverse=True)
     return positions, [*map(str, names)]
 

@@ -6,7 +6,7 @@ from statistics import fmean, pvariance
 
 import lightning as L
 
-from fl_lightning import FederatedCallback, FederatedModule, Report, Table
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, Report, Table
 from fl_lightning.methods import evaluate_client, weighed_accuracy
 
 
@@ -20,7 +20,8 @@ class ClientEvaluation(Report, FederatedCallback):
     - If only the client's class histogram is known, the accuracy is estimated on the server's
       evaluation data. Classes are weighted by their frequency in the client's training data. The
       loss is left out.
-    - Otherwise the client is left out.
+    - Otherwise the client is left out. If all clients would be left out, the run stops with an
+      error.
 
     Each evaluation logs these metrics under ``val/`` or ``test/``:
 
@@ -34,6 +35,9 @@ class ClientEvaluation(Report, FederatedCallback):
     The measures are those of q-FFL (Li et al., "Fair resource allocation in federated learning",
     ICLR 2020, Table 1). After the run, ``clients.csv`` has each client's values of the last
     evaluation. W&B shows a histogram of these values.
+
+    Raises:
+        ConfigurationError: No client can be evaluated.
 
     Attributes:
         values: ``accuracy`` and ``loss`` of each client in the last evaluation, by client id.
@@ -54,6 +58,11 @@ class ClientEvaluation(Report, FederatedCallback):
         clients = range(pl_module.data.num_clients)
         values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
         self.values = dict(zip(clients, values, strict=True))
+        if not any(values):
+            raise ConfigurationError(
+                "ClientEvaluation: no client can be evaluated, as clients have no evaluation data and no classes; use data with "
+                "test_groups, or leave ClientEvaluation out"
+            )
         for metric, direction in pl_module.task.best.items():
             sign = 1 if direction == "max" else -1
             known = [metrics[metric] for metrics in self.values.values() if metric in metrics]

@@ -17,6 +17,7 @@ from jsonargparse._parameter_resolvers import UnknownDefault
 from jsonargparse._util import import_object
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
+from torchmetrics import Metric
 
 from fl_lightning.cli.given import Given, given_settings, place_in, plain_name, read_given
 from fl_lightning.cli.messages import broken_module, explain, setting_of
@@ -59,6 +60,8 @@ class ConciseParser(LightningArgumentParser):
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
         self._let_links_decide(kwargs.get("linked_targets"))
         self._refuse_class_defaults(class_type)
+        if issubclass(class_type, Metric):
+            self._let_data_decide_classes()
         return names
 
     def add_function_arguments(
@@ -89,6 +92,13 @@ class ConciseParser(LightningArgumentParser):
         for action in self._actions:
             if action.dest in (targets or ()) and isinstance(action.default, UnknownDefault):
                 action.default = None
+
+    def _let_data_decide_classes(self) -> None:
+        """Make a metric's required setting ``num_classes`` optional."""
+        for action in self._actions:
+            if action.dest == "num_classes" and action.required:
+                action.required, action.default = False, None
+                action._typehint = action._typehint | None
 
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
         """Raise an error if a setting's default is a class that cannot be made without arguments.

@@ -20,6 +20,10 @@ State = dict[str, Any] | tuple[Tensor, Tensor]
 """State of a metric: a dict of tensors, or a pair of outputs and targets of a batch."""
 
 
+_PREFIXES = ("personal_", "own_", "client_")
+"""Prefixes of the metrics that callbacks log."""
+
+
 def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str, MetricSetting]:
     """Check the names in the setting ``model.metrics``, and return the setting.
 
@@ -28,10 +32,11 @@ def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str
             name.
     """
     for name in settings:
-        if not name.isidentifier() or name in ("loss", *task.shown):
+        is_name = isinstance(name, str) and name.isidentifier()
+        if not is_name or name in ("loss", *task.shown) or name.startswith(_PREFIXES):
             raise ConfigurationError(
-                f"model.metrics: {name!r} is {'taken' if name.isidentifier() else 'no name'}; use letters, digits and _, and neither "
-                f"{', '.join(['loss', *task.shown])}"
+                f"model.metrics: {name!r} is {'taken' if is_name else 'no name'}; use letters, digits and _, and neither "
+                f"{', '.join(['loss', *task.shown])} nor a name that begins with {', '.join(_PREFIXES)}"
             )
     return settings
 
@@ -69,6 +74,8 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
         return make()
     except (TypeError, ValueError) as error:
         if num_classes is None:
+            if "num_classes" in str(error):
+                raise ValueError(f"{error} The data have no classes.") from None
             raise
         try:
             return make(num_classes=num_classes)

@@ -63,13 +63,15 @@ def check_trainer(trainer: L.Trainer) -> None:
     )
     ignored = "would be ignored; use trainer.check_val_every_n_epoch, in rounds"
     reload = "would reload nothing: the data draw the clients' batches anew in each round; leave it out"
+    clipping = "would clip nothing; use ClientGradientClipping"
     for setting, ok, remedy in (
         ("max_epochs", given.max_epochs != 0, "trains nothing; use at least 1 round"),
         ("strategy", of_ranks, "would mix the gradients of clients; use strategy: cohort"),
         ("sync_batchnorm", not synchronised, "would turn FedAvg into FBN; leave it out, or use FBN"),
         ("precision", unscaled, "scales losses; use bf16-mixed or 32-true"),
         ("precision", not short, "would count and average in 8 bits; use bf16-mixed or 32-true"),
-        ("gradient_clip_val", not given.gradient_clip_val, "would clip nothing; use ClientGradientClipping"),
+        ("gradient_clip_val", not given.gradient_clip_val, clipping),
+        ("gradient_clip_algorithm", not given.gradient_clip_algorithm, clipping),
         ("accumulate_grad_batches", given.accumulate_grad_batches == 1, _ACCUMULATION),
         ("fast_dev_run", given.fast_dev_run in (False, 1), "runs one round, not several; use true"),
         ("overfit_batches", given.overfit_batches == 0, rounds),

@@ -25,6 +25,7 @@ REFUSED = {
     ("precision", "16-true"): "16-true scales losses; use bf16-mixed or 32-true",
     ("precision", "bf16-true"): "bf16-true would count and average in 8 bits; use bf16-mixed or 32-true",
     ("gradient_clip_val", 1.0): "1.0 would clip nothing; use ClientGradientClipping",
+    ("gradient_clip_algorithm", "value"): "value would clip nothing; use ClientGradientClipping",
     ("accumulate_grad_batches", 2): f"2 {STEPS}",
     ("fast_dev_run", 3): "3 runs one round, not several; use true",
     ("limit_train_batches", 3): f"3 {ROUNDS}",

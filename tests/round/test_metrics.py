@@ -173,6 +173,8 @@ def test_pixels_are_samples():
         ({"mse": tm.MeanSquaredError}, "model.metrics.mse: MeanSquaredError cannot be computed from outputs"),
         ({"accuracy": multiclass(tm.F1Score)}, "model.metrics: 'accuracy' is taken"),
         ({"a/b": multiclass(tm.F1Score)}, "model.metrics: 'a/b' is no name"),
+        ({1: multiclass(tm.F1Score)}, "model.metrics: 1 is no name"),
+        ({"own_f1": multiclass(tm.F1Score)}, "model.metrics: 'own_f1' is taken"),
         ({"f1": partial(tm.F1Score, task="multiclass", average="best")}, "model.metrics.f1: "),
         ({"f1": lambda: 3}, "model.metrics.f1: int is no metric"),
         (
