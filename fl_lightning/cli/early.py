@@ -1,25 +1,60 @@
 """Checks that find mistakes in files before PyTorch is imported."""
 
+import ast
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from fl_lightning.cli.given import read_given, with_shipped_configs
+from fl_lightning.cli.given import Given, place_in, read_given, with_shipped_configs
 from fl_lightning.cli.options import Refusal, study_options
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.files import shipped
+
+SECTIONS = (
+    *(
+        "accept_data",
+        "checkpoint",
+        "ckpt_path",
+        "config",
+        "data",
+        "datamodule",
+        "dataloaders",
+        "model",
+        "name",
+    ),
+    *(
+        "print_config",
+        "return_predictions",
+        "run_root",
+        "seed_everything",
+        "threads",
+        "trainer",
+        "verbose",
+        "wandb",
+    ),
+    "weights_only",
+)
+"""First parts of the names of all settings."""
+
+_CLASSES = {
+    "trainer": ("lightning", "pytorch/trainer/trainer.py", "Trainer"),
+    "model": ("fl_lightning", "round/module.py", "FederatedModule"),
+}
+"""Package, file and class whose arguments are the settings of a section."""
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Check that configuration files can be read. For ``study``, also check the study's file.
+    """Check that configuration files can be read, and that their settings have known names.
 
-    This function does not check the settings of a study's cells.
+    Values are not checked. For ``study``, the study's file is checked, but not the settings of its
+    cells.
 
     Args:
         arguments: A command and its arguments.
 
     Raises:
-        ConfigurationError: An option of ``study`` is invalid, a file is missing or not YAML, or the
-            study's file does not hold a study.
+        ConfigurationError: An option of ``study`` is invalid, a file is missing or not YAML, a
+            setting of a file is unknown, or the study's file does not hold a study.
     """
     fit_options = list(arguments[1:])
     if arguments[0] == "study":
@@ -31,4 +66,32 @@ def check_files(arguments: Sequence[str]) -> None:
         except Refusal as refusal:
             raise ConfigurationError(refusal.line) from None
         read_study(shipped(options.file) or Path(options.file), options.scale)
-    read_given(with_shipped_configs(fit_options))
+    given = read_given(with_shipped_configs(fit_options))
+    _check_names([entry for entry in given if entry.file], f"{arguments[0]}.")
+
+
+def _check_names(given: Sequence[Given], command: str) -> None:
+    """Raise an error for the first setting whose section or argument is unknown."""
+    known = {f"{section}.{name}" for section in _CLASSES for name in arguments_of(section)}
+    for entry in given:
+        parts = entry.setting.removeprefix(command).split(".")
+        section, name = parts[0], ".".join(parts[:2]).removesuffix("+")
+        if section not in (*SECTIONS, command[:-1]):
+            wrong, near = section, nearest(section, SECTIONS)
+        elif section in _CLASSES and len(parts) > 1 and name not in known:
+            wrong, near = name, nearest(name, known)
+        else:
+            continue
+        raise ConfigurationError(f"there is no setting {wrong!r}{near}{place_in(entry.file, entry.line)}")
+
+
+def arguments_of(section: str) -> list[str]:
+    """Return the names of a class's arguments without importing the class."""
+    package, file, name = _CLASSES[section]
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).parent.joinpath(file).read_text(encoding="utf-8"))
+    (made,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    (start,) = (node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    return [argument.arg for argument in (*start.args.args, *start.args.kwonlyargs)]

@@ -97,8 +97,9 @@ class ConciseParser(LightningArgumentParser):
         """Make a metric's required setting ``num_classes`` optional."""
         for action in self._actions:
             if action.dest == "num_classes" and action.required:
-                action.required, action.default = False, None
-                action._typehint = action._typehint | None
+                action.required = False
+                typed: Any = action  # jsonargparse adds the type of the setting
+                typed._typehint |= None
 
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
         """Raise an error if a setting's default is a class that cannot be made without arguments.

@@ -57,7 +57,12 @@ def check_trainer(trainer: L.Trainer) -> None:
     short = str(given.precision) == "bf16-true"
     unscaled = not str(given.precision).startswith("16")
     every = given.check_val_every_n_epoch
-    shown = {"strategy": type(given.strategy).__name__, "sync_batchnorm": True}
+    clips = getattr(given.gradient_clip_algorithm, "value", None)
+    shown = {
+        "strategy": type(given.strategy).__name__,
+        "sync_batchnorm": True,
+        "gradient_clip_algorithm": clips,
+    }
     rounds = (
         "does not apply, as each batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"
     )
@@ -71,7 +76,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         ("precision", unscaled, "scales losses; use bf16-mixed or 32-true"),
         ("precision", not short, "would count and average in 8 bits; use bf16-mixed or 32-true"),
         ("gradient_clip_val", not given.gradient_clip_val, clipping),
-        ("gradient_clip_algorithm", not given.gradient_clip_algorithm, clipping),
+        ("gradient_clip_algorithm", clips is None, clipping),
         ("accumulate_grad_batches", given.accumulate_grad_batches == 1, _ACCUMULATION),
         ("fast_dev_run", given.fast_dev_run in (False, 1), "runs one round, not several; use true"),
         ("overfit_batches", given.overfit_batches == 0, rounds),

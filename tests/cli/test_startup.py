@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import fl_lightning
+from fl_lightning.cli.early import SECTIONS, arguments_of
 
 HEAVY = {"torch", "lightning", "torchvision", "torchmetrics", "numpy", "sklearn", "wandb"}
 
@@ -96,6 +97,8 @@ STUDY = "title: x\naxes: {method: {BN: {}}}\nscales: {quick: {base: configs/quic
         ("test --config odd.yaml", "config odd.yaml is not YAML: line 2: expected ',' or ']', but got ':'"),
         ("partition --config=odd.yaml", "config odd.yaml is not YAML: line 2: expected ',' or ']', but got ':'"),
         ("study good.yaml --config odd.yaml", "config odd.yaml is not YAML: line 2: expected ',' or ']', but got ':'"),
+        ("fit --config names.yaml", "there is no setting 'trainer.max_epoch'; did you mean trainer.max_epochs? (names.yaml, line 3)"),
+        ("test --config section.yaml", "there is no setting 'modell'; did you mean model? (section.yaml, line 1)"),
         ("study odd.yaml", "study: odd.yaml is no YAML: "),
         ("study bad.yaml", "bad.yaml: 2 mistakes: (1) axes is missing (2) there is no key 'axe'; did you mean axes?"),
         ("study good.yaml --scale large", "--scale: good.yaml has no scale 'large'"),
@@ -106,6 +109,8 @@ STUDY = "title: x\naxes: {method: {BN: {}}}\nscales: {quick: {base: configs/quic
 def test_mistakes_in_files_are_told_without_heavy_packages(arguments, line):
     Path("odd.yaml").write_text("a: [1\nb: }\n")
     Path("good.yaml").write_text(STUDY)
+    Path("names.yaml").write_text("fit:\n  trainer:\n    max_epoch: 3\n")
+    Path("section.yaml").write_text("modell: {local_steps: 1}\n")
     Path("bad.yaml").write_text(STUDY.replace("axes", "axe"))
     code = """
 import sys, io
@@ -119,6 +124,28 @@ except SystemExit as stop:
 """
     answer = python("-c", code, *arguments.split())
     assert answer.stdout.startswith(f"2 [] error: {line}"), answer
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_the_early_check_knows_the_names_of_all_settings(command, monkeypatch):
+    from command_line import main
+
+    from fl_lightning.cli.federated_cli import FederatedCLI
+
+    found = []
+
+    def stop(self, parser, args):
+        found.extend(name.split(".") for name in parser.settings())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FederatedCLI, "parse_arguments", stop)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main([command, "--config", "configs/quickstart.yaml"])
+    assert {name[0] for name in found} <= {*SECTIONS}
+    for section in ("trainer", "model"):
+        known = {name[1] for name in found if name[0] == section}
+        assert known <= {*arguments_of(section)}
+        assert len(known) > 20
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
