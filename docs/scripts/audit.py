@@ -62,10 +62,10 @@ def table() -> str:
 
 def measures() -> str:
     """Return a Markdown table of what ``ClassifierBias`` has measured on saved checkpoints."""
-    names = ("accuracy", "accuracy_calibrated", "accuracy_within_clients", "accuracy_between_clients")
+    names = ("accuracy", "train_accuracy", "accuracy_calibrated", "accuracy_within_clients", "accuracy_between_clients")
     lines = [
-        "| round | method | images of other classes | test accuracy | calibrated | within clients | between clients |",
-        "|---|---|---|---|---|---|---|",
+        "| round | method | images of other classes | test accuracy | training accuracy | calibrated | within clients | between clients |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in json.loads((NUMBERS_FOLDER / "classifier_bias.json").read_text())["rows"]:
         values = [f"{row[name]:.3f}" for name in names]
