@@ -92,15 +92,28 @@ def test_without_pandas_a_frame_is_refused_in_a_line(tmp_path, monkeypatch):
 def test_a_study_shows_the_models_of_clients_beside_the_server_s(ran):
     fedbn = {"trainer.callbacks": ["FedBN"]}
     methods = {"BN": {}, "FedBN": fedbn, "clients": {**fedbn, "metric": "test/personal_accuracy"}}
-    scale = {"base": "tiny.yaml", "seeds": [0], "settings": {"trainer.max_epochs": 1}}
-    write(axes={"method": methods}, without=[], published=[], claims=[], scales={"quick": scale})
+    f1 = {"class_path": "torchmetrics.F1Score", "init_args": {"task": "multiclass", "average": "macro"}}
+    settings = {"trainer.max_epochs": 1, "model.metrics": {"f1": f1}}
+    scale = {"base": "tiny.yaml", "seeds": [0], "settings": settings}
+    metrics = {"test/accuracy": "accuracy", "test/f1": "F1"}
+    write(
+        axes={"method": methods},
+        without=[],
+        published=[],
+        claims=[],
+        metrics=metrics,
+        scales={"quick": scale},
+    )
     run_study()
     study = load_study("runs/studies/s-quick")
     bn, fedbn, clients = study.cells
     result = load_run(fedbn.directory).values
-    local = {name: result[name] for name in ("test/personal_accuracy", "test/own_accuracy")}
+    names = [name for name in result if name.startswith(("test/personal_", "test/own_"))]
+    assert {"test/personal_accuracy", "test/own_accuracy", "test/personal_f1"} <= {*names}
+    local = {name: result[name] for name in names}
     server = {"server/test/accuracy": result["test/accuracy"]}
-    assert fedbn.values == {"test/accuracy": result["test/accuracy"], **local, **server}
-    assert clients.values == {"test/accuracy": result["test/personal_accuracy"], **local, **server}
-    assert bn.values == {"test/accuracy": load_run(bn.directory).values["test/accuracy"]}
+    assert fedbn.values == {**{name: result[name] for name in metrics}, **local, **server}
+    personal = {name: result[name.replace("/", "/personal_")] for name in metrics}
+    assert clients.values == {**personal, **local, **server}
+    assert bn.values == {name: load_run(bn.directory).values[name] for name in metrics}
     assert clients.metric == "test/personal_accuracy"

@@ -64,6 +64,16 @@ def models_of(metric: str) -> str:
     return _MODELS.get(kind, "") if rest else ""
 
 
+def of_same_models(metric: str, like: str) -> str:
+    """Return ``metric`` for the models that ``like`` evaluates.
+
+    >>> of_same_models("test/auroc", like="test/personal_accuracy")
+    'test/personal_auroc'
+    """
+    split, _, name = metric.rpartition("/")
+    return f"{split}/{like.rpartition('/')[2].partition('_')[0]}_{name}" if models_of(like) else metric
+
+
 def of_any_model(metric: str) -> str:
     """Return the server model's metric. For ``test/personal_accuracy``, it is ``test/accuracy``."""
     split, _, name = metric.removeprefix(SERVER).rpartition("/")

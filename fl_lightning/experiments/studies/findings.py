@@ -8,7 +8,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import Cell, State
-from fl_lightning.experiments.studies.columns import SERVER, local_metrics, models_of
+from fl_lightning.experiments.studies.columns import SERVER, local_metrics, models_of, of_same_models
 from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group, RunFound
 from fl_lightning.experiments.studies.reported import reported
@@ -102,7 +102,9 @@ def _group(
         result = state.result if state.phase == "done" else None
         metrics = metric_values(result) if result is not None else {}
         rows = read_metrics(state.attempt.metrics) if result is not None and state.attempt else []
-        for name, read in zip(names, [own_metric or names[0], *names[1:]], strict=True):
+        others = [of_same_models(name, like=own_metric or "") for name in names[1:]]
+        others = [own if own in metrics else name for own, name in zip(others, names[1:], strict=True)]
+        for name, read in zip(names, [own_metric or names[0], *others], strict=True):
             if result is not None and read in metrics:
                 values[name][str(cell.seed)] = reported(study.definition.report, read, result, rows)
             elif metrics and own_metric is not None and name == names[0]:
