@@ -62,6 +62,7 @@ def _list(checks: Mapping[str, Callable[..., object]]) -> str:
 
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "audit": ("audit.md", audit.table),
+    "account": ("audit.md", audit.account),
     "measures": ("audit.md", audit.measures),
     "readings": ("audit.md", audit.readings),
     "methods": ("methods.md", quiet_table),
