@@ -68,8 +68,7 @@ class TensorData(InMemorySamples):
 
     A partition needs a class for each sample. The class depends on the targets:
 
-    - Integer targets ``[N]`` are the classes, numbered from 0. In a CSV, the targets may be any
-      integers or names: the classes are the sorted values of the column.
+    - Integer targets ``[N]`` are the classes, numbered from 0. In a CSV, the targets may be names.
     - Other targets ``[N]`` are divided into ten groups at their quantiles. Each group counts as a
       class.
     - If targets have more dimensions, all samples are of one class.
@@ -83,7 +82,8 @@ class TensorData(InMemorySamples):
             of names.
         groups: Group of each sample ``[N]``, as integers or names. For a CSV: name of the column of
             groups. With groups, the default partition is ``Natural``, which makes each group a
-            client. Partitions that ignore groups are refused.
+            client. The partitions ``IID``, ``Dirichlet``,
+            ``Shards`` and ``GammaSimilarity`` ignore groups and are refused.
         columns: Names of the feature columns of a CSV. Default: all columns that are neither
             targets nor groups.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
@@ -154,7 +154,8 @@ class TensorData(InMemorySamples):
         if _has_classes(self._data["targets"]):
             if int(every.min()) != 0:
                 raise ConfigurationError(
-                    f"data.targets: the smallest class is {int(every.min())}, but classes are numbered from 0; subtract {int(every.min())}"
+                    f"data.targets: the smallest class is {int(every.min())}; number the classes from 0 to C - 1, give names in a "
+                    "CSV, or floating-point targets if they are no classes"
                 )
             self.num_classes = int(every.max()) + 1
         self.in_features = self._data["features"][0].numel()
@@ -263,12 +264,14 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"data.features: {path} is no CSV with a header: {error}") from error
     ragged = next((number for number, row in enumerate(rows, 2) if len(row) != len(header)), None)
-    if ragged is not None or not rows:
+    if ragged is not None:
         raise ConfigurationError(
-            f"data.features: line {ragged or 2} of {path} does not have {len(header)} values"
+            f"data.features: line {ragged} of {path} does not have {len(header)} values; give each column a value, or remove the line"
         )
-    if twice := [name for name in header if header.count(name) > 1]:
-        raise ConfigurationError(f"data.features: {path} has two columns {twice[0]}; rename one of them")
+    if not rows:
+        raise ConfigurationError(
+            f"data.features: {path} has a header, but no samples; add a line for each sample"
+        )
     table = dict(zip(header, zip(*rows, strict=True), strict=True))
     names = [given["targets"]] if isinstance(given["targets"], str) else [*(given["targets"] or ())]
     group = [given["groups"]] if given["groups"] is not None else []
@@ -280,12 +283,17 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
                 f"data.{setting}: {missing[0] if missing else 'null'} is no column of {path}; it has {', '.join(header)}"
             )
         for name in wanted:
-            if "" in table[name]:
+            empty = next((line for line, value in enumerate(table[name], 2) if not value.strip()), None)
+            if empty is not None:
                 raise ConfigurationError(
-                    f"data.{setting}: line {table[name].index('') + 2} of {path} has no {name}; fill in a value, or remove the line"
+                    f"data.{setting}: line {empty} of {path} has no {name}; fill in a value, or remove the line"
+                )
+            if header.count(name) > 1:
+                raise ConfigurationError(
+                    f"data.{setting}: {path} has two columns {name!r}; rename one of them"
                 )
     features = np.stack([_numbers(path, name, table[name]) for name in used], axis=1)
-    targets, labels = zip(*(_classes(table[name], len(names) == 1) for name in names), strict=True)
+    targets, labels = zip(*(_classes(table[name]) for name in names), strict=True)
     return {
         **given,
         "features": features,
@@ -304,26 +312,18 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
         ) from error
 
 
-def _classes(values: Sequence[str], only: bool) -> tuple[NDArray[Any], list[str] | None]:
+def _classes(values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
     """Convert the values of a CSV column to numbers.
 
-    Args:
-        values: The values.
-        only: Whether the column has all targets, so that integers are classes.
-
     Returns:
-        The numbers and None. If the values are names, or classes other than 0, 1, ..., C - 1, the
-        result is the position of each value in the sorted list of values, and this list.
+        The numbers and None. If the values are no numbers, each value is a name: the result is the
+        position of each value in the sorted list of names, and this list.
     """
     for kind in (np.int64, np.float64):
         try:
-            numbers = np.asarray(values, dtype=kind)
+            return np.asarray(values, dtype=kind), None
         except ValueError:
             continue
-        classes, positions = np.unique(numbers, return_inverse=True)
-        if only and kind is np.int64 and not np.array_equal(classes, np.arange(len(classes))):
-            return positions, [*map(str, classes)]
-        return numbers, None
     names, positions = np.unique(np.asarray(values), return_inverse=True)
     return positions, [*map(str, names)]
 

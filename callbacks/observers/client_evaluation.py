@@ -58,10 +58,11 @@ class ClientEvaluation(Report, FederatedCallback):
         clients = range(pl_module.data.num_clients)
         values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
         self.values = dict(zip(clients, values, strict=True))
-        if not any(values):
+        data, splits = pl_module.data, ("val", "test")
+        if not any(values) and not any(data.own_dataloader(client, s) for client in clients for s in splits):
             raise ConfigurationError(
-                "ClientEvaluation: no client can be evaluated, as clients have no evaluation data and no classes; use data with "
-                "test_groups, or leave ClientEvaluation out"
+                "ClientEvaluation: no client can be evaluated, as clients have no evaluation data and the task has no accuracy by "
+                "class; give the clients' data a val_dataloader or test_dataloader, or leave ClientEvaluation out"
             )
         for metric, direction in pl_module.task.best.items():
             sign = 1 if direction == "max" else -1

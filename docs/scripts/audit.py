@@ -67,7 +67,8 @@ GALLERY = {"GN": (0.527, 0.589), "FixBN": (0.631, 0.694)}
 def account() -> str:
     """Return a Markdown table with the points that each cause explains.
 
-    A point is 0.01 of test accuracy. Causes without a finished cell have no entry.
+    A point is 0.01 of test accuracy. For unfinished cells without images of other classes, the
+    values are those of the gallery. Other causes without a finished cell have no entry.
     """
     content, rows = cells(), dict[str, list[str]]()
     for method in METHODS:
@@ -96,7 +97,13 @@ def _last_and_best(cell: dict[str, Any]) -> tuple[float, float] | None:
 
 def measures() -> str:
     """Return a Markdown table of what ``ClassifierBias`` has measured on saved checkpoints."""
-    names = ("accuracy", "train_accuracy", "accuracy_calibrated", "accuracy_within_clients", "accuracy_between_clients")
+    names = (
+        "accuracy",
+        "train_accuracy",
+        "accuracy_calibrated",
+        "accuracy_within_clients",
+        "accuracy_between_clients",
+    )
     lines = [
         "| round | method | images of other classes | test accuracy | training accuracy | calibrated | within clients | between clients |",
         "|---|---|---|---|---|---|---|---|",

@@ -67,26 +67,28 @@ def check_files(arguments: Sequence[str]) -> None:
             raise ConfigurationError(refusal.line) from None
         read_study(shipped(options.file) or Path(options.file), options.scale)
     given = read_given(with_shipped_configs(fit_options))
-    _check_names([entry for entry in given if entry.file], f"{arguments[0]}.")
+    _check_names([entry for entry in given if entry.file])
 
 
-def _check_names(given: Sequence[Given], command: str) -> None:
-    """Raise an error for the first setting whose section or argument is unknown."""
-    known = {f"{section}.{name}" for section in _CLASSES for name in arguments_of(section)}
+def _check_names(given: Sequence[Given]) -> None:
+    """Raise an error for the first misspelt section or argument.
+
+    Names that resemble no section and no argument of their section are left to the parser, which
+    knows all settings.
+    """
+    known = {"": SECTIONS, **{f"{section}.": arguments_of(section) for section in _CLASSES}}
     for entry in given:
-        parts = entry.setting.removeprefix(command).split(".")
-        section, name = parts[0], ".".join(parts[:2]).removesuffix("+")
-        if section not in (*SECTIONS, command[:-1]):
-            wrong, near = section, nearest(section, SECTIONS)
-        elif section in _CLASSES and len(parts) > 1 and name not in known:
-            wrong, near = name, nearest(name, known)
-        else:
-            continue
-        raise ConfigurationError(f"there is no setting {wrong!r}{near}{place_in(entry.file, entry.line)}")
+        section, dot, rest = entry.setting.partition(".")
+        prefix = f"{section}." if dot and section in _CLASSES else ""
+        name = rest.partition(".")[0].removesuffix("+") if prefix else section
+        if name not in known[prefix] and nearest(name, known[prefix]):
+            near = nearest(prefix + name, [prefix + other for other in known[prefix]])
+            place = place_in(entry.file, entry.line)
+            raise ConfigurationError(f"there is no setting {prefix + name!r}{near}{place}")
 
 
-def arguments_of(section: str) -> list[str]:
-    """Return the names of a class's arguments without importing the class."""
+def arguments_of(section: str) -> Sequence[str]:
+    """Return the names of a class's arguments, without ``self``. The class is not imported."""
     package, file, name = _CLASSES[section]
     spec = find_spec(package)
     assert spec is not None
@@ -94,4 +96,4 @@ def arguments_of(section: str) -> list[str]:
     tree = ast.parse(Path(spec.origin).parent.joinpath(file).read_text(encoding="utf-8"))
     (made,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     (start,) = (node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    return [argument.arg for argument in (*start.args.args, *start.args.kwonlyargs)]
+    return [argument.arg for argument in (*start.args.args[1:], *start.args.kwonlyargs)]

@@ -16,6 +16,7 @@ from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_colu
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.methods.own_data import evaluate_client, weighed_accuracy
 from fl_lightning.methods.variant_evaluation import VariantEvaluation
+from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 class PersonalEvaluation(VariantEvaluation):
     """Base class of methods that give each client a separate model.
 
-    A subclass defines :meth:`client_model`. Gradients are enabled in this method. Evaluations of
+    A subclass defines :meth:`client_model`. Gradients are enabled in this method. Its random numbers
+    depend only on the run's seed and the client. Evaluations of
     the server's model also evaluate the clients' models, except in a centralised run. Two metrics
     are logged under ``val/`` or ``test/``:
 
@@ -86,8 +88,9 @@ class PersonalEvaluation(VariantEvaluation):
         @torch.inference_mode(False)
         @torch.enable_grad()
         def own(client: int) -> tuple[str, Mapping[str, Tensor]]:
-            tensors = self.client_model(pl_module, client)
-            return str(client), {name: tensor.detach() for name, tensor in tensors.items()}
+            with seeded(derive_seed(pl_module.seed, "client model", client)):
+                tensors = self.client_model(pl_module, client)
+            return str(client), {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
         return dict(pl_module.ranks.map(own, self.evaluated_clients(pl_module)))
 

@@ -115,7 +115,7 @@ def certify(
         trials = Trials(make, Path(folder, "rules"), settings)
         claimed = Trials(make, Path(folder, "claims")) if settings else trials
         first, hindered = trials.attempt(), ""
-        raised: dict[Exception, str] = {}
+        raised: dict[int, str] = {}
         for line, check in RULES.items():
             finding = _judge(line, check, trials, hindered, raised)
             certificate.rules.append(finding)
@@ -128,8 +128,8 @@ def certify(
                 ) from first.error
         findings = {
             name: _judge(name, partial(_equals, name), claimed, hindered, raised)
-            for name in CLAIMS
-            if references or name in method.claims
+            # claims first, because a run's exception is a finding of its first check only
+            for name in dict.fromkeys([*method.claims, *(CLAIMS if references else ())])
         }
         certificate.claims = [findings.pop(name) for name in method.claims]
         certificate.equals = {name: finding.detail for name, finding in findings.items()}
@@ -139,8 +139,8 @@ def certify(
     return certificate
 
 
-def _judge(line: str, check: Check, trials: Trials, hindered: str, raised: dict[Exception, str]) -> Finding:
-    """Return the finding of a check. Add its exception, if any, to ``raised``."""
+def _judge(line: str, check: Check, trials: Trials, hindered: str, raised: dict[int, str]) -> Finding:
+    """Return the finding of a check. Add the id of its exception, if any, to ``raised``."""
     if hindered:
         return Finding(line, "does not apply", hindered)
     try:
@@ -155,9 +155,9 @@ def _judge(line: str, check: Check, trials: Trials, hindered: str, raised: dict[
             line, "does not apply", f"the method rejects this set-up: {' '.join(str(error).split())}"
         )
     except Exception as error:  # noqa: BLE001  # any exception of a method is a finding
-        if error in raised:
-            return Finding(line, "does not apply", f"the run of {raised[error]!r} raises an error")
-        raised[error] = line
+        if id(error) in raised:
+            return Finding(line, "does not apply", f"the run of {raised[id(error)]!r} raises an error")
+        raised[id(error)] = line
         return Finding(
             line, "FAILED", f"a run raises {_in_words(error, type(trials.make()))} {_anchor(line)}"
         )

@@ -109,7 +109,7 @@ STUDY = "title: x\naxes: {method: {BN: {}}}\nscales: {quick: {base: configs/quic
 def test_mistakes_in_files_are_told_without_heavy_packages(arguments, line):
     Path("odd.yaml").write_text("a: [1\nb: }\n")
     Path("good.yaml").write_text(STUDY)
-    Path("names.yaml").write_text("fit:\n  trainer:\n    max_epoch: 3\n")
+    Path("names.yaml").write_text("model:\n  local_steps: 1\ntrainer: {max_epoch: 3}\n")
     Path("section.yaml").write_text("modell: {local_steps: 1}\n")
     Path("bad.yaml").write_text(STUDY.replace("axes", "axe"))
     code = """

@@ -110,22 +110,6 @@ def test_files_give_what_tensors_give(ending, tmp_path):
         assert data.partition_record()["clients"] == ["a", "b", "c"]
 
 
-def test_any_integers_of_a_csv_are_classes(tmp_path):
-    for name, labels in (("names", ("ill", "well")), ("numbers", (3, 7)), ("from 0", (0, 1))):
-        rows = [f"{i},{labels[i % 2]}" for i in range(60)]
-        (tmp_path / f"{name}.csv").write_text("\n".join(["age,outcome", *rows]))
-    names, numbers, plain = (
-        TensorData(tmp_path / f"{name}.csv", "outcome", num_clients=2, batch_size=4)
-        for name in ("names", "numbers", "from 0")
-    )
-    for data in (names, numbers, plain):
-        data.setup("fit")
-    assert names.fingerprint() == numbers.fingerprint() == plain.fingerprint()
-    assert (numbers.num_classes, numbers.class_names, plain.class_names) == (2, ["3", "7"], None)
-    several = TensorData(tmp_path / "numbers.csv", ["outcome", "age"], columns=["age"], batch_size=4)
-    assert sorted(several._data["targets"][:, 0].unique().tolist()) == [3, 7]
-
-
 def test_groups_with_test_samples_evaluate_on_their_own():
     features, labels = samples()
     groups = torch.arange(60) % 3
@@ -192,7 +176,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": [[1.0]] * 9, "targets": [1, 2, 3] * 3},
-            r"data.targets: the smallest class is 1, but classes are numbered from 0; subtract 1",
+            r"data.targets: the smallest class is 1; number the classes from 0 to C - 1",
         ),
         (
             {"features": "table.csv", "targets": "outcome", "groups": "site", "partition": IID()},
@@ -206,13 +190,15 @@ def test_scikit_learns_tables():
             {"features": "short.csv", "targets": "outcome"},
             r"data.features: line 3 of short.csv does not have 2 values",
         ),
-        ({"features": "twice.csv", "targets": "age"}, r"data.features: twice.csv has two columns age"),
+        ({"features": "header.csv", "targets": "outcome"}, r"header.csv has a header, but no samples"),
+        ({"features": "twice.csv", "targets": "age"}, r"data.targets: twice.csv has two columns 'age'"),
     ],
 )
 def test_bad_tables_are_one_line(settings, words):
     write_csv(Path("table.csv"))
     Path("table.txt").write_text("")
-    Path("unlabelled.csv").write_text("age,outcome\n1,yes\n2,\n")
+    Path("unlabelled.csv").write_text("age,outcome\n1,yes\n2, \n")
+    Path("header.csv").write_text("age,outcome\n")
     Path("short.csv").write_text("age,outcome\n1,yes\n2\n")
     Path("twice.csv").write_text("age,age\n1,2\n")
     np.savez("empty.npz", x=np.zeros(3))

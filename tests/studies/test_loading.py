@@ -95,7 +95,7 @@ def test_a_study_shows_the_models_of_clients_beside_the_server_s(ran):
     f1 = {"class_path": "torchmetrics.F1Score", "init_args": {"task": "multiclass", "average": "macro"}}
     settings = {"trainer.max_epochs": 1, "model.metrics": {"f1": f1}}
     scale = {"base": "tiny.yaml", "seeds": [0], "settings": settings}
-    metrics = {"test/accuracy": "accuracy", "test/f1": "F1"}
+    metrics = {"test/accuracy": "accuracy", "test/f1": "F1", "test/loss": "loss"}
     write(
         axes={"method": methods},
         without=[],
@@ -113,7 +113,7 @@ def test_a_study_shows_the_models_of_clients_beside_the_server_s(ran):
     local = {name: result[name] for name in names}
     server = {"server/test/accuracy": result["test/accuracy"]}
     assert fedbn.values == {**{name: result[name] for name in metrics}, **local, **server}
-    personal = {name: result[name.replace("/", "/personal_")] for name in metrics}
+    personal = {name: result[name.replace("/", "/personal_")] for name in ("test/accuracy", "test/f1")}
     assert clients.values == {**personal, **local, **server}
     assert bn.values == {name: load_run(bn.directory).values[name] for name in metrics}
     assert clients.metric == "test/personal_accuracy"

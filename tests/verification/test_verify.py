@@ -314,3 +314,15 @@ def test_an_error_of_a_rules_run_stands_once_with_the_rules_anchor():
         "a run raises ZeroDivisionError in on_after_aggregate, test_verify.py line"
     )
     assert failed.detail.endswith("(docs/verify.md#learning-rate-0)")
+
+
+@pytest.mark.slow
+def test_an_error_is_a_finding_of_the_claim_before_other_equalities():
+    class FailsAtOneStep(FederatedCallback):
+        claims = ("centralised_bn",)
+
+        def on_before_aggregate(self, trainer, pl_module, cohort):
+            if {*cohort.local_steps} == {1}:
+                raise ValueError("one step")
+
+    assert "centralised_bn" in [finding.line for finding in certify(FailsAtOneStep).failed]

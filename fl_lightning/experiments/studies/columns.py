@@ -67,11 +67,17 @@ def models_of(metric: str) -> str:
 def of_same_models(metric: str, like: str) -> str:
     """Return ``metric`` for the models that ``like`` evaluates.
 
+    If ``metric`` names the clients' models already, it is returned unchanged.
+
     >>> of_same_models("test/auroc", like="test/personal_accuracy")
     'test/personal_auroc'
     """
     split, _, name = metric.rpartition("/")
-    return f"{split}/{like.rpartition('/')[2].partition('_')[0]}_{name}" if models_of(like) else metric
+    return (
+        f"{split}/{like.rpartition('/')[2].partition('_')[0]}_{name}"
+        if models_of(like) and not models_of(metric)
+        else metric
+    )
 
 
 def of_any_model(metric: str) -> str:

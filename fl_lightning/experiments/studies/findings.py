@@ -103,7 +103,6 @@ def _group(
         metrics = metric_values(result) if result is not None else {}
         rows = read_metrics(state.attempt.metrics) if result is not None and state.attempt else []
         others = [of_same_models(name, like=own_metric or "") for name in names[1:]]
-        others = [own if own in metrics else name for own, name in zip(others, names[1:], strict=True)]
         for name, read in zip(names, [own_metric or names[0], *others], strict=True):
             if result is not None and read in metrics:
                 values[name][str(cell.seed)] = reported(study.definition.report, read, result, rows)
