@@ -293,7 +293,7 @@ def described(error: Exception) -> tuple[bool, str, list[str], str]:
     """Describe an exception for another process, because some exceptions cannot be unpickled.
 
     Returns:
-        Four items: whether the user has made a mistake, the message, the notes and the traceback.
+        Whether the user has made a mistake, the message, the notes and the traceback.
     """
     mistake = isinstance(error, ConfigurationError)
     message = str(error) if mistake else traceback.format_exception_only(error)[0].strip()

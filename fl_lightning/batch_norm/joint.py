@@ -65,7 +65,7 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
 
 @contextmanager
 def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    """Set the function that :func:`cohort_mean` calls, until the ``with`` block ends.
+    """Set the function that ``cohort_mean`` calls, until the ``with`` block ends.
 
     The arguments of ``mean`` are the stacked rows and the number of clients in the cohort.
     """

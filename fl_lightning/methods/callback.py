@@ -141,7 +141,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Act in a skipped round, in place of the round's remaining hooks.
 
         Returns:
-            A pair: the numbers of floats that each client sends and receives (see
-                ``extra_traffic``), and the number of exchanges (see ``extra_exchanges``).
+            The numbers of floats that each client sends and receives (see ``extra_traffic``), and
+            the number of exchanges (see ``extra_exchanges``).
         """
         return {}, 0
