@@ -141,7 +141,7 @@ def test_a_name_that_the_terminal_cannot_show_ends_no_run(tmp_path):
 
 
 CALLBACKS = [
-    {"class_path": "fl_lightning.callbacks.FedProx", "init_args": {"mu": "x"}},
+    {"class_path": "FedProx", "init_args": {"mu": "x"}},
     {"class_path": "FixBN", "init_args": {"freeze_rond": 2}},
 ]
 # (changes of the YAML, arguments, the end of the line; L the line of the file that begins with these words)

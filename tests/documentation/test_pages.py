@@ -83,8 +83,8 @@ def write_methods(tmp_path, monkeypatch):
         Path("methods.py").write_text(methods_of(name))
 
     yield write
-    if "methods" in sys.modules:
-        hide(vars(sys.modules.pop("methods")))
+    sys.modules.pop("methods", None)
+    hide()
 
 
 def write_own_images(root):
@@ -154,7 +154,7 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
 def test_the_methods_of_the_pages_keep_what_they_promise(name):
     namespace = {"__name__": "methods"}
     exec(methods_of("docs/own-method.md"), namespace)  # noqa: S102  # our own page
-    hide(namespace)
+    hide()
     assert certify(namespace[name], references=False).failed == []
 
 
@@ -262,5 +262,5 @@ def test_a_cohort_has_what_the_pages_say():
 def test_the_test_on_the_page_passes():
     written = {"__name__": "methods"}
     exec(methods_of("docs/own-method.md"), written)  # noqa: S102  # the code of the page
-    hide(written)
+    hide()
     written["test_one_local_step_of_equal_clients_is_centralised_training"]()

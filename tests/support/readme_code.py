@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 from pages import blocks
 
+from fl_lightning import FederatedCallback
+
 METHOD_BLOCKS = {
     found[1]: block
     for name in ("README.md", "docs/own-method.md")
@@ -18,10 +20,11 @@ METHOD_BLOCKS = {
 """The two that start from nothing but ``FederatedCallback`` and what it keeps."""
 
 
-def hide(namespace):
-    """Make the classes as if made in a function: the command line knows methods by bare names, and FedBN is the shipped one."""
-    for name in METHOD_BLOCKS.keys() & namespace.keys():
-        namespace[name].__qualname__ = f"methods.<locals>.{name}"
+def hide():
+    """Make the pages' classes look like local classes, so that a bare name such as FedBN means the shipped class only."""
+    for kind in FederatedCallback.__subclasses__():
+        if kind.__name__ in METHOD_BLOCKS and not kind.__module__.startswith("fl_lightning."):
+            kind.__qualname__ = f"methods.<locals>.{kind.__name__}"
 
 
 def methods():
@@ -29,5 +32,5 @@ def methods():
     namespace = {}
     for block in METHOD_BLOCKS.values():
         exec(block, namespace)  # noqa: S102  # our own pages
-    hide(namespace)
+    hide()
     return SimpleNamespace(**{name: namespace[name] for name in METHOD_BLOCKS})

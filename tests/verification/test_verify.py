@@ -1,7 +1,6 @@
 """``verify``: what it finds in the shipped methods, in broken ones and in one's own, and what a user sees of it."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def own_code(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "methods", raising=False)
     yield
-    hide(vars(sys.modules.get("methods", SimpleNamespace())))
+    hide()
 
 
 @pytest.mark.slow
