@@ -6,7 +6,7 @@ from statistics import fmean, pvariance
 
 import lightning as L
 
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, Report, Table
+from fl_lightning import FederatedCallback, FederatedModule, Report, Table
 from fl_lightning.methods import evaluate_client, weighed_accuracy
 
 
@@ -20,8 +20,7 @@ class ClientEvaluation(Report, FederatedCallback):
     - If only the client's class histogram is known, the accuracy is estimated on the server's
       evaluation data. Classes are weighted by their frequency in the client's training data. The
       loss is left out.
-    - Otherwise the client is left out. If all clients would be left out, the run stops with an
-      error.
+    - Otherwise the client is left out. If all clients are left out, the result table says so.
 
     Each evaluation logs these metrics under ``val/`` or ``test/``:
 
@@ -35,9 +34,6 @@ class ClientEvaluation(Report, FederatedCallback):
     The measures are those of q-FFL (Li et al., "Fair resource allocation in federated learning",
     ICLR 2020, Table 1). After the run, ``clients.csv`` has each client's values of the last
     evaluation. W&B shows a histogram of these values.
-
-    Raises:
-        ConfigurationError: No client can be evaluated.
 
     Attributes:
         values: ``accuracy`` and ``loss`` of each client in the last evaluation, by client id.
@@ -58,12 +54,6 @@ class ClientEvaluation(Report, FederatedCallback):
         clients = range(pl_module.data.num_clients)
         values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
         self.values = dict(zip(clients, values, strict=True))
-        data, splits = pl_module.data, ("val", "test")
-        if not any(values) and not any(data.own_dataloader(client, s) for client in clients for s in splits):
-            raise ConfigurationError(
-                "ClientEvaluation: no client can be evaluated, as clients have no evaluation data and the task has no accuracy by "
-                "class; give the clients' data a val_dataloader or test_dataloader, or leave ClientEvaluation out"
-            )
         for metric, direction in pl_module.task.best.items():
             sign = 1 if direction == "max" else -1
             known = [metrics[metric] for metrics in self.values.values() if metric in metrics]
@@ -84,6 +74,11 @@ class ClientEvaluation(Report, FederatedCallback):
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
         accuracy = weighed_accuracy(pl_module.evaluation.class_quality, histograms[client])
         return {} if accuracy is None else {pl_module.task.quality: accuracy}
+
+    def result_lines(self) -> Mapping[str, str]:
+        """Return a line for the result table if no client could be evaluated."""
+        known = not self.values or any(self.values.values())
+        return {} if known else {"clients": "not evaluated: they have no evaluation data and no classes"}
 
     def tables(self) -> Mapping[str, Table]:
         """Return the table ``clients``: each client's values in the last evaluation."""

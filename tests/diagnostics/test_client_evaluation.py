@@ -9,7 +9,7 @@ from helpers import ArrayClient, blobs, federated_run
 from lightning.pytorch import LightningDataModule
 from torch.nn.functional import cross_entropy
 
-from fl_lightning import ConfigurationError, FederatedDataModule
+from fl_lightning import FederatedDataModule
 from fl_lightning.callbacks import ClientEvaluation
 
 
@@ -68,5 +68,9 @@ def test_clients_of_whom_nothing_is_known_are_left_out():
     module = trained(FederatedDataModule([TrainsOnly(known), known], known), callback)
     assert callback.values[0] == {}
     assert module.metrics["val/client_accuracy"] == pytest.approx(callback.values[1]["accuracy"])
-    with pytest.raises(ConfigurationError, match=r"ClientEvaluation: no client can be evaluated"):
-        trained(FederatedDataModule([TrainsOnly(known)], known), ClientEvaluation())
+    assert callback.result_lines() == {}
+    nobody = ClientEvaluation()
+    module = trained(FederatedDataModule([TrainsOnly(known)], known), nobody)
+    assert not [name for name in module.metrics if "client" in name and name != "client/lr"]
+    assert nobody.tables() == {}
+    assert nobody.result_lines() == {"clients": "not evaluated: they have no evaluation data and no classes"}
