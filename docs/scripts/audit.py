@@ -60,21 +60,16 @@ def table() -> str:
     return "\n".join(lines)
 
 
-GALLERY = {"GN": (0.527, 0.589)}
-"""Last and best accuracy with two classes only, from docs/gallery.md, for unfinished cells."""
-
-
 def account() -> str:
     """Return a Markdown table with the points that each cause explains.
 
-    A point is 0.01 of test accuracy. For unfinished cells without images of other classes, the
-    values are those of the gallery. Other causes without a finished cell have no entry.
+    A point is 0.01 of test accuracy. A cause without a finished cell has no entry.
     """
     content, rows = cells(), dict[str, list[str]]()
     biases = json.loads((NUMBERS_FOLDER / "classifier_bias.json").read_text())["rows"]
     for method in METHODS:
         runs = {tail: content[f"{method.lower()}_{tail}_s0"] for tail in ("pure", "tail10")}
-        last, best = _last_and_best(runs["pure"]) or GALLERY.get(method, (None, None))
+        last, best = _last_and_best(runs["pure"]) or (None, None)
         with_tail = _last_and_best(runs["tail10"])
         bias = next((x for x in biases if (x["method"], x["tail"], x["round"]) == (method, 0, 640)), None)
         for name, value in (

@@ -41,7 +41,10 @@ def part(study: Path, page: str) -> str:
     shutil.copy(picture, FIGURES / f"{name}.png")
     command = f"python -m fl_lightning study configs/studies/{found['name']}.yaml --scale {found['scale']}"
     table = (study / "table.md").read_text().strip()
-    origin = f"Source {', '.join(sources)}, torch {', '.join(versions)}."
+    origin = (
+        f"Digest of the source: {', '.join(sources)}. PyTorch version: {', '.join(versions)}. "
+        "The verdicts follow the [current rules](studies.md#verdicts)."
+    )
     shown = (
         "accuracy over communication rounds" if picture.stem == "curves" else "the values of the table above"
     )
