@@ -132,12 +132,12 @@ MY_STUDY = {
 
 @pytest.mark.slow
 def test_shipped_configurations_are_found_from_an_empty_folder(installed, tmp_path):
-    run = "from fl_lightning.__main__ import main; main({!r})".format
-    assert "configs/quickstart.yaml" in python(run(["list", "configs"]), installed, tmp_path)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(MY_STUDY))
-    plan = python(run(["study", "mine.yaml", "--dry-run"]), installed, tmp_path)
-    assert "0 of 2 cells are done" in plan
-    assert "configs/studies/methods.yaml" in python(run(["list", "studies"]), installed, tmp_path)
+    commands = (["list", "configs"], ["list", "studies"], ["study", "mine.yaml", "--dry-run"])
+    code = f"from fl_lightning.__main__ import main\nfor command in {commands}: main(command)"
+    printed = python(code, installed, tmp_path)
+    for line in ("configs/quickstart.yaml", "configs/studies/methods.yaml", "0 of 2 cells are done"):
+        assert line in printed
 
 
 @pytest.mark.slow

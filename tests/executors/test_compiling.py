@@ -211,11 +211,10 @@ def trained_unevenly(folder, ckpt_path=None, **trainer):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("done", [1, 3])
-def test_a_resumed_run_compiles_the_same_code_whatever_shapes_it_meets_first(done, cache, tmp_path):
+def test_a_resumed_run_compiles_the_same_code_whatever_shapes_it_meets_first(cache, tmp_path):
     with torch._inductor.utils.fresh_cache():
         reference = trained_unevenly(tmp_path)
-    assert same(reference, trained_unevenly(tmp_path, ckpt_path=tmp_path / f"{done}.ckpt"))
+    assert same(reference, trained_unevenly(tmp_path, ckpt_path=tmp_path / "1.ckpt"))
 
 
 @needs_compiler

@@ -43,10 +43,7 @@ def images(clients=2, classes=3):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "norm"),
-    [
-        *(("mobilenet_v2", "bn"), ("mobilenet_v2", "gn"), ("resnet18", "bn")),
-        pytest.param("resnet18", "gn", marks=pytest.mark.slow),
-    ],
+    [("mobilenet_v2", "bn"), ("mobilenet_v2", "gn"), ("resnet18", "bn")],
 )
 def test_a_round_of_a_model_of_torchvision_is_the_same_from_every_executor(name, norm):
     states = []

@@ -21,27 +21,27 @@ def test_killed_runs_and_damaged_checkpoints_are_counted(tmp_path, capsys, monke
     file = tmp_path / "faults.json"
     options = [
         "--kills",
-        "2",
+        "1",
         "--rank-kills",
         "1",
         "--study-kills",
         "1",
         "--damages",
-        "60",
+        "20",
         "--mistakes",
-        "10",
+        "4",
     ]
     options += ["--rounds", "6", "--executors", "sequential"]
     with pytest.raises(SystemExit) as end:
         main(["faults", *options, "--configurations", "FedBN, Adam kept globally", "--json", str(file)])
     assert end.value.code == 0
     found = json.loads(file.read_text())
-    assert sum(found["kills by run"]["FedBN, Adam kept globally; sequential"].values()) == 2
+    assert sum(found["kills by run"]["FedBN, Adam kept globally; sequential"].values()) == 1
     assert sum(found["kills of ranks"].values()) == 1
     assert sum(count for what, count in found["kills of studies"].items() if what.startswith("of ")) == 1
-    assert sum(found["damaged checkpoints"].values()) == 60
-    assert found["damaged checkpoints"]["refused in one line"] > 30
-    assert found["mistakes"] == {"refused in one line that names it": 10}
+    assert sum(found["damaged checkpoints"].values()) == 20
+    assert found["damaged checkpoints"]["refused in one line"] > 10
+    assert found["mistakes"] == {"refused in one line that names it": 4}
     assert "kills of runs: " in capsys.readouterr().out
 
 

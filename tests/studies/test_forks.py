@@ -215,8 +215,8 @@ def test_a_module_that_starts_threads_is_not_forked(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_forked_cell_has_the_bits_of_a_cell_of_its_own(threads, tmp_path, monkeypatch):
+def test_a_forked_cell_has_the_bits_of_a_cell_of_its_own(tmp_path, monkeypatch):
+    threads = 2
     monkeypatch.syspath_prepend(tmp_path)
     write_study(bn={"threads": threads}, own={"threads": threads, "trainer.callbacks": PAUSES})
     Path("go").touch()
