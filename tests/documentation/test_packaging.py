@@ -69,7 +69,7 @@ def build(what, source, out):
     return made
 
 
-@pytest.fixture(scope="module", params=["checkout", "editable", "wheel", "wheel of the source distribution"])
+@pytest.fixture(scope="module", params=["checkout", "editable", "wheel of the source distribution"])
 def installed(request, checkout, tmp_path_factory):
     """The folder that Python finds an installation in."""
     place, out = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("out")
