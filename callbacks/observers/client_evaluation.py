@@ -16,7 +16,7 @@ class ClientEvaluation(Report, FederatedCallback):
     The data module decides how a client is evaluated:
 
     - If the client has a ``val_dataloader()`` (or ``test_dataloader()``), accuracy and loss are
-      measured on these data.
+      measured on this loader's data.
     - If only the client's class histogram is known, the accuracy is estimated on the server's
       evaluation data. Classes are weighted by their frequency in the client's training data. The
       loss is left out.
