@@ -31,7 +31,7 @@ class ClientEvaluation(Report, FederatedCallback):
     - ``client_loss``, ``client_loss_worst``, ``client_loss_variance``: The same three numbers for
       the loss. The worst clients have the highest losses.
 
-    The measures are those of q-FFL (Li et al., "Fair resource allocation in federated learning",
+    q-FFL has the same measures (Li et al., "Fair resource allocation in federated learning",
     ICLR 2020, Table 1). After the run, ``clients.csv`` has each client's values of the last
     evaluation. W&B shows a histogram of these values.
 
