@@ -2,9 +2,14 @@
 
 A cell is a run of the audit. Each file in ``docs/numbers/audit`` describes one cell. The file has
 the command and the evaluations of the cell. If the run is finished, the file also has the result.
+
+``python docs/scripts/audit.py PURE FILE`` writes the partition of the cells with ten images of
+every class to FILE. PURE is a partition into two classes per client, seed 0 or 1.
 """
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from folders import FIGURES_FOLDER, NUMBERS_FOLDER
@@ -61,9 +66,9 @@ def table() -> str:
 
 
 def account() -> str:
-    """Return a Markdown table with the points that each cause explains.
+    """Return a Markdown table with the points by which each change moves the accuracy.
 
-    A point is 0.01 of test accuracy. A cause without a finished cell has no entry.
+    A point is 0.01 of test accuracy. A change without a finished cell has no entry.
     """
     content, rows = cells(), dict[str, list[str]]()
     biases = json.loads((NUMBERS_FOLDER / "classifier_bias.json").read_text())["rows"]
@@ -77,11 +82,11 @@ def account() -> str:
             ("here, two classes only, last evaluation", last),
             ("difference", last and PUBLISHED[method] - last),
             ("best evaluation instead of the last", best and last and best - last),
+            ("ten images of every other class", with_tail and last and with_tail[0] - last),
             (
                 "correction of the classifier's bias without labels",
                 bias and bias["accuracy_calibrated"] - bias["accuracy"],
             ),
-            ("ten images of every other class", with_tail and last and with_tail[0] - last),
         ):
             is_accuracy = name.startswith(("published", "here"))
             shown = "" if value is None else f"{value:.3f}" if is_accuracy else f"{100 * value:+.1f}"
@@ -132,6 +137,25 @@ def readings() -> str:
     return "\n".join(lines)
 
 
+def with_ten_images(partition: dict[str, Any]) -> dict[str, Any]:
+    """Return a partition whose clients also have ten images of every other class.
+
+    Args:
+        partition: A saved partition of ``configs/cifar10_fedavg_bn.yaml`` with seed 0 or 1. The
+            file ``docs/numbers/ten_images.json`` has the images that are added.
+
+    Raises:
+        KeyError: The partition has another seed.
+    """
+    added = json.loads((NUMBERS_FOLDER / "ten_images.json").read_text())
+    images = added[str(partition["origin"]["settings"]["seed"])]
+    clients = [
+        {**client, "train": sorted({*client["train"], *more})}
+        for client, more in zip(partition["clients"], images, strict=True)
+    ]
+    return {**partition, "overlap": True, "clients": clients}
+
+
 def draw() -> None:
     """Draw the test accuracy of each cell over the rounds.
 
@@ -174,5 +198,9 @@ def _method(cell: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    draw()
-    print(table())
+    if sys.argv[1:]:
+        pure, file = map(Path, sys.argv[1:])
+        file.write_text(json.dumps(with_ten_images(json.loads(pure.read_text()))))
+    else:
+        draw()
+        print(table())
