@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision import datasets
@@ -130,7 +129,8 @@ class Cityscapes(FederatedDataModule):
         """List the files at the first call; check the masks and the size of each client's data.
 
         Raises:
-            ConfigurationError: An image has no mask, or a client has fewer images than a batch.
+            ConfigurationError: An image has no mask, a client has fewer images than a batch, or an
+                image of the split file is evaluation data.
         """
         if self.names:
             return
@@ -144,13 +144,19 @@ class Cityscapes(FederatedDataModule):
             clients = self._users(Path(self.split_file).expanduser())
         held_out = [cities[city] for city in self.evaluation_cities] or self._cities("val").values()
         evaluated = [pair for pairs in held_out for pair in pairs]
+        if twice := sorted(
+            {pair[0] for pairs in clients.values() for pair in pairs} & {x[0] for x in evaluated}
+        ):
+            raise ConfigurationError(
+                f"split_file: {twice[0]} is also evaluation data; leave it out of the split file, or its city out of "
+                "evaluation_cities"
+            )
         for name, pairs in clients.items():
             if len(pairs) < self.batch_size:
                 raise ConfigurationError(
                     f"batch_size={self.batch_size} is more than the {len(pairs)} images of client {name}; use a smaller one"
                 )
-        size = self._image_size or self._size_of(next(iter(clients.values()))[0])
-        augment = augmentation(*self._augmentation, size)
+        augment = augmentation(*self._augmentation)
         shares = [self._images(pairs, augment) for pairs in clients.values()]
         self._clients = [StreamedClient(share, self.batch_size) for share in shares]
         self.evaluation_images = self._images(evaluated, None)
@@ -217,7 +223,3 @@ class Cityscapes(FederatedDataModule):
             raise ConfigurationError(f"split_file: {path} names no user; expected FedDrive's all_data_*.json")
         images, masks = self.data_dir / "leftImg8bit", self.data_dir / "gtFine"
         return {user: [self._pair(images / x, masks / y) for x, y in pairs] for user, pairs in files.items()}
-
-    def _size_of(self, pair: Pair) -> tuple[int, int]:
-        with Image.open(pair[0]) as image:
-            return image.size[::-1]

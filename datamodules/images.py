@@ -220,7 +220,8 @@ def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[
 def balanced_subset(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Draw a stratified subset, which has the same class proportions as all samples.
 
-    The number of samples of a class is rounded up or down.
+    The number of samples of a class is rounded up or down. If a class has less than one sample on
+    average, chance decides which of these classes have one.
 
     Args:
         labels: Class of each sample, shape ``[N]``.
@@ -235,4 +236,13 @@ def balanced_subset(labels: Tensor, count: int, generator: torch.Generator) -> T
     sizes = labels.bincount()
     rank = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[order]]
     quantile = (rank + 0.5) / sizes[labels[order]]
-    return order[quantile.argsort(stable=True)[:count]].sort().values
+    taken = quantile.argsort(stable=True)[:count]
+    quotas, wanted = labels[order[taken]].bincount(minlength=len(sizes)), sizes * count
+    if bool(((quotas * len(labels) - wanted).abs() >= len(labels)).any() or (wanted < len(labels)).any()):
+        quotas = wanted // max(len(labels), 1)
+        classes = torch.randperm(len(sizes), generator=generator)
+        remainders = (wanted - quotas * len(labels))[classes]
+        added = remainders.argsort(stable=True, descending=True)[: count - int(quotas.sum())]
+        quotas[classes[added]] += 1
+        taken = (rank < quotas[labels[order]]).nonzero().flatten()
+    return order[taken].sort().values

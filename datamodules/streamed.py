@@ -152,8 +152,27 @@ def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[An
     return np.array(image)
 
 
+class _RandomScale(v2.Transform):  # type: ignore[misc]  # torchvision has no types
+    """Resize image and mask by a factor that is drawn uniformly from an interval.
+
+    torchvision's ``ScaleJitter`` scales relative to a target size instead, so that its factors
+    depend on the image's aspect ratio.
+    """
+
+    def __init__(self, lowest: float, highest: float) -> None:
+        super().__init__()
+        self.lowest, self.highest = lowest, highest
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        factor = self.lowest + float(torch.rand(1)) * (self.highest - self.lowest)
+        return {"size": [max(1, round(side * factor)) for side in flat_inputs[0].shape[-2:]]}
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        return self._call_kernel(v2.functional.resize, inpt, size=params["size"], antialias=True)
+
+
 def augmentation(
-    crop: tuple[int, int] | None, scale: tuple[float, float], flip: bool, jitter: float, size: tuple[int, int]
+    crop: tuple[int, int] | None, scale: tuple[float, float], flip: bool, jitter: float
 ) -> Callable[[Any, Any], Any] | None:
     """Return an augmentation of image and mask: random scale, crop, flip and colour jitter.
 
@@ -164,11 +183,10 @@ def augmentation(
         flip: Whether each image and its mask are mirrored with probability 1/2.
         jitter: Strength of the jitter of brightness, contrast and saturation (torchvision's
             ``ColorJitter``).
-        size: Height and width of the images before augmentation.
     """
     steps: list[Any] = []
     if tuple(scale) != (1.0, 1.0):
-        steps.append(v2.ScaleJitter(size, tuple(scale), antialias=True))
+        steps.append(_RandomScale(*scale))
     if crop is not None:
         fill = {tv_tensors.Image: 0, tv_tensors.Mask: IGNORED}
         steps.append(v2.RandomCrop(tuple(crop), pad_if_needed=True, fill=fill))

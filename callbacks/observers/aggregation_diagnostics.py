@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule, Report, Table
@@ -55,6 +56,12 @@ class AggregationDiagnostics(Report, FederatedCallback):
         self.newest: dict[str, float] = {}
         self.shares: dict[int, dict[str, list[float]]] = {}
         self._attackers: set[int] = set()
+
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
+        """Forget an earlier run's shares."""
+        trainer = pl_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.current_epoch:
+            self.shares, self._attackers = {}, set()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the distances and shares of this round's aggregates."""

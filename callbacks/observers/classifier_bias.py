@@ -86,6 +86,12 @@ class ClassifierBias(FederatedCallback):
         self.models: list[dict[str, Tensor]] = []
         self._said = False
 
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
+        """Forget the models of an earlier run, unless the run is resumed."""
+        trainer = pl_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.current_epoch:
+            self.models = []
+
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Store the server's model after this round."""
         self._keep(pl_module)
@@ -113,7 +119,8 @@ class ClassifierBias(FederatedCallback):
         slots = StateSlots(pl_module.model)
         setting = "ClassifierBias.checkpoints"
         files = [read_weights(pl_module.model, path, setting) for path in self.checkpoints]
-        models: Sequence[Mapping[str, Tensor]] = files or self.models
+        fits = trainer.state.fn == TrainerFn.FITTING
+        models: Sequence[Mapping[str, Tensor]] = self.models if fits else files or self.models
         with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
             self._log(pl_module, split)
             if models:  # no models are stored if ``mean_of`` is 1

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -107,7 +108,10 @@ class StatisticsSources(VariantEvaluation):
         return {"mean": "averaged", "var": "averaged"} if self._followed else {}
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
-        """Raise an error if a BN layer or the aggregator does not fit a source."""
+        """Check the BN layers and the aggregator, and forget an earlier run's statistics."""
+        trainer = pl_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.current_epoch:
+            self.server, self.clients = {}, ClientMemory()
         for name, layer in require_batch_norm(pl_module.model, "StatisticsSources").items():
             if self._followed and layer.momentum is None:
                 raise ConfigurationError(

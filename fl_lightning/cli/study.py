@@ -28,7 +28,7 @@ from fl_lightning.experiments.studies.found import ChoiceFound, Found, Labels
 from fl_lightning.experiments.studies.progress import StudyProgress, time_left
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.experiments.studies.reads import Reads, check_columns_exist, texts
-from fl_lightning.experiments.studies.reported import check_rule
+from fl_lightning.experiments.studies.reported import LAST, check_rule
 from fl_lightning.experiments.studies.running import Runner
 from fl_lightning.experiments.studies.sharing import share_first_stages
 from fl_lightning.experiments.studies.tables import (
@@ -226,7 +226,13 @@ class StudyCells:
                     )
             rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
             # the configuration is resolved once for all seeds
-            config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}"}
+            # report rules other than "last" also depend on how often a cell is evaluated
+            every = (
+                f"-every-{config['trainer']['check_val_every_n_epoch']}"
+                if self.study.definition.report != LAST
+                else ""
+            )
+            config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}{every}"}
             self._made[key] = Cell(labels, seed, config)
         return self._made[key]
 

@@ -1,5 +1,6 @@
 """Direction of a metric: whether large or small values are best."""
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -17,9 +18,13 @@ def best_is(metric: str, known: Mapping[str, str] = MappingProxyType({})) -> Lit
         known: Directions of the task's metrics by name, each ``"max"`` or ``"min"``.
 
     Returns:
-        ``"min"`` for a loss, ``"max"`` for a quality such as accuracy, None for other metrics.
+        ``"min"`` for a loss, ``"max"`` for a quality such as accuracy, None for other metrics. A
+        metric of personal models or of clients has the direction of the server model's metric. A
+        variance has no direction.
     """
-    name = metric.rpartition("/")[2]
+    name = re.sub("^(personal|own|client)_", "", metric.rpartition("/")[2])
+    if name.endswith("_variance"):
+        return None
 
     def is_one(of: str) -> bool:
         return name == of or name.startswith(f"{of}_")

@@ -71,7 +71,7 @@ def test_resized_masks_have_no_labels_between_two(root):
 
 
 def test_augmentation_moves_image_and_mask_together():
-    augment = augmentation((20, 20), (0.5, 1.5), True, 0.0, (16, 24))
+    augment = augmentation((20, 20), (0.5, 1.5), True, 0.0)
     rows, columns = torch.meshgrid(torch.arange(16), torch.arange(24), indexing="ij")
     pattern = (40 + 2 * rows + 3 * columns).to(torch.uint8)
     seen = set()
@@ -86,6 +86,32 @@ def test_augmentation_moves_image_and_mask_together():
         assert mask.min() >= 40  # what pads a mask is no label
         seen.add(tuple(mask.flatten()[::37].tolist()))
     assert len(seen) == 20
+
+
+@pytest.mark.parametrize("size", [(90, 120), (120, 90), (90, 90)])
+def test_images_of_any_shape_are_scaled_by_the_given_factors(size):
+    pixels = torch.zeros(3, *size, dtype=torch.uint8)
+    augment = augmentation(None, (0.75, 1.5), False, 0.0)
+    factors = []
+    for _ in range(60):
+        image, mask = augment(tv_tensors.Image(pixels), tv_tensors.Mask(pixels[0]))
+        assert image.shape[1:] == mask.shape
+        height, width = (found / given for found, given in zip(image.shape[1:], size, strict=True))
+        assert height == pytest.approx(width, abs=0.01)
+        factors.append(height)
+    assert 0.74 < min(factors) < 0.85
+    assert 1.35 < max(factors) < 1.51
+
+
+def test_an_image_of_the_split_file_cannot_be_evaluation_data(root, tmp_path):
+    x = [f"train/ulm/ulm_{n:06}_leftImg8bit.png" for n in range(2)]
+    user = {"x": x, "y": [name.replace("leftImg8bit", "gtFine_labelIds") for name in x]}
+    split = tmp_path / "all_data_0.json"
+    split.write_text(json.dumps({"users": ["ulm0"], "num_samples": [2], "user_data": {"ulm0": user}}))
+    with pytest.raises(
+        ConfigurationError, match=r"^split_file: .*ulm_000000_.* is also evaluation data; leave it out"
+    ):
+        made(root, split_file=str(split), evaluation_cities=["ulm"])
 
 
 def test_batches_are_functions_of_seed_client_and_step(root):

@@ -173,6 +173,21 @@ def test_a_balanced_subset_takes_the_same_share_of_every_class(count):
     assert (labels[subset].bincount(minlength=4) - expected).abs().max() <= 1
 
 
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [([1000] + [2] * 300, 160), ([1] * 100, 10), ([7, 1, 1, 1, 900, 3], 50), ([3] * 50, 60)],
+)
+def test_many_small_classes_have_their_share_of_a_balanced_subset(sizes, count):
+    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    subsets = [balanced_subset(labels, count, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    expected = torch.tensor(sizes, dtype=torch.float64) * count / len(labels)
+    for subset in subsets:
+        assert len(subset.unique()) == count
+        assert (labels[subset].bincount(minlength=len(sizes)) - expected).abs().max() < 1
+    assert torch.equal(subsets[0], subsets[1])
+    assert not torch.equal(subsets[0], subsets[2])
+
+
 def test_without_a_validation_set_fit_evaluates_on_test_data_and_says_so():
     datamodule = build(eval_batch_size=12)
     assert datamodule.fit_split == "test"

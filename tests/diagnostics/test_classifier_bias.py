@@ -1,5 +1,6 @@
 """The classifier's bias and the features: golden values on logits by hand, and a run against plain PyTorch."""
 
+from functools import partial
 from math import log
 
 import lightning as L
@@ -10,7 +11,7 @@ from helpers import SGD, SaveRounds, blobs, federated_run, small_cnn
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ClientFailures, ConfigurationError, FederatedModule
-from fl_lightning.callbacks import ClassifierBias
+from fl_lightning.callbacks import ClassifierBias, StatisticsSources
 from fl_lightning.callbacks.observers import calibration
 from fl_lightning.callbacks.observers.calibration import (
     accuracy,
@@ -51,6 +52,37 @@ def test_an_offset_of_symmetric_logits_is_found_also_of_a_class_that_is_never_pr
     assert torch.allclose(bias, -offset, rtol=0, atol=1e-7 * scale)
     means = (symmetric + offset + bias).softmax(1).mean(0)
     assert (4 * means - 1).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize(
+    "observers",
+    [
+        lambda: [ClassifierBias(mean_of=5, train_samples=30)],
+        lambda: [StatisticsSources(["moment_matching", "silobn"])],
+    ],
+)
+def test_an_observer_of_an_earlier_run_gives_the_numbers_of_a_new_one(observers):
+    def measured(used, rate=0.1):
+        settings = {"client_optimizer": partial(torch.optim.SGD, lr=rate), "trainer": EVALUATED}
+        rows = federated_run(*used, rounds=2, **settings).rows
+        return {
+            name: x for row in rows.values() for name, x in row.items() if name.startswith(("val", "test"))
+        }
+
+    used = observers()
+    measured(used, 0.5)
+    assert measured(used) == measured(observers())
+
+
+def test_checkpoints_do_not_replace_the_mean_model_in_fit(tmp_path):
+    torch.save(small_cnn().state_dict(), tmp_path / "other.pt")
+    first, second = (
+        federated_run(ClassifierBias(mean_of=2, train_samples=30, **files), rounds=2, trainer=EVALUATED).rows
+        for files in ({}, {"checkpoints": [str(tmp_path / "other.pt")]})
+    )
+    names = [name for row in first.values() for name in row if name.endswith("_mean_model")]
+    assert names
+    assert all(first[key].get(name) == second[key].get(name) for key in first for name in names)
 
 
 def test_without_convergence_there_is_no_bias(monkeypatch):

@@ -302,6 +302,18 @@ def test_what_was_trained_is_refused_in_another_run(tmp_path):
         python_run("fourth", rounds=1, model=model).fit()
 
 
+def test_the_files_of_a_folder_name_a_run(tmp_path):
+    def named(users):
+        (tmp_path / "all_data_0.json").write_text(json.dumps({"user_data": users}))
+        data = {
+            "class_path": "fl_lightning.datamodules.Cityscapes",
+            "init_args": {"split_file": str(tmp_path)},
+        }
+        return config_hash({"model": {}, "data": data, "trainer": {}})
+
+    assert named({"a": 1}) == named({"a": 1}) != named({"b": 1})
+
+
 def test_two_callbacks_of_one_class_differ_by_both():
     one = {"class_path": "Byzantine", "init_args": {"clients": [1]}}
     two = {"class_path": "Byzantine", "init_args": {"clients": [2]}}
@@ -311,9 +323,12 @@ def test_two_callbacks_of_one_class_differ_by_both():
     assert settings["trainer.callbacks.Byzantine.2.clients"] == [2]
 
 
-def test_how_often_the_server_evaluates_counts_where_clients_send_for_it():
+def test_how_often_the_server_evaluates_counts_where_clients_send_for_it_or_it_stops_the_run():
     static = [{"class_path": "fl_lightning.callbacks.StaticBN"}]
-    for callbacks, counts in (([], False), (static, True)):
+    stopping = [
+        {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val/loss"}}
+    ]
+    for callbacks, counts in (([], False), (static, True), (stopping, True)):
         names = {
             config_hash({**TINY, "trainer": {"callbacks": callbacks, "check_val_every_n_epoch": n}})
             for n in (1, 2)

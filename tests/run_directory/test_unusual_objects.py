@@ -94,6 +94,7 @@ PAIRS = {
     "seed of the data": [lambda: {"data": digits(seed=3), "seed": 3}, lambda: {"data": digits(), "seed": 3}],
     "weights of a loss": [lambda: {"loss": loss(1)}, lambda: {"loss": loss(2)}],
     "object of a method": [lambda c=c: {"client_lr_schedule": Decay(c).of} for c in (1.0, 0.01)],
+    "dropout in eval mode": [lambda: {"model": lenet(nn.Module.eval)}, lambda: {"model": lenet(still)}],
     "layers in eval mode": [lambda: {"model": lenet(still)}, lambda: {"model": lenet()}],
     "buffers that are not saved": [lambda v=v: {"model": net(value=v)} for v in (1.0, 2.0)],
     "shared parameters": [lambda t=t: {"model": net(tied=t)} for t in (True, False)],

@@ -74,6 +74,22 @@ def test_every_table_names_its_rule(tmp_path, monkeypatch, rule, words, value):
         assert f"test accuracy, {words}" in (tmp_path / "table.csv").read_text()
 
 
+@pytest.mark.parametrize(("rule", "shared"), [("last", True), ("mean of the last 4", False), ("best", False)])
+def test_cells_that_are_evaluated_more_often_are_others_unless_the_last_value_counts(
+    tmp_path, monkeypatch, rule, shared
+):
+    monkeypatch.chdir(tmp_path)
+    settings = {"choose": [], "axes": {"method": {"BN": {}}}, "report": rule}
+    options = ("--data.val_fraction=0",)
+    seldom, often = (
+        study_cells([f"--trainer.check_val_every_n_epoch={n}", *options], **settings) for n in (10, 1)
+    )
+    for one in seldom.table([]):
+        finish(one)
+    phases = {one.state().phase for one in often.table([])}
+    assert phases == {"done" if shared else "missing"}
+
+
 @pytest.mark.parametrize(
     ("rule", "rounds", "every", "fraction", "told"),
     [

@@ -54,6 +54,29 @@ def test_a_label_is_chosen_by_validation_and_never_by_test():
     assert not is_chosen({"method": "BN", "model.client_optimizer.lr": "0.1"}, choices)
 
 
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [("val/client_loss_worst", {}), ("val/personal_mae", {"mae": "min"}), ("val/client_mae", {"mae": "min"})],
+)
+def test_the_least_error_of_clients_is_chosen(metric, best):
+    cells = study_cells(
+        axes={"method": {"BN": {}}, LR[2:]: [0.1, 0.2, 0.4]}, choose=[{"axis": LR[2:], "metric": metric}]
+    )
+    for one, value in zip(cells.trial_cells, (0.9, 0.3, 0.6), strict=True):
+        finish(one, **{metric: value, "best": best})
+    assert chosen(cells.study, cells.trials)[0]["chosen"] == "0.2"
+
+
+def test_a_metric_without_a_known_direction_chooses_nothing():
+    cells = study_cells(choose=[{"axis": LR[2:], "by": ["method"], "metric": "val/norm"}])
+    for one in cells.trial_cells:
+        finish(one, **{"val/norm": 1.0})
+    with pytest.raises(
+        ConfigurationError, match=r"^choose: it is not known whether .* of val/norm are best; choose by"
+    ):
+        chosen(cells.study, cells.trials)
+
+
 @pytest.mark.parametrize("worst", [{"val/accuracy": float("nan")}, {"diverged": True}, None])
 def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_all_are(worst):
     """A method that diverges with every learning rate, or fails, keeps its row, and all that is claimed of it."""

@@ -173,6 +173,10 @@ SMALL = {"title": "t", "axes": BN_GN, "scales": {"reduced": {"base": "b"}}, "pub
         ({"published": [{"method": "GN", "value": True}]}, "published.0.value: True must be a number"),
         ({"axes": {"method": {"BN": {"seeds": [1]}}, "E": {"1": {"seeds": [2]}}}}, "seeds: .* are for the same row"),
         ({"choose": [{"axis": "E", "at": {"E": 1}}]}, "choose: at cannot name a label of E"),
+        (
+            {"choose": [{"axis": "E"}], "claims": ["E=1 ~ E=2 within 0.1"]},
+            "claims: 'E=1 ~ E=2 within 0.1' compares labels of E, but the table has only the chosen label",
+        ),
         ({"choose": [{"axis": "E"}, {"axis": "E", "by": ["method"]}]}, "choose: E is chosen twice"),
         ({"axes": {"E": [1, "1"]}}, r"axes.E: \[1, '1'\] must be different; 1 appears twice"),
         ({"scales": {"reduced": {"base": "b", "seeds": [-1]}}}, "seeds.0: -1 must be greater than or equal to 0"),

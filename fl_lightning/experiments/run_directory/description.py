@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 
 from fl_lightning.aliases import OLD_NAMES, current_name
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -243,8 +243,10 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 def _content(value: Any) -> Any:
-    """Return the digest of the file at a path. Return any other value unchanged."""
+    """Return the digest of the file or of the folder's files at a path; return any other value unchanged."""
     path = Path(value).expanduser() if isinstance(value, str) else None
+    if path is not None and path.is_dir():
+        return {"content_digest": {x.name: file_digest(x) for x in sorted(path.iterdir()) if x.is_file()}}
     return {"content_digest": file_digest(path)} if path is not None and path.is_file() else value
 
 
@@ -340,8 +342,10 @@ def _threads_only_read(path: str) -> bool:
 
 @cache
 def _evaluation_counts(path: str) -> bool:
-    """Return whether a method causes traffic at each evaluation of the server model."""
-    return bool(getattr(_maker(path), "sends_for_evaluations", False)) if path else False
+    """Return whether evaluations cause traffic by a callback, or let the callback stop the run."""
+    maker = _maker(path) if path else None
+    stops = isinstance(maker, type) and issubclass(maker, EarlyStopping)
+    return stops or bool(getattr(maker, "sends_for_evaluations", False))
 
 
 def differences(before: Config, after: Config) -> dict[str, list[Any]]:

@@ -18,6 +18,7 @@ from fl_lightning.files import write_json
 from fl_lightning.methods.report import Report
 from fl_lightning.pictures.style import PERSONAL
 from fl_lightning.recorded import describe
+from fl_lightning.round.directions import best_is
 from fl_lightning.round.final_evaluation import final_classes, final_metrics
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
@@ -89,7 +90,7 @@ def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[
         result["updates_not_finite"] = {str(client): count for client, count in record.not_finite.items()}
     if rates := {x: rate for x, rate in record.metrics.items() if x.startswith(_RATES)}:
         result["learning_rates"] = rates
-    if module.task.measured:
+    if any(best_is(name) != best for name, best in module.task.best.items()):
         result["best"] = module.task.best
     if arrays := module.evaluation.arrays:
         result["arrays"] = arrays

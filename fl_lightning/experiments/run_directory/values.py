@@ -160,8 +160,8 @@ def layers(model: nn.Module, walk: Walk | None = None) -> str:
 def _layer(layer: nn.Module, walk: Walk) -> Any:
     children = list(layer._modules)
     settings = {name: x for name, x in vars(layer).items() if name not in _NOT_A_SETTING}
-    if isinstance(layer, _BatchNorm):
-        # a layer in eval mode does not update its running statistics
+    if isinstance(layer, _BatchNorm) or not layer.training:
+        # in eval mode, BN layers do not update running statistics, and Dropout layers drop no values
         settings["training"] = layer.training
     tensors = {
         name: None if x is None or is_lazy(x) else [list(x.shape), str(x.dtype), x.requires_grad]

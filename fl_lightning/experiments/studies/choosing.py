@@ -91,6 +91,9 @@ def chosen(
         cells: Trial cells of each choice.
         accept_stale: Whether stale results count (default False).
         diverged: Keys of the cells that ended with a non-finite update.
+
+    Raises:
+        ConfigurationError: It is not known whether large or small values of the metric are best.
     """
     choices: list[ChoiceFound] = []
     for choice, own_cells in zip(study.choices, cells, strict=True):
@@ -99,12 +102,18 @@ def chosen(
             metric = metric_of(study, choice, combinations)
             states = {cell: cell.state(accept_stale) for cell in own_cells if matches(cell.labels, by)}
             known_best = next((x.result.get("best", {}) for x in states.values() if x.result), {})
-            worst = inf if best_is(metric, known=known_best) == "min" else -inf
+            direction = best_is(metric, known=known_best)
+            worst = inf if direction == "min" else -inf
             values: dict[str, float | None] = {}
             for cell, state in states.items():
                 value = _value(state.result if state.phase == "done" else None, metric, worst)
                 values[cell.labels[choice.axis]] = worst if value is None and cell.key in diverged else value
             known = {label: value for label, value in values.items() if value is not None}
+            if known and direction is None:
+                raise ConfigurationError(
+                    f"choose: it is not known whether large or small values of {metric} are best; choose by val/loss or "
+                    "by the main metric of the task"
+                )
             best = None
             if values and len(known) == len(values):
                 best = (min if worst > 0 else max)(known, key=lambda label: known[label])

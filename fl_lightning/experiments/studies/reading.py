@@ -237,9 +237,16 @@ def _contradictions(study: Study) -> Iterator[str]:
     ):
         for words in texts:
             try:
-                read(words, known)
+                axes = read(words, known).constraints[0]
             except ConfigurationError as error:
                 yield str(error)
+                continue
+            for axis in [choice.axis for choice in study.choices if choice.axis in axes]:
+                key = "difference" if read is read_difference else "claims"
+                yield (
+                    f"{key}: {words!r} compares labels of {axis}, but the table has only the chosen label; "
+                    "leave the axis out of choose"
+                )
     for words in {*definition.headline} & {*definition.claims}:
         yield f"headline: {words!r} is in claims too; keep it in headline"
     for first, second in combinations(definition.published, 2):
