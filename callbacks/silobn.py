@@ -1,5 +1,11 @@
 """SiloBN: Andreux et al., "Siloed Federated Learning for Multi-Centric Histopathology Datasets", arXiv 2008.07424."""
 
+from collections.abc import Mapping
+
+import lightning as L
+from torch import Tensor
+
+from fl_lightning import FederatedModule
 from fl_lightning.methods import LocalState
 
 
@@ -22,3 +28,11 @@ class SiloBN(LocalState):
     claims = ("weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training")
     examples = ({}, {"evaluate_clients": 2})
     kinds = ("mean", "var", "counter")
+
+    def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the statistics of each evaluated client, by client id.
+
+        The statistics of a client that has not taken part yet are left out: the server's apply.
+        """
+        models = super().variants(trainer, pl_module)
+        return {client: state if int(client) in self.memory else {} for client, state in models.items()}

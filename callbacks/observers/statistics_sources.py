@@ -55,8 +55,9 @@ class StatisticsSources(VariantEvaluation):
       ``statistics_aggregator``. The FedDNA sources require the weighted mean.
     - ``static_pooled``, ``static_per_client``, ``static_total_variance``: Statistics from a pass
       over the clients' training data at each evaluation (sBN).
-    - ``silobn``: The statistics that each client would keep. The metric is the mean accuracy over
-      the clients' models.
+    - ``silobn``: The statistics that each client would keep. A client that has not taken part yet
+      has the mean over the clients of the last round. The metric is the mean accuracy over the
+      clients' models.
     - ``batch``: The statistics of the evaluation batch.
     - ``test_set``: Statistics from a pass over the evaluation data, without labels, at each
       evaluation (AdaBN: Li et al., arXiv 1603.04779).
@@ -140,7 +141,7 @@ class StatisticsSources(VariantEvaluation):
             if source in _IMPORTANCES:
                 after = _IMPORTANCES[source](means, variances, cohort.weights)
             else:
-                after = _matched(means, variances, cohort.weights, layers, pl_module.statistics)
+                after = _combined(means, variances, cohort.weights, layers, pl_module.statistics, between=1.0)
             self.server[source] = torch.stack(after)
         if "silobn" in self._chosen:
             self.clients.setdefault(SERVER, {"statistics": start})
@@ -148,6 +149,8 @@ class StatisticsSources(VariantEvaluation):
             rows = end + share * (torch.stack(local, 1) - start.unsqueeze(1))
             for index, client in enumerate(cohort.client_ids):
                 self.clients[client] = {"statistics": rows[:, index].clone()}
+            mean = _combined(rows[0], rows[1], cohort.weights, layers, pl_module.statistics, between=0.0)
+            self.server["silobn"] = torch.stack(mean)
 
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the statistics of each source, and of each client for ``silobn``."""
@@ -159,8 +162,9 @@ class StatisticsSources(VariantEvaluation):
                 variants[source] = measured_statistics(trainer, pl_module, _MEASURED[source])
             elif source == "silobn":
                 for client in self._silobn.evaluated_clients(pl_module):
-                    local = self._local_statistics(client) if self.clients else None
-                    variants[f"silobn {client}"] = _by_name(pl_module, local)
+                    seen = client in self.clients
+                    statistics = self._local_statistics(client) if seen else self.server.get(source)
+                    variants[f"silobn {client}"] = _by_name(pl_module, statistics)
             else:
                 variants[source] = _by_name(pl_module, self.server.get(source))
         return variants
@@ -188,14 +192,15 @@ class StatisticsSources(VariantEvaluation):
         return (self.clients.get(client) or self.clients[SERVER])["statistics"]
 
 
-def _matched(
+def _combined(
     means: Tensor,
     variances: Tensor,
     weights: Tensor,
     layers: Mapping[str, _BatchNorm],
     statistics: StatisticsAggregator,
+    between: float,
 ) -> tuple[Tensor, Tensor]:
-    """Aggregate the clients' means and variances as :class:`MomentMatching` does.
+    """Aggregate the clients' means and variances by the run's rule.
 
     Args:
         means: Means of the clients, ``[C, channels]``, with the channels of all layers.
@@ -203,6 +208,8 @@ def _matched(
         weights: Aggregation weights of the clients, ``[C]``.
         layers: BN layers by name, in the order of the channels.
         statistics: The run's aggregator of statistics.
+        between: Factor of the variance between clients: 1 as in :class:`MomentMatching`, or 0 as in
+            :class:`SiloBN`.
 
     Returns:
         The server's mean and variance, each ``[channels]``.
@@ -211,7 +218,7 @@ def _matched(
     pairs = zip(torch.split(means, widths, 1), torch.split(variances, widths, 1), strict=True)
     # use a copy: the run's aggregator counts clamped values
     rule = StatisticsAggregator(statistics.rule, statistics.domain)
-    mean, variance = zip(*rule([LayerStatistics(*pair, weights, 1.0) for pair in pairs]), strict=True)
+    mean, variance = zip(*rule([LayerStatistics(*pair, weights, between) for pair in pairs]), strict=True)
     return torch.cat(mean), torch.cat(variance)
 
 

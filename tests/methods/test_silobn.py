@@ -21,7 +21,7 @@ run = partial(federated_run, data=partial(blobs, 4, (24, 40, 32)), rounds=ROUNDS
 
 
 def statistics_by_hand(data, steps, participants):
-    """Every client's running statistics: those of its own batches, whatever the server does to the weights."""
+    """The running statistics of every client that took part: those of its own batches."""
     server = small_cnn().double().train()
     kept = [{name: server.state_dict()[name].clone() for name in STATISTICS} for _ in range(data.num_clients)]
     for round_number, members in enumerate(participants):
@@ -38,7 +38,7 @@ def statistics_by_hand(data, steps, participants):
         for name, value in server.named_parameters():
             parts = [size * state[name] for size, state in zip(sizes, ended, strict=True)]
             value.data.copy_(sum(parts) / sum(sizes))
-    return kept
+    return {client: kept[client] for client in sorted({c for members in participants for c in members})}
 
 
 @EXECUTORS
@@ -62,11 +62,12 @@ def test_every_clients_statistics_are_those_of_its_own_batches(executor, partici
     result = run(callback, data=data, executor=executor(), participation=participation)
     participants = [list(result.clients.start[round_number]) for round_number in range(1, ROUNDS + 1)]
     kept = statistics_by_hand(data, 2, participants)
-    for client, expected in enumerate(kept):
-        state = callback.variants(None, result.module)[str(client)]
+    for client, state in callback.variants(None, result.module).items():
+        expected = kept.get(int(client), {})
         assert state.keys() == expected.keys()
-        assert distance(expected, state) < 1e-10
-    assert distance(kept[0], kept[1]) > 0.1
+        assert not expected or distance(expected, state) < 1e-10
+    first, second, *_ = kept.values()
+    assert distance(first, second) > 0.1
 
 
 class Averaged(SiloBN):
@@ -96,8 +97,8 @@ def test_statistics_of_others_would_be_seen(mutation):
     result = run(callback, data=data, participation=2)
     participants = [list(result.clients.start[round_number]) for round_number in range(1, ROUNDS + 1)]
     kept = statistics_by_hand(data, 2, participants)
-    seen = {client for members in participants for client in members}
-    gaps = [distance(kept[client], callback.variants(None, result.module)[str(client)]) for client in seen]
+    found = callback.variants(None, result.module)
+    gaps = [distance(state, found[str(client)]) for client, state in kept.items() if found[str(client)]]
     assert max(gaps) > 1e-2
 
 
@@ -118,6 +119,24 @@ def test_the_servers_statistics_are_the_mean_over_the_rounds_clients():
     for name in (name for name in STATISTICS if "running" in name):
         mean = torch.stack([state[name] for state in ended]).mean(0)
         assert torch.allclose(result.module.state_dict()[name], mean, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_client_that_has_not_taken_part_is_evaluated_with_the_servers_statistics(rounds):
+    callback, data = SiloBN(), blobs(4)
+    result = run(callback, data=data, rounds=rounds, participation=1, trainer={"limit_val_batches": None})
+    seen = {client for clients in result.clients.start.values() for client in clients}
+    assert len(seen) < 4
+    own = []
+    for client in range(4):
+        model = deepcopy(result.module.model).eval()
+        if client in seen:
+            model.load_state_dict(
+                {**model.state_dict(), **callback.variants(None, result.module)[str(client)]}
+            )
+        inputs, targets = data.clients[client].dataset.tensors
+        own.append((model(inputs).argmax(1) == targets).double().mean().item())
+    assert result.module.metrics["val/own_accuracy"] == pytest.approx(sum(own) / 4, abs=1e-6)
 
 
 def test_personal_accuracy_comes_from_the_statistics_alone():

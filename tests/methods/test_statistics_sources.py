@@ -156,6 +156,21 @@ def test_what_the_clients_would_keep_is_what_they_keep_with_silobn():
         assert abs(kept["statistics"] - rows).max() < 1e-10
 
 
+@pytest.mark.parametrize("rule", [None, TrimmedMean(1)], ids=["mean", "trimmed-mean"])
+def test_a_client_that_has_not_taken_part_has_the_statistics_of_silobns_server(rule):
+    settings = {"rounds": 2, "participation": 3, "statistics_aggregator": rule}
+    observer = StatisticsSources(["silobn"])
+    module = run(observer, **settings).module
+    own = run(SiloBN(), **settings).module
+    unseen = set(range(4)) - set(observer.clients)
+    variants = observer.variants(module.trainer, module)
+    assert unseen
+    for client in unseen:
+        kept = variants[f"silobn {client}"]
+        assert all(abs(value - own.model.get_buffer(name)).max() < 1e-10 for name, value in kept.items())
+        assert len(kept) == 4
+
+
 def test_a_server_that_forgot_what_it_would_hold_is_not_the_methods_own_run():
     class Forgetful(StatisticsSources):
         def on_round_start(self, trainer, pl_module, cohort):
