@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
-from fl_lightning.cohort import SERVER, ClientMemory
+from fl_lightning.cohort import SERVER, ClientMemory, is_finite
 from fl_lightning.errors import check_choice
 from fl_lightning.round import aggregate
 
@@ -111,7 +111,9 @@ class MaintainedMomentum(FederatedCallback):
         return self.scope == "global" and cohort.treatment(block) != "local"
 
     def _remember(self, owner: int, state: dict[str, Tensor]) -> None:
-        self.memory[owner] = {**self.memory.get(owner, {}), **state}
+        """Store an owner's state. A state that is not finite does not replace the old one."""
+        if is_finite(state):
+            self.memory[owner] = {**self.memory.get(owner, {}), **state}
 
 
 def _state(cohort: Cohort) -> dict[str, tuple[str, Tensor]]:

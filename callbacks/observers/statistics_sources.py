@@ -14,7 +14,7 @@ from fl_lightning.aggregation import LayerStatistics, StatisticsAggregator, requ
 from fl_lightning.batch_norm import batch_norm_layers, buffer_kinds, require_batch_norm
 from fl_lightning.callbacks.feddna import FedDNA
 from fl_lightning.callbacks.silobn import SiloBN
-from fl_lightning.cohort import SERVER, ClientMemory
+from fl_lightning.cohort import SERVER, ClientMemory, is_finite
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import (
     BATCH_STATISTICS,
@@ -148,7 +148,8 @@ class StatisticsSources(VariantEvaluation):
             local = [self._local_statistics(client).to(start) for client in cohort.client_ids]
             rows = end + share * (torch.stack(local, 1) - start.unsqueeze(1))
             for index, client in enumerate(cohort.client_ids):
-                self.clients[client] = {"statistics": rows[:, index].clone()}
+                if is_finite(entry := {"statistics": rows[:, index].clone()}):
+                    self.clients[client] = entry
             mean = _combined(rows[0], rows[1], cohort.weights, layers, pl_module.statistics, between=0.0)
             self.server["silobn"] = torch.stack(mean)
 

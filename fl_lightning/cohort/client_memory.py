@@ -251,6 +251,11 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._ranks.exchange(link)
 
 
+def is_finite(entry: Mapping[str, Tensor]) -> bool:
+    """Return whether all tensors of a client's entry are finite."""
+    return all(bool(tensor.isfinite().all()) for tensor in entry.values())
+
+
 def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
     """Return the callbacks' memories, keyed by names that are valid folder names."""
     named: dict[str, ClientMemory] = {}

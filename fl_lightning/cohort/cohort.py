@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation import weighted_mean
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.cohort.client_memory import is_finite
 from fl_lightning.cohort.parts import treatment
 from fl_lightning.cohort.rows import Rows, buffer_layout, check_room, parameter_layout
 from fl_lightning.errors import ConfigurationError
@@ -280,6 +281,8 @@ class Cohort:
     def remember(self, memory: MutableMapping[int, Any]) -> None:
         """Store each client's local state, so that :meth:`recall` can restore it.
 
+        If a client's state is not finite, the client keeps its old entry, if any.
+
         Args:
             memory: The callback's memory. The callback's ``state_dict()`` must include it.
         """
@@ -305,13 +308,16 @@ class Cohort:
     def store_vectors(self, memory: MutableMapping[int, Any], vectors: Mapping[str, Tensor]) -> None:
         """Store one vector for each client and block, so that :meth:`load_vectors` can load it.
 
+        If a client's vectors are not finite, the client keeps its old entry, if any.
+
         Args:
             memory: The callback's memory. The callback's ``state_dict()`` must include it.
             vectors: The vectors by block, ``[C, columns]``.
         """
         for index, client in enumerate(self.client_ids):
             entry = {name: rows[index].clone() for name, rows in vectors.items()}
-            memory[client] = {**memory.get(client, {}), **entry}
+            if is_finite(entry):
+                memory[client] = {**memory.get(client, {}), **entry}
 
     def _local_blocks(self) -> dict[str, Tensor]:
         blocks = {**self.params.blocks, **self.buffers.blocks}

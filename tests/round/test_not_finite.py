@@ -19,7 +19,16 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.aggregation import GeometricMedian, Median, TrimmedMean
-from fl_lightning.callbacks import FBN, SCAFFOLD, FedBN, MaintainedMomentum, SlidingWindowFixBN
+from fl_lightning.callbacks import (
+    FBN,
+    SCAFFOLD,
+    FedBN,
+    FedDyn,
+    MaintainedMomentum,
+    SiloBN,
+    SlidingWindowFixBN,
+    StatisticsSources,
+)
 from fl_lightning.cohort.client_memory import contents
 
 SIZES = (16, 40, 64)
@@ -186,6 +195,28 @@ def test_a_robust_rule_goes_on_with_what_it_withstands(aggregator, on_divergence
         f"round 2: the update of client 1 is not finite, first in layer '3'; {name} aggregates it"
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(
+    "method",
+    [SCAFFOLD, FedDyn, FedBN, SiloBN, MaintainedMomentum, lambda: StatisticsSources(["silobn"])],
+    ids=["SCAFFOLD", "FedDyn", "FedBN", "SiloBN", "MaintainedMomentum", "StatisticsSources"],
+)
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_client_that_diverges_under_a_robust_rule_keeps_its_last_finite_state(method, first):
+    callback = method()
+    settings = {"aggregator": Median(), "local_steps": 3, "on_divergence": "error"}
+    ended = run(Diverges(rounds=[first]), callback, **settings).clients.end
+    spoilt = {
+        r: [
+            client
+            for client, state in ended[r].items()
+            if not all(x.isfinite().all() for x in state.values())
+        ]
+        for r in ended
+    }
+    assert spoilt == {r: [1] if r == first else [] for r in range(1, 5)}
+    assert all(bool(leaf.isfinite().all()) for leaf in remembered(callback))
 
 
 def test_an_aggregate_that_is_not_finite_is_the_error_of_a_robust_rule():
