@@ -93,7 +93,8 @@ class FederatedModule(Recorded, L.LightningModule):
             :class:`~fl_lightning.round.tasks.Classification`.
         metrics: Further metrics by name: torchmetrics classes, functions that make a metric, or
             metric objects. Metrics that require ``num_classes`` get the data's number of classes.
-        loss: Loss of (outputs, targets), averaged over the batch. Default: the task's loss.
+        loss: Loss of (outputs, targets), averaged over the batch. A loss must not have trainable
+            parameters of its own. Default: the task's loss.
         client_lr_schedule: Function of (round, planned rounds) that returns a factor for the client
             learning rate. Default: the factor 1.
         parameter_groups: Client optimizer settings by parameter group. The groups are
@@ -187,6 +188,14 @@ class FederatedModule(Recorded, L.LightningModule):
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
+        if isinstance(loss, nn.Module):
+            known = set(model.parameters())
+            for name, parameter in loss.named_parameters():
+                if parameter.requires_grad and parameter not in known:
+                    raise ConfigurationError(
+                        f"loss: the parameter {name!r} of {type(loss).__name__} would never be trained; put the parameter into "
+                        "the model, or make it a buffer"
+                    )
         if server_optimizer is not None:
             check_server_optimizer(server_optimizer, trainable)
         check_local_work(local_steps, local_epochs, budget_epochs, participation)

@@ -185,3 +185,32 @@ def test_one_output_for_integer_labels_is_refused():
     ).callback_metrics
     assert metrics["val/loss"].isfinite()
     assert "val/accuracy" not in metrics
+
+
+class Margin(nn.Module):
+    """A loss with a scale of its own."""
+
+    def __init__(self, trained):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=trained)
+
+    def forward(self, outputs, targets):
+        return cross_entropy(outputs * self.scale, targets)
+
+
+class OfFeatures(Margin):
+    """A loss that contains the model."""
+
+    def __init__(self, model):
+        super().__init__(trained=False)
+        self.model = model
+
+
+def test_a_loss_with_parameters_that_nothing_trains_is_refused():
+    with pytest.raises(ConfigurationError) as refused:
+        FederatedModule(small_cnn(), SGD, local_steps=1, loss=Margin(trained=True))
+    line = "loss: the parameter 'scale' of Margin would never be trained; put the parameter into the model, or make it a buffer"
+    assert str(refused.value) == line
+    model = small_cnn()
+    for loss in (Margin(trained=False), OfFeatures(model), nn.CrossEntropyLoss(weight=WEIGHTS)):
+        FederatedModule(model, SGD, local_steps=1, loss=loss)
