@@ -73,7 +73,8 @@ class FBN(FederatedCallback):
 
     Raises:
         ConfigurationError: A setting is unknown, the model has no BN layer, a BN layer has
-            ``momentum=None``, or the union batch has only one value per channel.
+            ``momentum=None``, another method declares the statistics of a BN layer ``local``, or
+            the union batch has only one value per channel.
 
     Example:
         >>> from fl_lightning.testing import blobs, centralised, small_cnn, train
@@ -133,6 +134,8 @@ class FBN(FederatedCallback):
         """
         steps = max(cohort.local_steps) if self.ema == "per_step" else 1
         for name, server in batch_norm_layers(model).items():
+            if cohort.treatments[f"{name}.running_mean"] == "local":
+                raise ConfigurationError(f"FBN: BN layer {name!r} is local; leave the layer out of the head")
             buffers = {key: cohort.buffers[f"{name}.{key}"] for key, _ in server.named_buffers()}
             total = int(buffers["count"][:, 0].sum())
             if total == 1:

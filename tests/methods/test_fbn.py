@@ -10,7 +10,7 @@ from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.aggregation import Aggregator
-from fl_lightning.callbacks import FBN, FixBN
+from fl_lightning.callbacks import FBN, FedPer, FedRep, FixBN
 from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
@@ -208,3 +208,13 @@ def test_an_unknown_setting_is_named(setting, choices):
 def test_statistics_cannot_be_shared_and_frozen():
     with pytest.raises(ConfigurationError, match="callbacks FBN and FixBN cannot be combined"):
         train(small_cnn(), blobs(), 4, [FBN(), FixBN(freeze_round=2)])
+
+
+@pytest.mark.parametrize("other", [FedPer, FedRep])
+@pytest.mark.parametrize("fbn_first", [True, False])
+def test_a_batch_norm_layer_in_a_head_is_refused(other, fbn_first):
+    methods = [FBN(), other(head=["4", "8"])]
+    with pytest.raises(ConfigurationError) as refused:
+        train(small_cnn(), blobs(), 1, methods if fbn_first else methods[::-1], local_steps=2)
+    assert str(refused.value) == "FBN: BN layer '4' is local; leave the layer out of the head"
+    train(small_cnn(), blobs(), 1, [FBN(), other(head="8")], local_steps=2)
