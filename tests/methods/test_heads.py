@@ -28,7 +28,7 @@ from fl_lightning import (
     VectorizedExecutor,
     add_loss,
 )
-from fl_lightning.callbacks import MTFL, FedBABU, FedPer, FedRep, MaintainedMomentum
+from fl_lightning.callbacks import FBN, MTFL, FedBABU, FedExFixBN, FedPer, FedRep, MaintainedMomentum
 from fl_lightning.methods import fine_tuned
 from fl_lightning.round.plan import sample_cohort
 
@@ -302,6 +302,42 @@ def test_fine_tuning_includes_the_terms_that_layers_add_to_the_loss():
         expected.zero_grad()
         (cross_entropy(scores, labels) + scores.square().mean()).backward()
         SGD(expected.parameters()).step()
+    assert distance(expected.state_dict(), fine_tuned(module, 0, 1)) < 1e-12
+
+
+@pytest.mark.parametrize("method", [FBN, FedExFixBN])
+def test_fine_tuning_uses_batch_norm_whatever_forward_pass_a_method_trains_with(method):
+    class Kept(FedBABU):
+        def client_model(self, pl_module, client):
+            found[client] = super().client_model(pl_module, client)
+            return found[client]
+
+    found = {}
+    module = run(method(), Kept(), trainer=EVALUATED).module
+    for client in range(4):
+        assert distance(fine_tuned(module, client, 1), found[client]) == 0
+
+
+class Centred(nn.Module):
+    """A layer that assigns its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(72, dtype=torch.float64))
+
+    def forward(self, inputs):
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * inputs.detach().mean(0)
+        return inputs - self.mean
+
+
+def test_fine_tuning_keeps_buffers_that_a_layer_assigns():
+    model = nn.Sequential(nn.Flatten(), Centred(), nn.Linear(72, 4), nn.Linear(4, 3))
+    module = run(FedBABU(fine_tune_epochs=0), model=model, client_optimizer=SGD).module
+    expected, data = deepcopy(module.model), blobs(4, SIZES)
+    stepper = SGD(expected.parameters())
+    for step in range(data.steps_per_epoch(0)):
+        plain_step(expected, stepper, client_batch(data, 0, step))
     assert distance(expected.state_dict(), fine_tuned(module, 0, 1)) < 1e-12
 
 
