@@ -17,13 +17,13 @@ from fl_lightning.errors import ConfigurationError, check_choice
 class SharedBatchNorm(SwappedBatchNorm):
     """BN layer that normalises with the server's statistics, and records moments of the inputs.
 
-    Three buffers ``[channels]`` describe the layer's inputs at a client in this round. ``count`` is
+    Four buffers ``[channels]`` describe the layer's inputs at a client in this round. ``count`` is
     the number of values, ``batch_mean`` is their mean, and ``batch_m2`` is the sum of their squared
-    deviations from the mean.
+    deviations from the mean. ``calls`` is the number of calls of the layer.
     """
 
     method = "FBN"
-    scratch = ("count", "batch_mean", "batch_m2")
+    scratch = ("count", "batch_mean", "batch_m2", "calls")
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return ``gamma (x - m) / sqrt(v + eps) + beta`` (Algorithm 2).
@@ -32,8 +32,9 @@ class SharedBatchNorm(SwappedBatchNorm):
         into the moments of the round.
         """
         if self.training:
-            count, mean, m2, batches = map(self.get_buffer, (*self.scratch, "num_batches_tracked"))
+            count, mean, m2, calls, batches = map(self.get_buffer, (*self.scratch, "num_batches_tracked"))
             merge_(count, mean, m2, *moments(inputs.transpose(0, 1).flatten(1).to(mean.dtype)))
+            calls.add_(1)
             batches.add_(1)
         return F.batch_norm(inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
@@ -54,6 +55,8 @@ class FBN(FederatedCallback):
     - The server updates its moving average once per round. The weight of the new statistics is 1 -
       (1 - beta)^E, where beta is the BN layer's ``momentum`` in PyTorch's convention.
     - If clients take different numbers of local steps, E is the largest of these numbers.
+    - If a layer is called several times in a local step, each call counts as a step, as in
+      PyTorch's BN.
 
     If gradients are weighted by batch size, training equals FBN with a single client that has the
     union batch. If batch sizes differ, set ``weighting: samples``. If batch sizes are equal but the
@@ -132,7 +135,6 @@ class FBN(FederatedCallback):
         - ``weight``: Weight of this round in the statistics that clients send: ``beta`` if
           ``wire`` is ``"run"``, otherwise 1.
         """
-        steps = max(cohort.local_steps) if self.ema == "per_step" else 1
         for name, server in batch_norm_layers(model).items():
             if cohort.treatments[f"{name}.running_mean"] == "local":
                 raise ConfigurationError(f"FBN: BN layer {name!r} is local; leave the layer out of the head")
@@ -142,6 +144,7 @@ class FBN(FederatedCallback):
                 raise ConfigurationError(f"FBN: BN layer {name!r} {ONE_VALUE}")
             if total:
                 clients = SimpleNamespace(**buffers, shares=buffers["count"][:, 0] / total)
+                steps = int(buffers["calls"].max()) if self.ema == "per_step" else 1
                 # momentum is not None: swap_batch_norm has checked it
                 beta = 1 - (1 - (server.momentum or 0)) ** steps
                 weight, unbias = beta if self.wire == "run" else 1.0, total / (total - 1)

@@ -30,12 +30,20 @@ def norm_first_1d():
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(72), nn.Linear(72, 3))
 
 
+class CalledTwice(nn.Sequential):
+    """A network that calls its first layer a second time, on the same inputs."""
+
+    def forward(self, inputs):
+        self[0](inputs)
+        return super().forward(inputs)
+
+
 def statistics(states, layer=0):
     """Running mean and variance of a layer after each round."""
     return [(state[f"{layer}.running_mean"], state[f"{layer}.running_var"]) for state in states.states[1:]]
 
 
-def deviation(method, batches=UNEQUAL, model=norm_first, layer=0, rounds=4, **settings):
+def deviation(method, batches=UNEQUAL, model=norm_first, layer=0, rounds=4, calls=1, **settings):
     """How far a run's statistics get from those of PyTorch's BN on the concatenated batches of each round."""
     data, states = uneven_clients(batches), States()
     start = model()
@@ -46,7 +54,9 @@ def deviation(method, batches=UNEQUAL, model=norm_first, layer=0, rounds=4, **se
     for number, found in enumerate(statistics(states, layer), 1):
         clients = sample_cohort(3, size, 0, number)
         inputs, _ = union_of(data, clients, [[number - 1]] * len(clients))
-        twin(inputs.flatten(1) if isinstance(twin, nn.BatchNorm1d) else inputs)
+        inputs = inputs.flatten(1) if isinstance(twin, nn.BatchNorm1d) else inputs
+        for _ in range(calls):
+            twin(torch.cat([inputs] * calls))
         pairs = zip(found, (twin.running_mean, twin.running_var), strict=True)
         worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
     return worst
@@ -61,6 +71,13 @@ def deviation(method, batches=UNEQUAL, model=norm_first, layer=0, rounds=4, **se
 )
 def test_statistics_are_those_of_batch_norm_on_the_concatenated_batches(wire, batches, model, layer):
     assert deviation(FBN(wire), batches, model, layer) < 1e-10
+
+
+@EXECUTORS
+@WIRES
+def test_each_call_of_a_layer_counts_as_a_step(wire, executor):
+    settings = {"batches": EQUAL, "model": lambda: CalledTwice(*norm_first()), "executor": executor()}
+    assert deviation(FBN(wire), calls=2, **settings) < 1e-10
 
 
 @WIRES
