@@ -6,7 +6,8 @@ rounds, and a resumed run draws the same batches.
 """
 
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import cached_property, partial
+from math import ceil
 from typing import Any, Literal, NotRequired, TypedDict
 
 import lightning as L
@@ -85,6 +86,17 @@ class ClientDataModule(L.LightningDataModule):
     client_id: int
     num_examples: int
     steps_per_epoch: int
+
+    @cached_property
+    def samples_per_step(self) -> float:
+        """Mean batch size in one pass over the samples.
+
+        If the first batch and ``steps_per_epoch`` do not cover ``num_examples`` exactly, for
+        example because an incomplete batch is dropped, all batches have the size of the first.
+        """
+        size = BatchStack(batches=[self.train_batch(0)]).sizes()[0]
+        covers = ceil(self.num_examples / size) == self.steps_per_epoch
+        return self.num_examples / self.steps_per_epoch if covers else float(size)
 
     def train_batch(self, step: int) -> Any:
         """Return the batch of a local step, counted from 0 at the start of training."""
@@ -206,10 +218,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     def samples_per_step(self, client_id: int) -> float:
         """Return a client's mean batch size in one pass over the client's training data."""
-        source = self._source(client_id)
-        if isinstance(source, LoaderBatches):
-            return source.samples_per_step
-        return source.num_examples / source.steps_per_epoch
+        return self._source(client_id).samples_per_step
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """Draw the batches of one local step.

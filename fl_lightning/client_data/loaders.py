@@ -15,6 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed, seeded
 
@@ -38,12 +39,14 @@ class LoaderBatches:
         seed: The run's seed.
 
     Attributes:
-        num_examples: Number of different training samples that the sampler can draw.
+        num_examples: Number of different training samples that the sampler can draw. For a loader
+            that is no ``DataLoader``, the number of samples in the first epoch, which is read to
+            count them.
         steps_per_epoch: Number of batches in one pass over the data.
         samples_per_step: Mean batch size in one pass over the data.
 
     Raises:
-        ConfigurationError: The loader has no length, or yields no batch.
+        ConfigurationError: The loader has no length, yields no batch, or can be read only once.
     """
 
     def __init__(self, datamodule: L.LightningDataModule, client_id: int, seed: int) -> None:
@@ -61,17 +64,18 @@ class LoaderBatches:
                 f"clients[{client_id}].train_dataloader() yields no batch: the client has fewer samples than a batch; "
                 "use a smaller batch_size or drop_last=False"
             )
-        dataset: Any = getattr(self.loader, "dataset", None)
-        map_style = type(self.loader) is DataLoader and not isinstance(dataset, IterableDataset)
-        self._at_random = map_style and self.loader.num_workers == 0
+        self._at_random = (
+            type(self.loader) is DataLoader  # a subclass may draw in another order
+            and not isinstance(self.loader.dataset, IterableDataset)
+            and self.loader.num_workers == 0
+        )
         self._epoch = -1
         self._order: list[Any] = []
         self._iterator: Iterator[Any] | None = None
         self._next_step = -1
-        self.num_examples = len(dataset) if hasattr(dataset, "__len__") else self.steps_per_epoch
-        self.samples_per_step: float = self.num_examples / self.steps_per_epoch
-        if map_style:
-            self._count()
+        self.num_examples: int
+        self.samples_per_step: float
+        self._count()
 
     def train_batch(self, step: int) -> Any:
         """Return the batch of a local step, counted from 0 at the start of training."""
@@ -89,6 +93,13 @@ class LoaderBatches:
         return self._fetch(epoch, index)
 
     def _count(self) -> None:
+        loader: Any = self.loader
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            sized = isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__")
+            self.num_examples = len(loader.dataset) if sized else self._samples_of_an_epoch()
+            steps = sized and loader.drop_last and loader.batch_size
+            self.samples_per_step = steps or self.num_examples / self.steps_per_epoch
+            return
         sampler = self.loader.batch_sampler or self.loader.sampler
         if type(sampler) is BatchSampler:
             self.num_examples = self._drawn_from(sampler.sampler)
@@ -101,6 +112,15 @@ class LoaderBatches:
         elif isinstance(sampler, Sampler):  # the loader's batch_size is None
             self.num_examples = self._drawn_from(sampler)
             self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
+
+    def _samples_of_an_epoch(self) -> int:
+        if isinstance(self.loader, Iterator):
+            raise ConfigurationError(
+                f"clients[{self.client_id}].train_dataloader() is an iterator, which gives its batches only once; return a "
+                "DataLoader or a list of batches, or write a ClientDataModule with num_examples"
+            )
+        with self._seeded("client loader", 0):
+            return sum(BatchStack(batches=[batch]).sizes()[0] for batch in self.loader)
 
     def _drawn_from(self, sampler: Any) -> int:
         """Return the number of different samples that a sampler can draw.
@@ -119,10 +139,11 @@ class LoaderBatches:
             return list(sampler)
 
     def _start(self, epoch: int) -> None:
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
         samplers: list[Any] = [
-            self.loader.sampler,
-            self.loader.batch_sampler,
-            getattr(self.loader.batch_sampler, "sampler", None),
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
         ]
         loader_seed = derive_seed(self.seed, "client loader's generator", self.client_id, epoch)
         for owner in (self.loader, *samplers):

@@ -13,7 +13,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fl_lightning import FederatedDataModule, FederatedModule
+from fl_lightning import ClientDataModule, ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.round.plan import RoundPlan
 
@@ -101,6 +101,10 @@ def test_the_last_short_batch_counts_on_average():
     assert data.samples_per_step(0) == pytest.approx(10 / 3)
 
 
+class OwnLoader(DataLoader):
+    """A loader of a user's own class."""
+
+
 class Shared(L.LightningDataModule):
     """A part of a data set that several clients share."""
 
@@ -117,19 +121,70 @@ class Shared(L.LightningDataModule):
             return DataLoader(self.dataset, batch_sampler=batches)
         if self.sampling == "sample by sample":
             return DataLoader(self.dataset, batch_size=None, sampler=sampler)
+        if self.sampling == "a subclass":
+            return OwnLoader(self.dataset, 4, sampler=sampler)
+        if self.sampling == "a list of batches":
+            return list(DataLoader(self.dataset, 4, sampler=sampler))
         return DataLoader(self.dataset, 4, sampler=sampler, drop_last=self.sampling == "drop_last")
 
 
-@pytest.mark.parametrize("sampling", ["sampler", "drop_last", "batch_sampler", "sample by sample"])
+@pytest.mark.parametrize(
+    "sampling",
+    ["sampler", "drop_last", "batch_sampler", "sample by sample", "a subclass", "a list of batches"],
+)
 def test_clients_that_share_a_data_set_count_their_own_part(sampling):
     parts = [range(4), range(4, 16), range(16, 60)]
     data = FederatedDataModule([Shared(part, sampling) for part in parts])
     data.setup("fit")
     assert data.partition_record()["sizes"] == [4, 12, 44]
     assert [data.samples_per_step(client) for client in range(3)] == [1 if "by" in sampling else 4] * 3
+    assert data.cohort_batch([1], [0]).batches()[0][1].shape == (() if "by" in sampling else (4,))
     plan = RoundPlan(data, None, 1, 3, seed=0)
     assert plan.weights([0, 1, 2], 1).tolist() == [4 / 60, 12 / 60, 44 / 60]
     assert plan.limit(2.0) == 2
+
+
+class OneShot(list):
+    """An iterator that has a length."""
+
+    def __next__(self):
+        return self.pop()
+
+    def __iter__(self):
+        return self
+
+
+def test_an_iterator_that_gives_its_batches_only_once_is_refused():
+    class Once(Shared):
+        def train_dataloader(self):
+            return OneShot([torch.zeros(4, 1)])
+
+    with pytest.raises(
+        ConfigurationError, match=r"clients\[0\].* is an iterator, .* ClientDataModule with num_examples"
+    ):
+        FederatedDataModule([Once([], "")]).num_examples(0)
+
+
+class Drops(ClientDataModule):
+    """Batches of 8, of which an incomplete one is dropped or kept."""
+
+    def __init__(self, size, drop_last=True):
+        super().__init__()
+        self.num_examples, self.steps_per_epoch = size, size // 8 if drop_last else -(-size // 8)
+
+    def train_batch(self, step):
+        first = 8 * (step % self.steps_per_epoch)
+        size = min(8, self.num_examples - first)
+        return torch.zeros(size, 1), torch.zeros(size)
+
+
+@pytest.mark.parametrize(
+    ("client", "size", "rounds"), [(Drops(15), 8, 18), (Drops(16), 8, 10), (Drops(15, False), 7.5, 10)]
+)
+def test_a_client_data_module_counts_the_samples_of_its_batches(client, size, rounds):
+    data = FederatedDataModule([client])
+    assert data.samples_per_step(0) == size
+    assert RoundPlan(data, None, 1, 1, seed=0).limit(10) == rounds
 
 
 def test_indices_that_a_batch_sampler_gives_twice_are_one_example():
