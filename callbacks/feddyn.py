@@ -17,9 +17,10 @@ class FedDyn(FederatedCallback):
     client i trains, the client updates ``g_i <- g_i - alpha (x_i - x)``.
 
     The server keeps h, the weighted mean of all g_i. After each round, the server updates
-    ``h <- h - alpha |S|/n mean(x_i - x)``. S is the cohort, and n is the number of clients. The
-    server's new parameters are ``mean(x_i) - h / alpha``. Clients send only parameters. The logged
-    loss excludes the added terms.
+    ``h <- h - alpha |S|/n mean(x_i - x)``. S is the cohort, and n is the number of clients. If the
+    server leaves a client out (``on_divergence: drop``), the client is not in S, and its g_i does
+    not change. The server's new parameters are ``mean(x_i) - h / alpha``. Clients send only
+    parameters. The logged loss excludes the added terms.
 
     Here ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the
     cohort's share of the total weight of all clients. With ``weighting: uniform``, ``mean`` and
@@ -66,12 +67,13 @@ class FedDyn(FederatedCallback):
             cohort.grads.blocks[block] += self.alpha * cohort.updates(block) - own[cohort.rows]
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Update the clients' ``g_i <- g_i - alpha (x_i - x)``."""
-        own = {b: old[cohort.rows] - self.alpha * cohort.updates(b) for b, old in self._own.items()}
-        cohort.store_vectors(self.memory, own)
+        """Compute the clients' new ``g_i <- g_i - alpha (x_i - x)``."""
+        for block, old in self._own.items():
+            cohort.extra[f"FedDyn {block}"] = old[cohort.rows] - self.alpha * cohort.updates(block)
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Update ``h``, and subtract ``h / alpha`` from the server's parameters."""
+        """Store each ``g_i``, update ``h``, and subtract ``h / alpha`` from the server's parameters."""
+        cohort.store_vectors(self.memory, {block: cohort.extra[f"FedDyn {block}"] for block in self._own})
         updates = {block: (block, -cohort.updates(block)) for block in self._own}
         weights, share = pl_module.usual_weights(cohort), pl_module.weight_share(cohort)
         server = dict(self.memory.get(SERVER, {}))

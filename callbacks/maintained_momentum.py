@@ -75,7 +75,7 @@ class MaintainedMomentum(FederatedCallback):
                         row.copy_(memory[name])
         cohort.optimizer_steps = steps
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
+    def on_after_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Store the optimizers' states after the last local step."""
         state = _state(cohort)
         shared = {name: of for name, of in state.items() if self._is_shared(cohort, of[0])}

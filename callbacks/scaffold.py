@@ -20,7 +20,7 @@ class SCAFFOLD(FederatedCallback):
     - c_i becomes the mean of the gradients g in the E_i local steps of client i. For a client
       outside the cohort, c_i does not change.
     - c becomes ``c + |S|/n mean(new c_i - old c_i)``. S is the cohort, and n is the number of
-      clients.
+      clients. A client that the server leaves out (``on_divergence: drop``) is not in S.
 
     The paper computes c_i as ``c_i - c + (theta - theta_i) / (E_i eta)``, with the learning rate
     eta of the round. For SGD, this formula also gives the mean of the gradients. We compute the
@@ -83,7 +83,7 @@ class SCAFFOLD(FederatedCallback):
             cohort.extra[f"SCAFFOLD {block}"][active] += gradients[active]
             gradients += correction[cohort.rows]
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
+    def on_after_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update the control variates: ``c_i <- mean of g`` and ``c <- c + |S|/n mean(delta c_i)``."""
         share = pl_module.weight_share(cohort)
         steps = torch.tensor(cohort.local_steps, device=pl_module.device).unsqueeze(1)

@@ -122,25 +122,25 @@ class WithTheOtherSign(SCAFFOLD):
 
 
 class OfCorrectedGradients(SCAFFOLD):
-    def on_before_aggregate(self, trainer, pl_module, cohort):
+    def on_after_aggregate(self, trainer, pl_module, cohort):
         steps = torch.tensor(cohort.local_steps).unsqueeze(1)
         for block, correction in self._correction.items():
             cohort.extra[f"SCAFFOLD {block}"] += steps * correction
-        super().on_before_aggregate(trainer, pl_module, cohort)
+        super().on_after_aggregate(trainer, pl_module, cohort)
 
 
 class CountsTheLongestClient(SCAFFOLD):
-    def on_before_aggregate(self, trainer, pl_module, cohort):
+    def on_after_aggregate(self, trainer, pl_module, cohort):
         own = cohort.local_steps
         cohort.local_steps = [max(own)] * len(own)
-        super().on_before_aggregate(trainer, pl_module, cohort)
+        super().on_after_aggregate(trainer, pl_module, cohort)
         cohort.local_steps = own
 
 
 class WholeShare(SCAFFOLD):
-    def on_before_aggregate(self, trainer, pl_module, cohort):
+    def on_after_aggregate(self, trainer, pl_module, cohort):
         pl_module.weight_share = lambda cohort: 1.0
-        super().on_before_aggregate(trainer, pl_module, cohort)
+        super().on_after_aggregate(trainer, pl_module, cohort)
 
 
 class Variates(SCAFFOLD):

@@ -19,9 +19,11 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.aggregation import GeometricMedian, Median, TrimmedMean
+from fl_lightning.attacks import NonFinite
 from fl_lightning.callbacks import (
     FBN,
     SCAFFOLD,
+    Byzantine,
     FedBN,
     FedDyn,
     MaintainedMomentum,
@@ -79,6 +81,7 @@ METHODS = {
     "FedBN": lambda: [FedBN()],
     "FBN": lambda: [FBN()],
     "SCAFFOLD": lambda: [SCAFFOLD()],
+    "FedDyn": lambda: [FedDyn()],
     "SCAFFOLD and FedBN": lambda: [SCAFFOLD(), FedBN()],
     "local momentum": lambda: [MaintainedMomentum("local")],
     "global momentum": lambda: [MaintainedMomentum("global")],
@@ -125,8 +128,26 @@ def test_what_an_attack_writes_into_the_rows_is_left_out_too(name):
     assert_same(found, absent().states)
 
 
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedDyn", "local momentum", "global momentum"])
+def test_a_client_that_sends_what_is_not_finite_counts_as_absent_in_what_methods_keep(name):
+    (first,), (second,) = METHODS[name](), METHODS[name]()
+    assert_same(run(Sends(), first).states, absent(second).states)
+    assert all(torch.equal(a, b) for a, b in zip(remembered(first), remembered(second), strict=True))
+
+
+@pytest.mark.parametrize("make", [SCAFFOLD, FedDyn])
+def test_the_server_keeps_the_mean_of_the_clients_that_count(make):
+    method = make()
+    run(method, Byzantine(NonFinite(), clients=[1], target="parameters"))
+    assert sorted(method.memory) == [-1, 0, 2, 3]
+    for block, kept in method.memory[-1].items():
+        mean = sum(size / 136 * method.memory[c][block] for c, size in ((0, 16), (2, 64), (3, 16)))
+        torch.testing.assert_close(kept, mean, rtol=0, atol=1e-12)
+        assert kept.any()
+
+
 def test_a_client_that_sends_what_is_not_finite_is_told_from_one_that_diverges():
-    """Methods have its state by then; what they sum up after it does without."""
+    """Local state of methods has it by then; what the server sums up does without."""
     method = SCAFFOLD()
     _, rows, found, *_ = run(Sends(), Diverges(clients=[3]), method, FBN())
     assert rows[2]["clients/dropped"] == 2

@@ -159,17 +159,17 @@ class UnweightedMomentum(MaintainedMomentum):
     def __init__(self):
         super().__init__("global")
 
-    def on_before_aggregate(self, trainer, pl_module, cohort):
-        with_equal_weights(cohort, super().on_before_aggregate, trainer, pl_module)
+    def on_after_aggregate(self, trainer, pl_module, cohort):
+        with_equal_weights(cohort, super().on_after_aggregate, trainer, pl_module)
 
 
 @fails("one_client_is_two_of_half_its_weight", "server_keeps_the_mean")
 class UnweightedVariates(SCAFFOLD):
     """Averages control variates with 1/n."""
 
-    def on_before_aggregate(self, trainer, pl_module, cohort):
+    def on_after_aggregate(self, trainer, pl_module, cohort):
         pl_module.usual_weights = lambda cohort: torch.full_like(cohort.weights, 1 / len(cohort))
-        super().on_before_aggregate(trainer, pl_module, cohort)
+        super().on_after_aggregate(trainer, pl_module, cohort)
         del pl_module.usual_weights
 
 
@@ -177,9 +177,9 @@ class UnweightedVariates(SCAFFOLD):
 class WithoutTheShare(SCAFFOLD):
     """Adds the mean change of the cohort's control variates to c as if the cohort were everyone."""
 
-    def on_before_aggregate(self, trainer, pl_module, cohort):
+    def on_after_aggregate(self, trainer, pl_module, cohort):
         before = dict(self.memory.get(SERVER, {}))
-        super().on_before_aggregate(trainer, pl_module, cohort)
+        super().on_after_aggregate(trainer, pl_module, cohort)
         kept = {}
         for block, now in self.memory[SERVER].items():
             old = before.get(block, torch.zeros_like(now))

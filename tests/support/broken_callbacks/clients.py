@@ -12,8 +12,8 @@ class MomentumByRow(MaintainedMomentum):
     def on_round_start(self, trainer, pl_module, cohort):
         self._by_row(super().on_round_start, trainer, pl_module, cohort)
 
-    def on_before_aggregate(self, trainer, pl_module, cohort):
-        self._by_row(super().on_before_aggregate, trainer, pl_module, cohort)
+    def on_after_aggregate(self, trainer, pl_module, cohort):
+        self._by_row(super().on_after_aggregate, trainer, pl_module, cohort)
 
     @staticmethod
     def _by_row(hook, trainer, pl_module, cohort):
@@ -26,8 +26,8 @@ class MomentumByRow(MaintainedMomentum):
 class FadingMomentum(MaintainedMomentum):
     """Lets every client's memory fade in each round, absent ones' too."""
 
-    def on_before_aggregate(self, trainer, pl_module, cohort):
-        super().on_before_aggregate(trainer, pl_module, cohort)
+    def on_after_aggregate(self, trainer, pl_module, cohort):
+        super().on_after_aggregate(trainer, pl_module, cohort)
         for client, kept in self.memory.items():
             self.memory[client] = {name: x if name == "steps" else 0.9 * x for name, x in kept.items()}
 
