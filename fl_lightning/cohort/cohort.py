@@ -198,7 +198,8 @@ class Cohort:
         """Return a state of the client optimizer, such as the momentum, for each parameter.
 
         The result maps parameter names to writable views ``[C, *shape]``. The views are zero at the
-        start of each round.
+        start of each round. If a hook reads them before the first local step, SGD with dampening d
+        moves by ``(1 - d) g`` in this step, instead of g.
 
         Args:
             key: Name of the state, such as ``"momentum_buffer"``.
@@ -212,7 +213,11 @@ class Cohort:
                 f"client_optimizer {type(self.optimizer).__name__} keeps no state {key!r} (it keeps: "
                 f"{', '.join(states) or 'nothing; set momentum > 0'})"
             )
-        blocks = {name: block[self.rows] for name, block in self._everyones(key).items()}
+        return self._rows(self._everyones(key))
+
+    def _rows(self, everyones: Mapping[str, Tensor]) -> Rows:
+        """Return this cohort's rows of a state of the client optimizer."""
+        blocks = {name: block[self.rows] for name, block in everyones.items()}
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 
     def _everyones(self, key: str) -> dict[str, Tensor]:

@@ -79,7 +79,7 @@ class RoundCohort(Cohort):
         self._row_state: dict[int, RowState] = {}
         self._unused: dict[int, list[str]] = {}
         self._missed: dict[int, set[str]] = {}
-        self._finished: dict[int, list[Tensor]] = {}
+        self._finished: dict[int, dict[tuple[str, str], Tensor]] = {}
 
     def broadcast(
         self,
@@ -317,17 +317,21 @@ class RoundCohort(Cohort):
 
     def take_step(self) -> None:
         """Take one step of the client optimizer for all rows. Skipped parameters do not change."""
-        before = [(view, view.clone()) for view in self._skipped()]
+        skipped = self._skipped()
+        before = {place: view.clone() for place, view in self._views(skipped)}
         self._optimizer.step()
-        for view, value in before:
-            view.copy_(value)
+        for place, view in self._views(skipped):
+            if place in before:
+                view.copy_(before[place])
+            else:  # a state that this step has created
+                view.zero_()
 
-    def _skipped(self) -> Iterator[Tensor]:
-        """Yield the parameters that rows skip in this local step, and their optimizer states.
+    def _skipped(self) -> dict[int, set[str]]:
+        """Return the names of the parameters that rows skip in this local step.
 
         Raises:
             ConfigurationError: The optimizer counts steps, but a parameter was skipped in an
-                earlier step.
+                earlier step, or counts are kept between rounds.
         """
         left = {
             row: {name for name in names if not self.grads.row(row)[name].any()}
@@ -336,14 +340,20 @@ class RoundCohort(Cohort):
         for row, missed in self._missed.items():
             if again := missed - left.get(row, set()):
                 self._optimizer.refuse_other_counts(min(again))
-        if not any(left.values()):
-            return
-        blocks = [self.params, *(self.optimizer_state(key) for key in self.optimizer_state_keys)]
         for row, names in left.items():
             self._missed.setdefault(row, set()).update(names)
-            for rows in blocks:
+            if names and self._optimizer.initial_steps:
+                self._optimizer.refuse_other_counts(min(names))
+        return left if any(left.values()) else {}
+
+    def _views(self, skipped: Mapping[int, set[str]]) -> Iterator[tuple[tuple[str, int, str], Tensor]]:
+        """Yield the skipped parameters and their optimizer states, with the key, row and name."""
+        states = self._optimizer.states(create=False) if skipped else {}
+        rows_of = {"": self.params, **{key: self._rows(blocks) for key, blocks in states.items()}}
+        for key, rows in rows_of.items():
+            for row, names in skipped.items():
                 views = rows.row(row)
-                yield from (views[name] for name in names if name in views)
+                yield from (((key, row, name), views[name]) for name in names if name in views)
 
     def finish_step(self, step: int, last: int) -> None:
         """Save the state of clients that finish their local steps with ``step``.
@@ -353,14 +363,21 @@ class RoundCohort(Cohort):
         if step < last:
             for row, steps in enumerate(self.local_steps):
                 if step + 1 == steps:
-                    self._finished[row] = [block[row].clone() for block in self._storage()]
+                    self._finished[row] = {key: block[row].clone() for key, block in self._storage().items()}
 
     def put_back(self) -> None:
         """Restore the clients' states that :meth:`finish_step` has saved."""
         for row, values in self._finished.items():
-            for block, value in zip(self._storage(), values, strict=True):
-                block[row].copy_(value)
+            for key, block in self._storage().items():
+                if key in values:
+                    block[row].copy_(values[key])
+                else:  # a state that the optimizer has created since
+                    block[row].zero_()
 
-    def _storage(self) -> list[Tensor]:
-        states = self._optimizer.states().values()
-        return [*self._state(), *(block[self.rows] for blocks in states for block in blocks.values())]
+    def _storage(self) -> dict[tuple[str, str], Tensor]:
+        states = self._optimizer.states(create=False).items()
+        kept = {(key, name): block[self.rows] for key, blocks in states for name, block in blocks.items()}
+        model = {
+            ("", name): block for name, block in (*self.params.blocks.items(), *self.buffers.blocks.items())
+        }
+        return {**model, **kept}

@@ -86,13 +86,16 @@ class ClientOptimizer:
         """Take one local step for every client of this process."""
         self.torch.step()
 
-    def states(self) -> dict[str, dict[str, Tensor]]:
+    def states(self, *, create: bool = True) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's state as writable tensors ``[C, columns]``.
 
         The outer keys are names of states, such as ``"momentum_buffer"``. The inner keys are names
-        of blocks. Before the first local step of a round, the state is zero. A process updates only
-        the rows of its own clients. State without a row per client, such as a step count, is left
-        out.
+        of blocks. A process updates only the rows of its own clients. State without a row per
+        client, such as a step count, is left out.
+
+        Args:
+            create: Whether to create zero state before the first local step. SGD with dampening d
+                then moves by ``(1 - d) g`` in the first step, and by g without such state.
 
         Raises:
             ConfigurationError: The initial state of the optimizer is not zero.
@@ -101,6 +104,8 @@ class ClientOptimizer:
             return self._states
         for name, keys in self._keys.items():
             block = self._blocks[name]
+            if not create and not self.torch.state.get(block):
+                continue
             state = self.torch.state[block]
             if not state:
                 unknown = set(keys) - _ZERO_STATES
@@ -130,18 +135,28 @@ class ClientOptimizer:
         return everyones
 
     def refuse_other_counts(self, name: str) -> None:
-        """Raise a ``ConfigurationError`` if the optimizer counts steps, as Adam does.
+        """Raise a ``ConfigurationError`` if a parameter's step depends on the parameter's earlier steps.
 
-        All clients share one step count. This count is wrong for a parameter that had no gradient
-        in an earlier step.
+        Adam counts steps, and SGD with dampening treats the first step differently. All parameters
+        of a block share the count, which is wrong for a parameter that has no gradient in some
+        steps. Counts that were restored are wrong also in later rounds.
 
         Args:
             name: Name of the parameter, for the message.
         """
-        if any("step" in keys for keys in self._keys.values()):
+        kept = bool(self.initial_steps)
+        counts = any("step" in keys or set(keys) - _ZERO_STATES for keys in self._keys.values())
+        groups = self.torch.param_groups
+        dampens = any(group.get("dampening") and group.get("momentum") for group in groups)
+        if counts or (dampens and not kept):  # momentum that is kept starts from zeros, not from a first step
+            case = (
+                "has no gradient in a local step, and step counts are kept between rounds"
+                if kept
+                else "had no gradient in an earlier local step of this round and has one now"
+            )
             raise ConfigurationError(
-                f"client_optimizer {type(self.torch).__name__}: parameter {name!r} had no gradient in an earlier local step of this "
-                "round and has one now, and this optimizer counts the steps of each parameter; use SGD"
+                f"client_optimizer {type(self.torch).__name__}: parameter {name!r} {case}, and the steps of this optimizer depend on "
+                "their number; use SGD without dampening, or freeze the parameter"
             )
 
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:

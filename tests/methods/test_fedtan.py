@@ -105,6 +105,32 @@ class MeanModels(FederatedCallback):
         self.steps[step] = {name: value.mean(0) for name, value in floats.items()}
 
 
+class ClientZero(FederatedCallback):
+    """Keeps the parameters of client 0 after each local step, and the gradients."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        self.steps.append(
+            [{n: value[0].clone() for n, value in of.items()} for of in (cohort.params, cohort.grads)]
+        )
+
+
+def test_a_client_that_stops_first_leaves_dampened_sgd_of_the_others_as_in_plain_pytorch():
+    dampened, seen = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.9), ClientZero()
+    settings = {"local_steps": None, "local_epochs": 1, "client_optimizer": dampened}
+    train(small_cnn(), blobs(2, (32, 8)), 1, [FedTAN(), seen], **settings)
+    (start, _), *later = seen.steps
+    stepper = dampened([*start.values()])
+    for found, gradients in later:
+        for name, value in start.items():
+            value.grad = gradients[name]
+        stepper.step()
+        assert distance(found, start) < 1e-12
+    assert len(later) == 3
+
+
 def first_gradient(method, model=None, data=None, **settings):
     """The mean gradient of the first local step with a method, and that of the union batch with BN."""
     model, data = model or small_cnn(), data or blobs()

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
-from fl_lightning.callbacks import FBN
+from fl_lightning.callbacks import FBN, MaintainedMomentum
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.experiments.run_directory.description import config_hash
@@ -257,7 +257,7 @@ def module_of(model, executor, **settings):
     )
 
 
-def by_hand(model, clients, client):
+def by_hand(model, clients, client, optimizer=optimizer):
     steps = optimizer([x for x in model.parameters() if x.requires_grad])
     for step in range(STEPS):
         inputs, targets = client_batch(clients, client, step)
@@ -329,11 +329,42 @@ def test_an_unused_head_is_left_alone_by_an_optimizer_that_counts_steps_too():
     assert torch.equal(module.model.spare.weight, before)
 
 
-def test_an_optimizer_that_counts_steps_refuses_a_branch_for_some_batches():
-    module = FederatedModule(made(Branches), client_optimizer=adam, local_steps=STEPS)
-    line = r"client_optimizer AdamW: parameter 'side\..*' had no gradient in an earlier local step of this round .*; use SGD"
+DAMPENED = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.9)
+
+
+@pytest.mark.filterwarnings("ignore:.*There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("executor", ALL)
+def test_an_unused_head_leaves_the_first_step_of_dampened_sgd_as_in_plain_pytorch(executor):
+    module = FederatedModule(
+        made(SpareHead), client_optimizer=DAMPENED, local_steps=STEPS, executor=executor()
+    )
+    fit(module, data(), rounds=1, precision="64-true")
+    each = [by_hand(made(SpareHead), data(), client, DAMPENED).state_dict() for client in (0, 1)]
+    for name, value in module.model.state_dict().items():
+        wanted = sum(state[name] for state in each) / 2
+        torch.testing.assert_close(value, wanted.to(value.dtype), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("client_optimizer", [adam, DAMPENED], ids=["AdamW", "SGD"])
+def test_an_optimizer_that_counts_steps_refuses_a_branch_for_some_batches(client_optimizer, request):
+    module = FederatedModule(made(Branches), client_optimizer=client_optimizer, local_steps=STEPS)
+    kind = request.node.callspec.id
+    line = rf"client_optimizer {kind}: parameter 'side\..*' had no gradient in an earlier local step of this round .*; use SGD"
     with pytest.raises(ConfigurationError, match=line):
         fit(module, data(), rounds=1)
+
+
+def test_step_counts_that_are_kept_refuse_a_step_without_gradient():
+    module = FederatedModule(made(Branches), client_optimizer=adam, local_steps=1)
+    line = r"AdamW: parameter 'side\..*' has no gradient in a local step, and step counts are kept between rounds"
+    with pytest.raises(ConfigurationError, match=line):
+        fit(module, data(), rounds=8, callbacks=[MaintainedMomentum()])
+
+
+def test_dampened_momentum_that_is_kept_trains_a_branch_for_some_batches():
+    """It starts from zeros, so that a parameter's first step is as every other."""
+    module = FederatedModule(made(Branches), client_optimizer=DAMPENED, local_steps=STEPS)
+    fit(module, data(), rounds=2, callbacks=[MaintainedMomentum()])
 
 
 class Pulls(FederatedCallback):
