@@ -17,12 +17,13 @@ class SCAFFOLD(FederatedCallback):
     gradient of client i, and c estimates the mean gradient of all clients. c and all c_i start from
     0. After a round (Algorithm 1, option II):
 
-    - c_i becomes the mean of the gradients g in the E_i local steps of client i. For a client
-      outside the cohort, c_i does not change.
+    - c_i becomes the mean of the gradients g in the K_i local steps in which the parameters of
+      client i move. K_i is the number of local steps, without those in which FedRep lets the body
+      rest. Without such a step, and for a client outside the cohort, c_i does not change.
     - c becomes ``c + |S|/n mean(new c_i - old c_i)``. S is the cohort, and n is the number of
       clients. A client that the server leaves out (``on_divergence: drop``) is not in S.
 
-    The paper computes c_i as ``c_i - c + (theta - theta_i) / (E_i eta)``, with the learning rate
+    The paper computes c_i as ``c_i - c + (theta - theta_i) / (K_i eta)``, with the learning rate
     eta of the round. For SGD, this formula also gives the mean of the gradients. We compute the
     mean directly, because differences of parameters have rounding errors. The mean also suits other
     client optimizers, such as Adam or SGD with momentum, which take steps on the corrected
@@ -72,23 +73,36 @@ class SCAFFOLD(FederatedCallback):
             c = server.get(block, own.new_zeros(own.shape[1])).to(own)
             self._correction[block] = c - own
             cohort.extra[f"SCAFFOLD {block}"] = torch.zeros_like(own)
+            cohort.extra[f"SCAFFOLD steps {block}"] = own.new_zeros(len(own), 1)
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
         """Correct the gradients: ``g <- g - c_i + c``."""
         active = cohort.index(cohort.active_rows())
+        self._gradients = {}
         for block, correction in self._correction.items():
             gradients = cohort.grads.blocks[block]
-            cohort.extra[f"SCAFFOLD {block}"][active] += gradients[active]
+            self._gradients[block] = gradients[active].clone()
             gradients += correction[cohort.rows]
+
+    def on_local_step_end(
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
+    ) -> None:
+        """Add g of the blocks that have moved, which callbacks before or after this one decide."""
+        active = cohort.index(cohort.active_rows())
+        for block in self._correction.keys() - cohort.resting:
+            cohort.extra[f"SCAFFOLD {block}"][active] += self._gradients.pop(block)
+            cohort.extra[f"SCAFFOLD steps {block}"][active] += 1
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update the control variates: ``c_i <- mean of g`` and ``c <- c + |S|/n mean(delta c_i)``."""
         share = pl_module.weight_share(cohort)
-        steps = torch.tensor(cohort.local_steps, device=pl_module.device).unsqueeze(1)
-        variates = {block: cohort.extra[f"SCAFFOLD {block}"] / steps for block in self._own}
-        changes = {block: (block, rows - self._own[block][cohort.rows]) for block, rows in variates.items()}
+        own, variates = {block: rows[cohort.rows] for block, rows in self._own.items()}, {}
+        for block, old in own.items():
+            steps = cohort.extra[f"SCAFFOLD steps {block}"]
+            variates[block] = torch.where(steps > 0, cohort.extra[f"SCAFFOLD {block}"] / steps, old)
+        changes = {block: (block, rows - own[block]) for block, rows in variates.items()}
         means = aggregate(cohort, changes, pl_module.aggregator, pl_module.usual_weights(cohort))
         server = dict(self.memory.get(SERVER, {}))
         for block, mean in means.items():

@@ -73,6 +73,7 @@ class Cohort:
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind of state and each part of the model (see
             ``fl_lightning.round.policy``).
+        resting: Names of the blocks that :meth:`rest` has set to rest in the current local step.
         losses: Mean training loss of each client over the local steps, shape ``[C]``, set before
             ``on_before_aggregate``.
 
@@ -111,6 +112,7 @@ class Cohort:
         self.policy: dict[str, str] = {}
         self.rows: slice | list[int] = slice(0, num_clients)
         self.extra: dict[str, Tensor] = {}
+        self.resting: set[str] = set()
         self._seed = 0
         self._over = self._in_local_steps = False
 
@@ -257,6 +259,7 @@ class Cohort:
         The learning rate stays 0 until :meth:`restart_optimizer` is called.
         """
         if self.is_trained(block):
+            self.resting.add(block)
             self.grads.blocks[block].zero_()
             self.optimizer_groups[block]["lr"] = 0.0
 

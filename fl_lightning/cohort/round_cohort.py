@@ -218,6 +218,7 @@ class RoundCohort(Cohort):
             step: The local step, from 0.
         """
         self.step = step
+        self.resting.clear()
         self._unused.clear()
         for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
             for block in self.grads.blocks.values():

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import (
+    ClientStates,
     States,
     blobs,
     centralised,
@@ -30,7 +31,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.callbacks import SCAFFOLD, FedBN, FedProx, FixBN, MaintainedMomentum
+from fl_lightning.callbacks import SCAFFOLD, FedBN, FedProx, FedRep, FixBN, MaintainedMomentum
 from fl_lightning.cohort.rows import parameter_groups
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.plan import sample_cohort
@@ -131,10 +132,9 @@ class OfCorrectedGradients(SCAFFOLD):
 
 class CountsTheLongestClient(SCAFFOLD):
     def on_after_aggregate(self, trainer, pl_module, cohort):
-        own = cohort.local_steps
-        cohort.local_steps = [max(own)] * len(own)
+        for block in self._own:
+            cohort.extra[f"SCAFFOLD steps {block}"].fill_(max(cohort.local_steps))
         super().on_after_aggregate(trainer, pl_module, cohort)
-        cohort.local_steps = own
 
 
 class WholeShare(SCAFFOLD):
@@ -359,6 +359,25 @@ def test_parameters_that_are_not_averaged_have_no_control_variate(method):
     callback, states = SCAFFOLD(), States()
     train(small_cnn(), blobs(), 3, [method, callback, states], local_steps=2)
     assert {block for kept in callback.memory.values() for block in kept} == {"weights"}
+
+
+@EXECUTORS
+@pytest.mark.parametrize("first", [True, False], ids=["SCAFFOLD first", "FedRep first"])
+def test_steps_in_which_fedrep_lets_the_body_rest_do_not_count(first, executor):
+    """In round 1, ``c_i = (theta - theta_i) / (K_i eta)``; clients with 2, 3 and 5 steps have no, no and 2 steps."""
+    callback, ends = SCAFFOLD(), ClientStates()
+    callbacks = [callback, FedRep(head_steps=3)] if first else [FedRep(head_steps=3), callback]
+    data, model = blobs(3, (16, 24, 40)), small_cnn().double()
+    settings = {"local_steps": None, "local_epochs": 1, "executor": executor()}
+    train(model, data, 1, [*callbacks, ends], **settings)
+    start, body = small_cnn().double(), [name for name, _ in small_cnn().named_parameters() if name[0] != "8"]
+    for client, moved in ((0, 0), (1, 0), (2, 2)):
+        end = ends.end[1][client]
+        wanted = {
+            name: (start.get_parameter(name) - end[name]).detach() / (max(moved, 1) * 0.1) for name in body
+        }
+        assert distance(callback.memory[client], flat(wanted)) < 1e-10
+        assert any(value.any() for value in callback.memory[client].values()) == (moved > 0)
 
 
 def test_fedprox_beside_it_is_refused():
