@@ -237,11 +237,14 @@ def balanced_subset(labels: Tensor, count: int, generator: torch.Generator) -> T
     rank = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[order]]
     quantile = (rank + 0.5) / sizes[labels[order]]
     taken = quantile.argsort(stable=True)[:count]
-    quotas, wanted = labels[order[taken]].bincount(minlength=len(sizes)), sizes * count
-    if bool(((quotas * len(labels) - wanted).abs() >= len(labels)).any() or (wanted < len(labels)).any()):
-        quotas = wanted // max(len(labels), 1)
+    quotas, wanted, total = labels[order[taken]].bincount(minlength=len(sizes)), sizes * count, len(labels)
+    far, rare = (quotas * total - wanted).abs() >= total, (wanted > 0) & (wanted < total)
+    if bool(
+        (far | rare).any()
+    ):  # many classes are small: round each class's share, and decide ties by chance
+        quotas = wanted // total
         classes = torch.randperm(len(sizes), generator=generator)
-        remainders = (wanted - quotas * len(labels))[classes]
+        remainders = (wanted - quotas * total)[classes]
         added = remainders.argsort(stable=True, descending=True)[: count - int(quotas.sum())]
         quotas[classes[added]] += 1
         taken = (rank < quotas[labels[order]]).nonzero().flatten()

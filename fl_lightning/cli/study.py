@@ -225,14 +225,11 @@ class StudyCells:
                         f"{name}: {config[name]} is no setting of a study's cells: the study sets seeds and checkpoints; leave it out"
                     )
             rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
+            folder = f"{RUNS}/{rounds}"
+            if self.study.definition.report != LAST:  # the value depends on how often the cell is evaluated
+                folder += f"-every-{config['trainer']['check_val_every_n_epoch']}"
             # the configuration is resolved once for all seeds
-            # report rules other than "last" also depend on how often a cell is evaluated
-            every = (
-                f"-every-{config['trainer']['check_val_every_n_epoch']}"
-                if self.study.definition.report != LAST
-                else ""
-            )
-            config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}{every}"}
+            config |= {"seed_everything": seed, "name": folder}
             self._made[key] = Cell(labels, seed, config)
         return self._made[key]
 

@@ -11,7 +11,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
-    Sampler,
     WeightedRandomSampler,
 )
 
@@ -109,7 +108,7 @@ class LoaderBatches:
             batches = self._first_epoch(sampler)
             self.num_examples = len({index for batch in batches for index in batch})
             self.samples_per_step = sum(map(len, batches)) / len(batches)
-        elif isinstance(sampler, Sampler):  # the loader's batch_size is None
+        else:  # the loader's batch_size is None, and its sampler may be a list
             self.num_examples = self._drawn_from(sampler)
             self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
 

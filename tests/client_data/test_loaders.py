@@ -121,6 +121,8 @@ class Shared(L.LightningDataModule):
             return DataLoader(self.dataset, batch_sampler=batches)
         if self.sampling == "sample by sample":
             return DataLoader(self.dataset, batch_size=None, sampler=sampler)
+        if self.sampling == "one by one from a list":
+            return DataLoader(self.dataset, batch_size=None, sampler=[*self.part])
         if self.sampling == "a subclass":
             return OwnLoader(self.dataset, 4, sampler=sampler)
         if self.sampling == "a list of batches":
@@ -130,7 +132,15 @@ class Shared(L.LightningDataModule):
 
 @pytest.mark.parametrize(
     "sampling",
-    ["sampler", "drop_last", "batch_sampler", "sample by sample", "a subclass", "a list of batches"],
+    [
+        "sampler",
+        "drop_last",
+        "batch_sampler",
+        "sample by sample",
+        "one by one from a list",
+        "a subclass",
+        "a list of batches",
+    ],
 )
 def test_clients_that_share_a_data_set_count_their_own_part(sampling):
     parts = [range(4), range(4, 16), range(16, 60)]

@@ -173,6 +173,12 @@ def test_a_balanced_subset_takes_the_same_share_of_every_class(count):
     assert (labels[subset].bincount(minlength=4) - expected).abs().max() <= 1
 
 
+def test_a_class_without_samples_does_not_change_a_balanced_subset():
+    labels = torch.tensor([0] * 80 + [1] * 50 + [2] * 31)
+    first, second = (balanced_subset(x, 41, torch.Generator().manual_seed(0)) for x in (labels, 2 * labels))
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [([1000] + [2] * 300, 160), ([1] * 100, 10), ([7, 1, 1, 1, 900, 3], 50), ([3] * 50, 60)],

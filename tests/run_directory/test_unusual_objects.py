@@ -202,7 +202,7 @@ def chain(length, last):
     space = {"last": last, "__name__": "__main__"}
     for number in range(length):
         calls = " + ".join(f"f{other}(n)" for other in range(number)) or "last"
-        exec(f"def f{number}(n, rounds=0): return {calls}", space)  # noqa: S102
+        exec(f"def f{number}(n, rounds=0): return {calls}", space)  # noqa: S102  # the text beside it
     return space[f"f{length - 1}"]
 
 
