@@ -56,11 +56,12 @@ def fit(
         "limit_val_batches": 0,
         "log_every_n_steps": 1,
     }
-    runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
     with warnings.catch_warnings():
-        # ignore warnings about a class that torch 2.15 deprecates, and about few data workers
+        # ignore warnings about a class that torch 2.15 deprecates, few data workers, and an unused GPU
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers")
+        warnings.filterwarnings("ignore", "GPU available but not used")
+        runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
         runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return runner
 
