@@ -88,8 +88,8 @@ class MultiStep(LRSchedule):
 class InverseSteps(LRSchedule):
     """Schedule that divides the learning rate by k + 1 after k periods.
 
-    The factor is ``1 / (1 + floor(t / period))`` with t = round - 1. The FBN paper (Guerraoui et
-    al., arXiv 2405.14670, Table 2) uses the rates 0.1, 0.05 and 0.033, each for 1,000 steps.
+    The factor is ``1 / ceil(round / period)``. The FBN paper (Guerraoui et al., arXiv 2405.14670,
+    Table 2) uses the rates 0.1, 0.05 and 0.033, each for 1,000 steps.
 
     Args:
         period: Length of a period: a number of rounds (int), or a fraction of all rounds (float) in
