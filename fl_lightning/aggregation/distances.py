@@ -255,8 +255,9 @@ def mix(
         result = block.new_empty(len(shares), block.shape[1])
         for columns in chunks(block):
             deviation = (block[:, columns] - centre[columns]).masked_fill_(unused, 0)
-            # clamp: rounding could make a mean of variances negative
-            mixed = torch.maximum(weights @ deviation, deviation.amin(0)).add_(centre[columns])
+            # clamp: rounding could make a mean of variances negative; the centre's own deviation is 0
+            lowest = deviation.amin(0).clamp_(max=0)
+            mixed = torch.maximum(weights @ deviation, lowest).add_(centre[columns])
             result[:, columns] = mixed.masked_fill_(spoilt, torch.nan)
         results.append(result)
     return results

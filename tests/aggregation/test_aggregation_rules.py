@@ -181,6 +181,13 @@ def test_values_computed_by_hand():
     close(geometric_median(rows_of([1, 0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)])), torch.zeros(2))
 
 
+def test_centered_clipping_moves_away_from_a_start_below_all_rows():
+    rows = rows_of([10, 1], [10, 2], [11, 3])
+    steps = 3 * rows / rows.norm(dim=1, keepdim=True)
+    close(centered_clipping(rows, 3.0, start=torch.zeros(2)), steps.mean(0))
+    close(centered_clipping(-rows, 3.0, start=torch.zeros(2)), -steps.mean(0))
+
+
 def test_equal_distances_and_scores_go_to_the_lower_index():
     close(nearest_neighbor_mixing(rows_of(0, 1, -1, -1), 1)[0], torch.zeros(1))
     assert krum(rows_of(5, 5, 7, 7), 1) == 5
