@@ -108,6 +108,7 @@ class FBN(FederatedCallback):
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Compute the statistics that each client sends (Algorithm 2, lines 5 to 7)."""
+        self._totals: dict[str, tuple[int, int]] = {}
         for layer in self._layers(pl_module.model, cohort):
             clients, weight = layer.clients, layer.weight
             clients.running_mean.lerp_(clients.batch_mean, weight)
@@ -125,11 +126,13 @@ class FBN(FederatedCallback):
     def _layers(self, model: nn.Module, cohort: Cohort) -> Iterator[SimpleNamespace]:
         """Yield the tensors and factors of each BN layer that was used in this round.
 
-        N is the number of values per channel in the batches of all clients. The fields are:
+        N is the number of values per channel in the batches of all clients. N and E also count
+        clients that the server leaves out because of what they send: all clients have used these
+        numbers. The fields are:
 
         - ``server``: The server's BN layer.
         - ``clients``: The clients' buffers of the layer, and ``shares``, ``[C]``: each client's
-          share of the N values.
+          share of the values of the clients that are not left out.
         - ``unbias``: The factor N / (N - 1).
         - ``beta``: Weight of this round in the server's moving average.
         - ``weight``: Weight of this round in the statistics that clients send: ``beta`` if
@@ -139,13 +142,13 @@ class FBN(FederatedCallback):
             if cohort.treatments[f"{name}.running_mean"] == "local":
                 raise ConfigurationError(f"FBN: BN layer {name!r} is local; leave the layer out of the head")
             buffers = {key: cohort.buffers[f"{name}.{key}"] for key, _ in server.named_buffers()}
-            total = int(buffers["count"][:, 0].sum())
+            values, calls = int(buffers["count"][:, 0].sum()), int(buffers["calls"].max())
+            total, calls = self._totals.setdefault(name, (values, calls))
             if total == 1:
                 raise ConfigurationError(f"FBN: BN layer {name!r} {ONE_VALUE}")
-            if total:
-                clients = SimpleNamespace(**buffers, shares=buffers["count"][:, 0] / total)
-                steps = int(buffers["calls"].max()) if self.ema == "per_step" else 1
+            if values:
+                clients = SimpleNamespace(**buffers, shares=buffers["count"][:, 0] / values)
                 # momentum is not None: swap_batch_norm has checked it
-                beta = 1 - (1 - (server.momentum or 0)) ** steps
+                beta = 1 - (1 - (server.momentum or 0)) ** (calls if self.ema == "per_step" else 1)
                 weight, unbias = beta if self.wire == "run" else 1.0, total / (total - 1)
                 yield SimpleNamespace(server=server, clients=clients, unbias=unbias, beta=beta, weight=weight)

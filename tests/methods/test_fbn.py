@@ -10,7 +10,8 @@ from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.aggregation import Aggregator
-from fl_lightning.callbacks import FBN, FedPer, FedRep, FixBN
+from fl_lightning.attacks import NonFinite
+from fl_lightning.callbacks import FBN, Byzantine, FedPer, FedRep, FixBN
 from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
@@ -157,6 +158,20 @@ def test_both_wire_forms_are_equal(work, executor):
     data = blobs(sizes=(16, 24, 40))
     forms = [train(small_cnn(), data, 4, [FBN(w)], **work, executor=executor()) for w in ("run", "batch")]
     assert distance(*forms) < 1e-10
+
+
+@WIRES
+def test_a_client_that_is_left_out_for_what_it_sends_does_not_change_the_factors_of_the_others(wire):
+    data, states = uneven_clients(examples=(16, 24, 80)), States()
+    attack = Byzantine(NonFinite(), clients=[2], target="parameters")
+    work = {"local_steps": None, "local_epochs": 1, "on_divergence": "drop"}
+    train(norm_first(), data, 1, [FBN(wire), attack, states], **work)
+    values = union_of(data, range(2), [range(2), range(3)])[0].transpose(0, 1).flatten(1)
+    total, kept = (8 * steps * 36 for steps in (2 + 3 + 10, 2 + 3))  # clients know the steps of all three
+    variance = values.var(1) * (kept - 1) / kept * total / (total - 1)
+    (found_mean, found_variance) = statistics(states)[0]
+    assert float((found_mean - (1 - 0.9**10) * values.mean(1)).abs().max()) < 1e-10
+    assert float((found_variance - (0.9**10 + (1 - 0.9**10) * variance)).abs().max()) < 1e-10
 
 
 class MedianOfRows(Aggregator):

@@ -12,7 +12,7 @@ LIMITS = {
     "FedBN": (["callbacks/fedbn.py"], 15),
     "SiloBN": (["callbacks/silobn.py"], 15),
     "FixBN": (["callbacks/fixbn.py"], 25),
-    "FBN": (["callbacks/fbn.py"], 60),
+    "FBN": (["callbacks/fbn.py"], 61),
     "MTFL": (["callbacks/mtfl.py"], 5),
     "FedPer": (["callbacks/fedper.py"], 10),
     "FedRep": (["callbacks/fedrep.py"], 25),
