@@ -21,8 +21,8 @@ class SlidingWindowFixBN(FoundFreezing):
     variance in the window is below ``threshold``, the search ends. T* is the current round, and
     statistics are frozen from the next round on. The variance has the factor 1/W, as in the paper.
 
-    A client that takes part for the first time has no change. If no client of a round has a change,
-    the window does not change.
+    A client that takes part for the first time has no change. Statistics that are not finite are
+    ignored. If no client of a round has a change, the window does not change.
 
     The paper does not define the norm, or how clients agree on T*. The L1 norm, the weighted mean
     and a common T* for all clients are our choices.
@@ -69,15 +69,16 @@ class SlidingWindowFixBN(FoundFreezing):
             return
         names = [name for name, kind in cohort.buffer_kinds.items() if kind in ("mean", "var")]
         sent = torch.cat([cohort.buffers[name].flatten(1) for name in names], 1)
-        seen = [row for row, client in enumerate(cohort.client_ids) if client in self.statistics]
+        finite = [row for row, fine in enumerate(sent.isfinite().all(1).tolist()) if fine]
+        seen = [row for row in finite if cohort.client_ids[row] in self.statistics]
         if seen:
             last = [self.statistics[cohort.client_ids[row]]["statistics"] for row in seen]
             before = torch.stack(last).to(sent)
             change = mean_change(sent[seen], before, cohort.weights[seen])
             self.changes = [*self.changes, change][-self.window :]
             pl_module.log("fixbn/statistics_change", change)
-        for client, row in zip(cohort.client_ids, sent, strict=True):
-            self.statistics[client] = {"statistics": row.clone()}
+        for row in finite:
+            self.statistics[cohort.client_ids[row]] = {"statistics": sent[row].clone()}
         if seen and len(self.changes) == self.window:
             variance = window_variance(self.changes)
             pl_module.log("fixbn/window_variance", variance)

@@ -9,6 +9,7 @@ from helpers import SaveRounds, States, blobs, federated_run, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.aggregation import Median
 from fl_lightning.callbacks import FBN, FixBN, SlidingWindowFixBN, sliding_window
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.round.policy import policy_table, stages_in_words
@@ -120,6 +121,22 @@ def test_under_partial_participation_a_change_is_from_the_last_time_a_client_too
     first = {client: orders.index(client) + 1 for client in orders}
     for row, client in zip(sent.rows, orders, strict=True):
         assert ("fixbn/statistics_change" in row) == (row["round"] != first[client])
+
+
+class Broken(FederatedCallback):
+    """The statistics of client 1 become NaN in round 3."""
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        if cohort.round == 3 and 1 in cohort.client_ids:
+            cohort.buffers["1.running_mean"][cohort.client_ids.index(1)] = torch.nan
+
+
+def test_statistics_that_are_not_finite_are_ignored():
+    _, sent, _ = search(0.0, extra=[Broken()], aggregator=Median())
+    del sent.rounds[2][1][1]
+    for row, (change, variance) in zip(sent.rows, by_hand(sent.rounds), strict=True):
+        assert row.get("fixbn/statistics_change") == (change and pytest.approx(change, rel=1e-12))
+        assert row.get("fixbn/window_variance") == (variance and pytest.approx(variance, rel=1e-9))
 
 
 def test_threshold_zero_never_freezes_and_is_fedavg_bit_for_bit():
