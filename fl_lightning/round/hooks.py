@@ -1,7 +1,7 @@
 """Calls of the methods' hooks in a fixed order."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,26 @@ def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
     of the same class both add layers. Random numbers are drawn with ``seed``.
     """
     extended = vars(model).setdefault("_extended_by", set())
-    seen: Counter[type] = Counter()
-    for method in in_order(callbacks):
+    for method, number in _numbered(in_order(callbacks)):
         kind = type(method)
         name = f"{kind.__name__}.extend_model"
-        purpose = f"{name} {seen[kind]}" if seen[kind] else name
-        key = (kind.__module__, kind.__qualname__, seen[kind])
-        seen[kind] += 1
+        key = (kind.__module__, kind.__qualname__, number)
         if key not in extended:
-            with doing(name), seeded(derive_seed(seed, purpose)):
+            with doing(name), seeded(derive_seed(seed, _purpose(name, number))):
                 method.extend_model(model)
             extended.add(key)
+
+
+def _numbered(methods: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield each method with the number of earlier methods of the same class."""
+    seen: Counter[type] = Counter()
+    for method in methods:
+        yield method, seen[type(method)]
+        seen[type(method)] += 1
+
+
+def _purpose(name: str, number: int) -> str:
+    return f"{name} {number}" if number else name
 
 
 def configure_batch_norm(run: RunContext, methods: Iterable[Any]) -> None:
@@ -66,12 +75,13 @@ def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
     """Call a hook of every method.
 
     Before each call, the global random generators are seeded by seed, method, hook, round and step.
-    Random numbers in a hook therefore do not depend on the executor or on other hooks.
+    Random numbers in a hook therefore do not depend on the executor or on other hooks. Two methods
+    of the same class draw different numbers.
     """
-    for method in run.federated_callbacks:
+    for method, number in _numbered(run.federated_callbacks):
         name = f"{type(method).__name__}.{hook}"
         with run.clock.part("callbacks"), doing(f"{name}, round {cohort.round}"):
-            seed_global(derive_seed(run.seed, name, cohort.round, *step), run.device)
+            seed_global(derive_seed(run.seed, _purpose(name, number), cohort.round, *step), run.device)
             before = versions(run, cohort) if (watched := is_watched(run, method)) else ()
             getattr(method, hook)(run.trainer, run, cohort, *step)
             if watched and (

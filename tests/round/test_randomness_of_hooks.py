@@ -32,6 +32,19 @@ def test_noise_of_a_callback_is_equal_under_every_executor():
     assert distance(results[0], train(small_cnn(), blobs(), 3, local_steps=2)) > 1e-3
 
 
+class Draws(FederatedCallback):
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        self.drawn = torch.randn(4)
+
+
+def test_two_callbacks_of_one_class_draw_different_numbers():
+    alone, first, second = Draws(), Draws(), Draws()
+    train(small_cnn(), blobs(), 1, [alone])
+    train(small_cnn(), blobs(), 1, [first, second])
+    assert torch.equal(first.drawn, alone.drawn)
+    assert not torch.isclose(first.drawn, second.drawn).any()
+
+
 @pytest.mark.parametrize("draws", ["callback", "model"])
 def test_a_resumed_run_draws_the_numbers_of_the_uninterrupted_one(draws, tmp_path):
     def start(**settings):
