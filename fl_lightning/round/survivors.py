@@ -133,7 +133,7 @@ def not_finite(cohort: RoundCohort) -> dict[int, str]:
     finite = torch.stack([block.isfinite().all(1) for block in blocks]).all(0).tolist()
     failed = {}
     for row in (row for row, fine in enumerate(finite) if not fine):
-        parameters = {name: cohort.params[name][row] for name in cohort.server_parameters}
+        parameters = {name: cohort.params[name][row] for name in cohort.parameter_kinds}
         layer = _first_layer({**parameters, **{n: cohort.buffers[n][row] for n in _statistics(cohort)}})
         assert layer is not None
         failed[row] = layer

@@ -128,6 +128,17 @@ def test_what_an_attack_writes_into_the_rows_is_left_out_too(name):
     assert_same(found, absent().states)
 
 
+def test_a_client_of_a_model_with_untrained_parameters_is_left_out_too(capsys):
+    def model():
+        network = small_cnn()
+        network[:3].requires_grad_(False)
+        return network
+
+    found = run(Diverges(), model=model()).states
+    assert_same(found, absent(model=model()).states)
+    assert "round 2: the update of client 1 is not finite, first in layer '3'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["SCAFFOLD", "FedDyn", "local momentum", "global momentum"])
 def test_a_client_that_sends_what_is_not_finite_counts_as_absent_in_what_methods_keep(name):
     (first,), (second,) = METHODS[name](), METHODS[name]()
