@@ -162,13 +162,14 @@ class Byzantine(FederatedCallback):
     ) -> None:
         """Count how often a backdoor's trigger makes the model predict the target class.
 
-        Inputs of the target class are not counted.
+        Inputs of the target class are not counted. An output that is not finite is no success.
         """
         if isinstance(self.attack, Backdoor):
             inputs, targets = batch
             others = targets != self.attack.target
             if others.any():
-                taken = pl_module(self.attack.triggered(inputs[others])).argmax(1) == self.attack.target
+                scores = pl_module(self.attack.triggered(inputs[others]))
+                taken = (scores.argmax(1) == self.attack.target) & scores.isfinite().all(1)
                 self._success += torch.tensor([int(taken.sum()), len(taken)])
 
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # narrows pl_module

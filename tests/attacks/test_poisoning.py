@@ -100,6 +100,15 @@ def test_a_backdoor_gets_in_by_model_replacement_and_its_success_is_logged():
     assert replaced > none + 0.3
 
 
+def test_a_model_that_has_diverged_is_no_success_of_a_backdoor():
+    model = small_cnn()
+    torch.nn.init.constant_(model[8].bias, torch.nan)
+    module = FederatedModule(model, SGD, local_steps=1, on_divergence="record", check_first_steps=False)
+    trainer = fit(module, blobs(), 1, [Byzantine(Backdoor(target=0), [])], limit_val_batches=1.0)
+    assert float(trainer.callback_metrics["val/accuracy"]) == 0
+    assert float(trainer.callback_metrics["val/attack_success"]) == 0
+
+
 def test_replaced_models_are_scaled_updates():
     class Once(FederatedCallback):
         def on_before_aggregate(self, trainer, pl_module, cohort):
