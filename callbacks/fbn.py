@@ -110,7 +110,8 @@ class FBN(FederatedCallback):
         """Compute the statistics that each client sends (Algorithm 2, lines 5 to 7)."""
         self._totals: dict[str, tuple[int, int]] = {}
         for layer in self._layers(pl_module.model, cohort):
-            clients, weight = layer.clients, layer.weight
+            # a client that has not used the layer sends the server's statistics
+            clients, weight = layer.clients, layer.weight * layer.clients.count.sign()
             clients.running_mean.lerp_(clients.batch_mean, weight)
             clients.running_var.lerp_(layer.unbias * clients.batch_m2 / clients.count.clamp(min=1), weight)
 

@@ -9,7 +9,7 @@ from helpers import SGD, States, blobs, distance, fit, small_cnn, train, uneven_
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.aggregation import Aggregator
+from fl_lightning.aggregation import Aggregator, Median
 from fl_lightning.attacks import NonFinite
 from fl_lightning.callbacks import FBN, Byzantine, FedPer, FedRep, FixBN
 from fl_lightning.round.plan import sample_cohort
@@ -158,6 +158,27 @@ def test_both_wire_forms_are_equal(work, executor):
     data = blobs(sizes=(16, 24, 40))
     forms = [train(small_cnn(), data, 4, [FBN(w)], **work, executor=executor()) for w in ("run", "batch")]
     assert distance(*forms) < 1e-10
+
+
+class UsedByOne(nn.Sequential):
+    """A network whose first layer sees only inputs with a large mean, those of client 2."""
+
+    def forward(self, inputs):
+        norm, flatten, linear = self
+        return linear(flatten(norm(inputs) if inputs.mean() > 6 else inputs))
+
+
+@WIRES
+@pytest.mark.parametrize("aggregator", [None, Median()])
+def test_a_client_that_has_not_used_a_layer_does_not_change_its_statistics(wire, aggregator):
+    data, states = uneven_clients(), States()
+    settings = {"aggregator": aggregator, "executor": SequentialExecutor(), "check_first_steps": False}
+    train(UsedByOne(*norm_first()), data, 1, [FBN(wire), states], **settings)
+    ((mean, variance),) = statistics(states)
+    values = union_of(data, [2], [[0]])[0].transpose(0, 1).flatten(1)
+    wanted = (0.1 * values.mean(1), 0.9 + 0.1 * values.var(1)) if aggregator is None else (0.0, 1.0)
+    assert float((mean - wanted[0]).abs().max()) < 1e-10
+    assert float((variance - wanted[1]).abs().max()) < 1e-10
 
 
 @WIRES
