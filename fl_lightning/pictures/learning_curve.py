@@ -4,6 +4,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS, state_label
 from fl_lightning.pictures.series import Rows, Series, draw_curve, frozen_from, scale_values, series
 from fl_lightning.pictures.style import (
@@ -43,15 +45,15 @@ def learning_curve_figure(
             rounds. For example, ``{"mean": [[1, "averaged"], [201, "frozen"]]}`` means that running
             means are averaged from round 1 and frozen from round 201.
         title: Lines of the title.
-        quality: Name of a quality metric with values in [0, 1], for a task that the user has
-            defined.
+        quality: Name of the main metric, for a task that the user has defined. If its values lie in
+            [0, 1], the axis starts at 0.
         further: Names of further metrics to draw if the rows contain them.
     """
     known = {name.partition("/")[2] for row in rows for name in row}
     words = {quality: quality.replace("_", " ")} if quality else {}
     words |= qualities()
     further = [name for name in further if name not in words]
-    metrics = [*(name for name in (*words, *further) if name in known), "loss"]
+    metrics = [*dict.fromkeys([*(name for name in (*words, *further) if name in known), "loss"])]
     figure = new_figure(0.8 + 1.8 * len(metrics), title)
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     last = max((row["round"] for row in rows), default=0)
@@ -64,9 +66,9 @@ def learning_curve_figure(
             lines = axes.vlines(list(changes), 0, 1, transform=axes.get_xaxis_transform(), colors=BLACK)
             lines.set(linewidth=1, linestyle="-.", label=label if axes is panels[0] else "_")
         drawn = _draw_metric(axes, rows, metric, metric in words)
-        if metric in words:
-            highest = max(values.max(initial=0) for values in drawn)
-            axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
+        every = np.concatenate([*drawn, []])
+        if metric in words and every.min(initial=0) >= 0 and every.max(initial=0) <= 1:
+            axes.set_ylim(0, min(1.15 * every.max(initial=0), 1.03) or 1.03)
         else:
             scale_values(axes, drawn)
         legend_above(axes)

@@ -159,6 +159,19 @@ def test_accuracy_starts_at_zero_and_the_best_fits(best):
     assert high <= 1.03
 
 
+@pytest.mark.parametrize(
+    ("quality", "values"), [("loss", [2.3, 1.9, 1.5]), ("mse", [25.0, 19.0, 15.0]), ("r2", [-1.5, -0.5, 0.5])]
+)
+def test_a_main_metric_outside_0_to_1_lies_within_its_axis(quality, values):
+    rows = rows_of(3, **{f"val_{quality}": values.__getitem__, "train_loss": lambda r: 1.0})
+    first, *others = learning_curve_figure(rows, {}, TITLE, quality).axes
+    assert [axes.get_ylabel() for axes in others] == ["loss"] * (quality != "loss")
+    assert curve(first, "validation")[1].tolist() == values
+    low, high = first.get_ylim()
+    assert low <= min(values)
+    assert max(values) <= high
+
+
 @pytest.mark.parametrize(("last", "log"), [(0.001, True), (0.0, False), (0.5, False), (-1.0, False)])
 def test_loss_over_decades_is_on_a_log_scale_that_is_named(last, log):
     rows = rows_of(3, train_loss=[2.0, 1.0, last].__getitem__)
