@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from written_runs import write_run
 
 from fl_lightning.experiments.studies.figures import pictures
@@ -92,6 +93,25 @@ def test_a_band_and_a_bar_say_what_they_are(tmp_path):
     assert legend_of(by_run.draw([])) == ["bar: min to max of 2 to 3 seeds"]
     single = found_in([places[0], places[3]])
     assert [legend_of(picture.draw([])) for picture in pictures(single)] == [[], ["bn", "gn"]]
+
+
+@pytest.mark.parametrize(
+    "curves",
+    [
+        [[0.0, 0.25, 0.5], [0.0, 0.5, 1.0]],  # the largest value is above 1.15 times the largest mean
+        [[-0.75, -0.5, 0.25]],
+        [[-0.75, -0.5, -0.25], [-0.5, -0.5, -0.5]],
+    ],
+)
+def test_all_values_of_the_curves_lie_within_the_axis(tmp_path, curves):
+    places = [write_run(tmp_path / f"bn-s{seed}", seed=seed) for seed in range(len(curves))]
+    for place, values in zip(places, curves, strict=True):
+        rows = [{"round": r, "val/accuracy": x} for r, x in enumerate(values)]
+        write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    picture = next(picture for picture in pictures(found_in(places)) if picture.name == "curves")
+    low, high = picture.draw([]).axes[0].get_ylim()
+    assert low <= min(min(values) for values in curves)
+    assert max(max(values) for values in curves) <= high
 
 
 def test_by_method_has_the_looks_of_the_curves_and_an_axis_of_the_differences(tmp_path):

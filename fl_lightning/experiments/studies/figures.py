@@ -155,7 +155,7 @@ def curves_figure(
         cost: Whether the horizontal axis shows bytes instead of rounds (default False).
     """
     grid = Grid(found, title)
-    means, seeds = [], list[int]()
+    shown, seeds = list[Series](), list[int]()
     bands = [
         (axes, look, label, _band(groups[0], rows, metric, cost))
         for axes, look, label, groups in grid.curves()
@@ -164,17 +164,19 @@ def curves_figure(
     unit = next((size for size in _BYTES if max(ends, default=0) >= 2 * size), 1.0) if cost else 1.0
     for axes, look, label, (places, values) in bands:
         if len(places):
-            means.append(draw_curve(axes, places / unit, values.mean(0), look, label))
+            shown.append(draw_curve(axes, places / unit, values.mean(0), look, label))
             if len(values) > 1:
                 seeds.append(len(values))
                 low, high = with_gaps(values.min(0)), with_gaps(values.max(0))
                 axes.fill_between(places / unit, low, high, color=look[0], alpha=BAND, linewidth=0)
-    highest = max((values.max(initial=0) for values in means), default=0.0)
+                shown += [low[~np.isnan(low)], high[~np.isnan(high)]]
+    every = np.concatenate([*shown, []])
+    lowest, highest = every.min(initial=0), every.max(initial=0)
     for axes in grid.panels:
-        if best_is(metric) != "min" and highest <= 1:
+        if best_is(metric) != "min" and lowest >= 0 and highest <= 1:
             axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
         elif axes is grid.panels[0]:
-            scale_values(axes, means)
+            scale_values(axes, shown)
         if cost and ends and max(ends) >= 10 * min(ends):
             axes.set_xscale("log")
     across = f"sent and received, {_BYTES[unit]}" if cost else "communication round"
