@@ -74,6 +74,28 @@ def test_every_table_names_its_rule(tmp_path, monkeypatch, rule, words, value):
         assert f"test accuracy, {words}" in (tmp_path / "table.csv").read_text()
 
 
+@pytest.mark.parametrize(
+    ("rule", "of_clients", "of_server"),
+    [("last", 0.75, 0.5), ("best", 1.0, 0.6), ("mean of the last 2", 0.875, 0.45)],
+)
+def test_columns_of_clients_and_server_models_follow_the_rule(
+    tmp_path, monkeypatch, rule, of_clients, of_server
+):
+    monkeypatch.chdir(tmp_path)
+    methods = {"FedBN": {}, "FedBN (clients)": {"metric": "test/personal_accuracy"}}
+    cells = study_cells(choose=[], axes={"method": methods}, report=rule)
+    table = cells.table([])
+    rows = [row | {"test/personal_accuracy": 1.0} for row in ROWS]
+    for one in table[:2]:  # both labels have the same runs
+        folder = finish(one, **RESULT, **{"test/personal_accuracy": 0.75})
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    server, clients = (group["values"] for group in findings(cells.study, table, [], {})["groups"])
+    assert server["test/accuracy"] == pytest.approx({"0": of_server, "1": of_server})
+    assert server["test/personal_accuracy"] == pytest.approx({"0": of_clients, "1": of_clients})
+    assert clients["test/accuracy"] == server["test/personal_accuracy"]
+    assert clients["server/test/accuracy"] == server["test/accuracy"]
+
+
 @pytest.mark.parametrize(("rule", "shared"), [("last", True), ("mean of the last 4", False), ("best", False)])
 def test_cells_that_are_evaluated_more_often_are_others_unless_the_last_value_counts(
     tmp_path, monkeypatch, rule, shared

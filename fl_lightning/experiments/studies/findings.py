@@ -111,8 +111,8 @@ def _group(
                     f"metric: the runs of {cell.name} have no {own_metric}; there are {', '.join(metrics)}"
                 )
         for name in local if any(map(models_of, metrics)) else ():
-            if (read := name.removeprefix(SERVER)) in metrics:
-                values[name][str(cell.seed)] = metrics[read]
+            if result is not None and (read := name.removeprefix(SERVER)) in metrics:
+                values[name][str(cell.seed)] = reported(study.definition.report, read, result, rows)
     return {
         "labels": labels,
         "metric": own_metric,
