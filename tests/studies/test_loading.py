@@ -36,6 +36,15 @@ def test_a_folder_that_is_no_run_names_the_runs_in_it(tmp_path):
         load_study(tmp_path / "bn")
 
 
+def test_a_study_whose_name_has_slashes_finds_its_runs(tmp_path):
+    folder = write_study(tmp_path / "runs")
+    deeper = folder.parent / "paper" / "table9"
+    deeper.parent.mkdir()
+    cells = load_study(folder.rename(deeper)).cells
+    assert [cell.directory.is_dir() for cell in cells] == [cell.phase == "done" for cell in cells]
+    assert load_run(cells[0].directory).finished
+
+
 def test_a_study_has_a_cell_for_each_combination_and_seed(tmp_path):
     study = load_study(write_study(tmp_path / "runs"))
     assert [group["labels"]["method"] for group in study.rows] == ["BN", "BN", "GN", "GN"]

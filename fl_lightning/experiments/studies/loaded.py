@@ -90,9 +90,10 @@ def read_found(folder: Path) -> Found:
     """
     try:
         found: Found = restored(json.loads((folder / "study.json").read_text()))
-        cells = folder.resolve().parents[1] / RUNS
+        roots = folder.resolve().parents[1:]  # the name of a study may have slashes
         for run in (run for group in found["groups"] for run in group["runs"]):
-            run["directory"] = str(cells.joinpath(*Path(run["directory"]).parts[-2:]))
+            places = [root.joinpath(RUNS, *Path(run["directory"]).parts[-2:]) for root in roots]
+            run["directory"] = str(next((place for place in places if place.is_dir()), places[0]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         message = f"{folder / 'study.json'} cannot be read as the result of a study; run the study again"
         raise ConfigurationError(message) from error
