@@ -176,6 +176,22 @@ def test_what_is_read_of_the_runs_of_another_method_says_whose_costs_they_are():
     assert [group["costs_of"] for group in groups] == [None, {"method": "BN"}, None]
 
 
+def test_all_columns_of_a_row_are_measured_with_the_same_statistics():
+    measured = {"test/accuracy": 0.5, "test/loss": 2.0, "test/own_accuracy": 0.75}
+    measured |= {f"{name}_silobn": value / 4 for name, value in measured.items()}
+    labels = {"BN": {}, "SiloBN": {"metric": "test/accuracy_silobn"}}
+    names = ("test/accuracy", "test/loss", "test/own_accuracy")
+    metrics = {name: name for name in (*names, "test/other")}
+    cells = study_cells(choose=[], axes={"method": labels}, metrics=metrics)
+    table = cells.table([])
+    for one in table[:2]:  # both labels have the same runs
+        (finish(one, **measured, **{"test/other": 1.0}) / "metrics.jsonl").write_text("")
+    bn, silobn = (group["values"] for group in findings(cells.study, table, [], {})["groups"])
+    assert [bn[name]["0"] for name in metrics] == [0.5, 2.0, 0.75, 1.0]
+    assert [silobn[name]["0"] for name in names] == [0.125, 0.5, 0.1875]
+    assert silobn["test/other"] == {}  # not measured with these statistics
+
+
 def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     own, config = (

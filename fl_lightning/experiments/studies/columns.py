@@ -1,6 +1,6 @@
 """Names of the columns of a study's tables."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fl_lightning.errors import ConfigurationError, nearest
 
@@ -64,15 +64,28 @@ def models_of(metric: str) -> str:
     return _MODELS.get(kind, "") if rest else ""
 
 
-def of_same_models(metric: str, like: str) -> str:
+def of_same_models(metric: str, like: str, first: str, known: Collection[str] = ()) -> str:
     """Return ``metric`` for the models that ``like`` evaluates.
 
     If ``metric`` names the clients' models already, it is returned unchanged.
 
-    >>> of_same_models("test/auroc", like="test/personal_accuracy")
+    >>> of_same_models("test/auroc", like="test/personal_accuracy", first="test/accuracy")
     'test/personal_auroc'
+    >>> known = ["test/accuracy_silobn", "test/loss_silobn"]
+    >>> of_same_models("test/auroc", like="test/accuracy_silobn", first="test/accuracy", known=known)
+    'test/auroc_silobn'
+
+    Args:
+        metric: Name of a further metric of the table.
+        like: Metric that replaces the table's first metric.
+        first: Name of the table's first metric.
+        known: Metrics of the run. If ``like`` evaluates a variant of the server's model, the run
+            also has the variant's loss.
     """
     split, _, name = metric.rpartition("/")
+    variant = like.removeprefix(first) if like.startswith(f"{first}_") else ""
+    if variant and f"{split}/loss{variant}" in known:
+        return metric + variant
     return (
         f"{split}/{like.rpartition('/')[2].partition('_')[0]}_{name}"
         if models_of(like) and not models_of(metric)

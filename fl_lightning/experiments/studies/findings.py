@@ -102,7 +102,7 @@ def _group(
         result = state.result if state.phase == "done" else None
         metrics = metric_values(result) if result is not None else {}
         rows = read_metrics(state.attempt.metrics) if result is not None and state.attempt else []
-        others = [of_same_models(name, like=own_metric or "") for name in names[1:]]
+        others = [of_same_models(name, own_metric or "", names[0], metrics) for name in names[1:]]
         for name, read in zip(names, [own_metric or names[0], *others], strict=True):
             if result is not None and read in metrics:
                 values[name][str(cell.seed)] = reported(study.definition.report, read, result, rows)
