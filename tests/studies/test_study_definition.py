@@ -177,6 +177,10 @@ SMALL = {"title": "t", "axes": BN_GN, "scales": {"reduced": {"base": "b"}}, "pub
             {"choose": [{"axis": "E"}], "claims": ["E=1 ~ E=2 within 0.1"]},
             "claims: 'E=1 ~ E=2 within 0.1' compares labels of E, but the table has only the chosen label",
         ),
+        (
+            {"choose": [{"axis": "E", "by": ["method"]}], "claims": ["BN > GN at E=1"]},
+            "claims: 'BN > GN at E=1' names a label of E, but the table has only the chosen label",
+        ),
         ({"choose": [{"axis": "E"}, {"axis": "E", "by": ["method"]}]}, "choose: E is chosen twice"),
         ({"axes": {"E": [1, "1"]}}, r"axes.E: \[1, '1'\] must be different; 1 appears twice"),
         ({"scales": {"reduced": {"base": "b", "seeds": [-1]}}}, "seeds.0: -1 must be greater than or equal to 0"),

@@ -237,14 +237,18 @@ def _contradictions(study: Study) -> Iterator[str]:
     ):
         for words in texts:
             try:
-                axes = read(words, known).constraints[0]
+                claim = read(words, known)
             except ConfigurationError as error:
                 yield str(error)
                 continue
+            axes = {
+                **dict.fromkeys(claim.fixed, "names a label"),
+                **dict.fromkeys(claim.constraints[0], "compares labels"),
+            }
             for axis in [choice.axis for choice in study.choices if choice.axis in axes]:
                 key = "difference" if read is read_difference else "claims"
                 yield (
-                    f"{key}: {words!r} compares labels of {axis}, but the table has only the chosen label; "
+                    f"{key}: {words!r} {axes[axis]} of {axis}, but the table has only the chosen label; "
                     "leave the axis out of choose"
                 )
     for words in {*definition.headline} & {*definition.claims}:
