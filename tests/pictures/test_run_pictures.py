@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from PIL import Image
 from fl_lightning.experiments.run_directory import drawings
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from fl_lightning.experiments.run_directory.predictions import overlays
 from fl_lightning.pictures.style import DOTS_PER_INCH, WIDTH
+from fl_lightning.round.tasks import Segmentation
 
 PICTURES = ("partition.png", "learning_curve.png", "class_accuracy.png")
 
@@ -48,6 +51,23 @@ def test_finished_run_has_every_picture_and_an_equal_run_equal_bytes(finished):
             assert len(picture.convert("L").getcolors()) > 10
         assert (again.path / name).read_bytes() == (finished.path / name).read_bytes()
     assert not list(finished.path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("ignored", [255, 0, -1, -100])
+def test_ignored_pixels_are_black_whatever_their_label(ignored):
+    class OnlyRoad(torch.nn.Module):
+        def forward(self, images):
+            return torch.eye(2)[1][None, :, None, None].expand(len(images), 2, 1, 2)
+
+    labels = torch.tensor([[[ignored, 1]]])
+    data = SimpleNamespace(palette=[(10, 10, 10), (20, 20, 20)], class_names=["car", "road"])
+    data.test_dataloader = lambda: [(torch.zeros(1, 3, 1, 2), labels)]
+    task = Segmentation(ignored)
+    module = SimpleNamespace(task=task, model=OnlyRoad(), data=data, on_device=lambda batch: batch)
+    figure = overlays(module, [])
+    shown = [axes.images[0].get_array()[..., 0].tolist() for axes in figure.axes[1:]]
+    assert shown == [[[0, 20]], [[0, 20]]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["road"]
 
 
 def test_stopped_run_has_its_curve_and_the_resumed_run_draws_them_all(tmp_path, monkeypatch):

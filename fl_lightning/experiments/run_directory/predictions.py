@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 4
+_IGNORED = 255  # label that the picture shows in black
 
 
 def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
@@ -87,7 +88,8 @@ def overlays(module: FederatedModule, title: Sequence[str]) -> "Figure | None":
             scores = enlarged(module.task.scores(module.model(module.on_device(inputs))).cpu(), targets)
             classes = scores.shape[1]
             images += [_look(module.data, image) for image in inputs]
-            truths += [*targets.numpy()]
+            labels = targets.long()  # int64, because uint8 cannot represent -100
+            truths += [*labels.where(labels != module.task.ignored, _IGNORED).numpy()]
             guesses += [*scores.argmax(1).numpy()]
             if len(images) >= _SHOWN:
                 break
