@@ -26,10 +26,8 @@ def best_is(metric: str, known: Mapping[str, str] = MappingProxyType({})) -> Lit
     if name.endswith("_variance"):
         return None
 
-    def is_one(of: str) -> bool:
-        return name == of or name.startswith(f"{of}_")
-
-    smallest = ("loss", *(metric for metric, best in known.items() if best == "min"))
-    if name.endswith("loss") or any(map(is_one, smallest)):
-        return "min"
-    return "max" if any(map(is_one, (*_SHOWN, *known))) else None
+    directions: dict[str, Literal["max", "min"]] = {**dict.fromkeys(_SHOWN, "max"), "loss": "min"}
+    directions |= {of: "min" if best == "min" else "max" for of, best in known.items()}
+    # the longest name counts: error_free is not the metric error with the source free
+    of = max((x for x in directions if name == x or name.startswith(f"{x}_")), key=len, default="")
+    return "min" if name.endswith("loss") else directions.get(of)

@@ -45,6 +45,13 @@ def test_a_metric_knows_which_of_its_values_are_best(metric, best):
     assert best_is(metric) == best
 
 
+def test_a_name_that_begins_like_another_metric_has_its_own_best():
+    known = {"error": "min", "error_free": "max", "f1": "max", "f1_gap": "min"}
+    for name, best in known.items():
+        for metric in (f"val/{name}", f"test/{name}_silobn", f"val/client_{name}_worst"):
+            assert best_is(metric, known) == best
+
+
 def test_a_metric_of_ones_own_needs_a_mode(capsys):
     line = (
         "checkpoint.monitor: it is not known which values of 'train/norm' are best; if the run logs it, set checkpoint.mode to "
