@@ -9,7 +9,7 @@ from study_in_process import write
 from written_runs import write_run, write_study
 
 from fl_lightning import ConfigurationError, load_run, load_study
-from fl_lightning.experiments.studies.tables import write_tables
+from fl_lightning.experiments.studies.tables import whole_table, write_tables
 
 
 def test_a_run_has_its_settings_its_rounds_and_its_result(tmp_path):
@@ -75,6 +75,23 @@ def test_the_csv_of_cells_is_of_plain_numbers_that_read_back_bit_for_bit(tmp_pat
     assert float(rows[1]["test/accuracy"]) == 0.1 + 0.2
     assert rows[2]["test/accuracy"] == "nan"
     assert (rows[7]["phase"], rows[7]["test/accuracy"], rows[7]["rounds"]) == ("failed", "", "")
+
+
+def test_an_axis_with_the_name_of_a_column_keeps_its_labels(tmp_path):
+    study = load_study(write_study(tmp_path / "runs"))
+    for group in study.rows:
+        group["labels"] = {"samples": group["labels"]["method"], "seed": group["labels"]["model.E"]}
+    found = {**study.found, "spread": None, "axes": {"samples": ["BN", "GN"], "seed": ["1", "10"]}}
+    write_tables(tmp_path, found)
+    first, second, *_, last = csv.DictReader((tmp_path / "cells.csv").read_text().splitlines())
+    assert [*first][:4] == ["samples", "seed", "run_seed", "phase"]
+    assert [first[x] for x in ("samples", "seed", "run_seed", "run_samples")] == ["BN", "1", "0", "2800"]
+    assert second["run_seed"] == "1"
+    assert (last["samples"], last["seed"]) == ("GN", "10")
+    header, rows = whole_table(found, brief=True)
+    assert (header[:2], rows[0][:2]) == (["samples", "seed"], ["BN", "1"])
+    header, rows = whole_table(found, columns=["samples"])
+    assert (header, rows[0]) == (["samples", "seed", "samples"], ["BN", "1", "2,800"])
 
 
 def test_frames_have_the_same_numbers(tmp_path):

@@ -40,11 +40,11 @@ class StudyCell:
     def row(self) -> dict[str, object]:
         """Return labels, seed, phase, metrics and costs, keyed by column.
 
-        A missing value is None.
+        A missing value is None. If an axis has the name of a later column, such as ``samples``, the
+        later column is ``run_samples``.
         """
         found: dict[str, object] = {**self.run}
-        return {
-            **self.labels,
+        further = {
             "seed": self.seed,
             "phase": self.phase,
             **self.values,
@@ -53,6 +53,10 @@ class StudyCell:
             "learning_rate": self.learning_rate,
             **{name: found.get(name) for name in _COSTS},
             "directory": str(self.directory),
+        }
+        return {
+            **self.labels,
+            **{f"run_{name}" if name in self.labels else name: x for name, x in further.items()},
         }
 
 
@@ -81,8 +85,9 @@ def cell_rows(found: Found) -> list[dict[str, object]]:
     missing = dict.fromkeys(found["metrics"])
     rows = []
     for cell in study_cells(found):
-        before = {**cell.labels, "seed": cell.seed, "phase": cell.phase}
-        rows.append({**before, **missing, **cell.row()})
+        row = cell.row()
+        before = [*row][: len(cell.labels) + 2]  # labels, seed and phase
+        rows.append({**{name: row[name] for name in before}, **missing, **row})
     return rows
 
 

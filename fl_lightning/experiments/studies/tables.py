@@ -112,16 +112,17 @@ def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), 
                 "; ".join(remarks(group)),
             ]
         )
+    start = len(axes)
     used = [
         index
         for index, name in enumerate(header)
-        if (index < len(axes) or any(row[index] for row in rows)) and not (brief and name in COSTS)
+        if index < start or (any(row[index] for row in rows) and not (brief and name in COSTS))
     ]
     if columns:
-        used = [*range(len(axes)), *chosen_columns(header, metrics, columns)]
+        used = [*range(start), *(start + x for x in chosen_columns(header[start:], metrics, columns))]
     shown = dict(zip(metrics.values(), named_metrics(found), strict=True))
     shown |= {name: f"{name} ({UNITS[name][1]})" for name in UNITS} if latex else {}
-    header = [shown.get(name, name) for name in header]
+    header[start:] = [shown.get(name, name) for name in header[start:]]
     return [header[index] for index in used], [[row[index] for index in used] for row in rows]
 
 
