@@ -167,6 +167,18 @@ def test_a_single_run_shows_its_own_pictures(tmp_path):
     assert "BN running mean frozen from round 2" in page.text  # the legend of its learning curve
 
 
+def test_the_curve_of_a_single_run_has_all_its_metrics(tmp_path):
+    place = write_run(tmp_path / "a-s0")
+    write_json(place / "policy.json", {})
+    names = ("r2", "loss", "mean_error")  # of a user's task, the main metric first
+    write_json(place / "run.json", {"metrics": {name: {"label": name, "best": "max"} for name in names}})
+    rows = [{"round": r, **{f"val/{name}": r / 4 for name in names}} for r in range(3)]
+    write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(tmp_path, place)
+    assert "validation: 0.5000 after round 2" in page.text
+    assert [page.text.count(label) for label in ("r2", "mean error")] == [1, 1]
+
+
 def test_the_same_files_give_the_same_page(tmp_path):
     study = write_study(tmp_path / "runs")
     assert page_of(tmp_path, study).source == page_of(tmp_path, study).source

@@ -177,11 +177,15 @@ def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
     For a single run, yield the pictures in the run directory.
     """
     runs = [run for group in found["groups"] for run in group["runs"]]
-    place = Path(runs[0]["directory"])
+    place, metrics = Path(runs[0]["directory"]), list[str]()
     drawable = pictures(found)
     if len(runs) == 1 and (place / "policy.json").is_file() and (place / "metrics.jsonl").is_file():
         rows, policy = read_metrics(place / "metrics.jsonl"), json.loads((place / "policy.json").read_text())
-        draw = partial(learning_curve_figure, rows, policy)
+        with suppress(OSError, ValueError):
+            identity = json.loads(Attempt(place).identity.read_text())
+            metrics = [*(identity.get("metrics") or ())]
+        further = [name for name in metrics[1:] if name != "loss"]
+        draw = partial(learning_curve_figure, rows, policy, quality="".join(metrics[:1]), further=further)
         drawable = [Picture("learning_curve", "learning curve", draw)]
     for picture in drawable:
         try:
