@@ -5,7 +5,7 @@ import json
 import pytest
 from written_runs import write_run
 
-from fl_lightning.experiments.studies.figures import pictures
+from fl_lightning.experiments.studies.figures import pictures, write_figures
 from fl_lightning.experiments.studies.run_groups import found_in
 from fl_lightning.files import write_json, write_text
 
@@ -76,6 +76,31 @@ def test_a_map_of_differences_has_0_in_the_middle(tmp_path):
     assert [text.get_text() for text in axes.texts] == ["+0.250", "-0.125", "+0.250"]
     assert axes.collections[0].get_clim() == (-0.25, 0.25)
     assert axes.get_title() == "GN \N{MINUS SIGN} BN, accuracy"
+
+
+@pytest.mark.pictures
+def test_pictures_of_earlier_findings_do_not_stay(tmp_path):
+    labels = [("BN", "1"), ("GN", "1"), ("BN", "9"), ("GN", "9")]
+    groups = [
+        {"labels": {"method": m, "E": e}, "values": {"a": {"0": 0.5}}, "published": None, "runs": []}
+        for m, e in labels
+    ]
+    found = {
+        "name": "s",
+        "title": "s",
+        "paper": "",
+        "scale": "",
+        "axes": {"method": ["BN", "GN"], "E": ["1", "9"]},
+        "choose": [],
+        "spread": "E",
+        "metrics": {"a": "accuracy"},
+        "groups": groups,
+    }
+    write_figures(tmp_path, found)
+    (tmp_path / "by_hand.png").touch()
+    assert {path.stem for path in tmp_path.iterdir()} == {"by_E", "heat_map", "by_hand"}
+    write_figures(tmp_path, {**found, "groups": groups[:2]})  # E has one label now
+    assert {path.stem for path in tmp_path.iterdir()} == {"by_method", "by_hand"}
 
 
 def legend_of(figure):

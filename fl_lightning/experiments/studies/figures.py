@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 _BYTES = {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "bytes"}
 
 
+_FORMS = ("png", "pdf", "txt")
+_NAME = re.compile(r"by_[\w-]+|heat_map|difference|curves|bytes")
+"""Names of all figures of studies."""
+
+
 class Picture(NamedTuple):
     """A figure that can be drawn.
 
@@ -56,7 +61,8 @@ class Picture(NamedTuple):
 def write_figures(folder: Path, found: Found, titles: bool = False) -> list[Path]:
     """Write the figures of a study as PNG and PDF, each with its caption in a text file.
 
-    If a figure fails, the error is printed, and the other figures are drawn.
+    If a figure fails, the error is printed, and the other figures are drawn. Figures of earlier
+    findings for which the study has no data any more are removed.
 
     Args:
         folder: Folder of the study.
@@ -66,15 +72,21 @@ def write_figures(folder: Path, found: Found, titles: bool = False) -> list[Path
     Returns:
         The written files.
     """
-    title, written = [caption(found)], list[Path]()
-    for picture in pictures(found):
+    title, written, drawable = [caption(found)], list[Path](), pictures(found)
+    for path in folder.glob("*.txt"):
+        files = [path.with_suffix(f".{form}") for form in _FORMS]
+        known = path.stem in (picture.name for picture in drawable)
+        if _NAME.fullmatch(path.stem) and not known and all(file.is_file() for file in files):
+            for file in files:
+                file.unlink()
+    for picture in drawable:
         try:
             figure = picture.draw(title if titles else [])
             for form in ("png", "pdf"):
                 write(folder / f"{picture.name}.{form}", figure)
             words = f"{picture.caption[:1].upper()}{picture.caption[1:]}. {title[0]}"
             write_text(folder / f"{picture.name}.txt", words + "\n")
-            written += [folder / f"{picture.name}.{form}" for form in ("png", "pdf", "txt")]
+            written += [folder / f"{picture.name}.{form}" for form in _FORMS]
         except Exception as error:  # noqa: BLE001  # a failed figure must not end the study
             print(f"{picture.name} was not drawn: {type(error).__name__}: {error}", file=sys.stderr)
     return written
