@@ -32,6 +32,9 @@ The value is 2 √2 · 0.035. If each run has a standard deviation of 0.035, thi
 deviation of the difference.
 """
 
+_EQUAL = 1e-6
+"""Largest deviation of equal differences. An accuracy is rounded to float32."""
+
 AGREES, CONTRADICTS = "one pair agrees", "one pair contradicts"
 
 
@@ -59,7 +62,7 @@ class Comparison(NamedTuple):
         deviation of 0 would decide any claim.
         """
         n = len(differences)
-        n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=1e-9) else n
+        n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=_EQUAL) else n
         error = statistics.stdev(differences) / n**0.5 if n > 1 else inf
         return cls(statistics.mean(differences), error, n, margin)
 
