@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_new_attempts_count_up_and_never_take_an_existing_folder(run):
     names = [run.new_attempt().path.name for _ in range(11)]
     assert names == ["0123abcd-s0", *(f"0123abcd-s0.{number}" for number in range(2, 12))]
     assert run.attempts()[0].path.name == "0123abcd-s0.11"
+
+
+def test_the_result_of_a_single_round_is_kept_also_without_its_checkpoints(run):
+    first = run.new_attempt()
+    first.metrics.write_text('{"round": 1, "train/loss": 0.5}\n')
+    first.result.write_text("{}")
+    with ExitStack() as held:
+        assert run.next_attempt(held) != first
+    assert first.result.read_text() == "{}"
 
 
 def test_new_attempt_is_newest_even_where_older_ones_were_removed(run):

@@ -144,7 +144,12 @@ class Attempt:
             return False
 
     def kept_nothing(self) -> bool:
-        """Return whether the folder has no checkpoint and no metrics of a trained round."""
+        """Return whether the folder has no result, no checkpoint and no metrics of a trained round.
+
+        A single row of metrics may be that of the initial model.
+        """
+        if self.result.exists():
+            return False
         rows = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         return rows <= 1 and not any([*self.checkpoints.glob("*.ckpt"), *self.path.rglob("*.ckpt")])
 
