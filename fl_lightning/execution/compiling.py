@@ -76,7 +76,7 @@ def decide(
 
 def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -> Compilation:
     if module.device.type != "cpu":
-        return Compilation(False, f"it would save no time on {module.device.type}")
+        return Compilation(False, f"no saving of time is known on {module.device.type}")
     if client_steps < _FEWEST_STEPS:
         return Compilation(False, f"it would save no time: {client_steps:,} local steps in all")
     kinds = [type(layer) for layer in module.model.modules()]

@@ -244,3 +244,8 @@ def test_a_method_that_mixes_devices_or_waits_is_found():
     ):
         train([Mixes()])
     assert len(train([Reads()])) == len(train([Copies()])) == 3  # the second local steps of three rounds
+
+
+def test_training_on_the_cpu_beside_a_gpu_gives_no_warning(monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.trainer.setup.CUDAAccelerator.is_available", lambda: True)
+    fit_on_cpu(FederatedModule(small_cnn(), SGD, local_steps=1), blobs(), 1)
