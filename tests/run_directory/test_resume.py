@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import time
 from pathlib import Path
@@ -400,7 +401,8 @@ def test_early_stopping_of_lightning_stops_at_the_round_of_an_evaluation(capsys)
 
 def test_run_that_its_time_or_a_callback_of_the_users_stops_says_so(capsys):
     attempt = run("--trainer.max_time", "00:00:00:00", "--trainer.min_epochs", 1).attempt
-    assert json.loads(attempt.result.read_text())["stopped"] == "Timer: 0 s have passed"
+    stopped = json.loads(attempt.result.read_text())["stopped"]
+    assert re.fullmatch(r"Timer: \d+ s have passed", stopped)  # the time of one round on this machine
 
 
 def test_a_new_attempt_without_a_round_to_train_is_refused_and_leaves_no_folder(capsys):
