@@ -12,6 +12,8 @@ class ClientGradientClipping(FederatedCallback):
     """Clipping of each client's gradient to a norm of at most ``max_norm``.
 
     The norm is computed over all parameters of a client, as in ``torch.nn.utils.clip_grad_norm_``.
+    Parameters that a method lets rest in a local step are left out, such as the body in FedRep's
+    steps of the head.
 
     The order of the callbacks matters. After FedProx or SCAFFOLD in the list, this callback clips
     the corrected gradient. Before FedProx or SCAFFOLD, it clips the gradient of the loss.
@@ -21,7 +23,7 @@ class ClientGradientClipping(FederatedCallback):
         norm: Order p of the norm, above 0. ``.inf`` means the largest absolute entry.
 
     Raises:
-        ConfigurationError: A setting is out of range.
+        ConfigurationError: A setting is out of range, or a later callback lets parameters rest.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train
@@ -41,6 +43,7 @@ class ClientGradientClipping(FederatedCallback):
                     f"ClientGradientClipping.{setting}: {value} must be above 0 (.inf is possible)"
                 )
         self.max_norm, self.norm = max_norm, norm
+        self._clipped: set[str] = set()
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
@@ -49,9 +52,21 @@ class ClientGradientClipping(FederatedCallback):
         if math.isinf(self.max_norm):
             return
         rows = cohort.index(cohort.active_rows())
-        blocks = [block for name, block in cohort.grads.blocks.items() if cohort.is_trained(name)]
+        trained = [name for name in cohort.grads.blocks if cohort.is_trained(name)]
+        self._clipped = {name for name in trained if name not in cohort.resting}
+        blocks = [block for name, block in cohort.grads.blocks.items() if name in self._clipped]
         norms = torch.stack([torch.linalg.vector_norm(block[rows], self.norm, dim=1) for block in blocks])
         # torch's clip_grad_norm_ also adds 1e-6
         scales = self.max_norm / (torch.linalg.vector_norm(norms, self.norm, dim=0) + 1e-6)
         for block in blocks:
             block[rows] *= scales.clamp(max=1.0).to(block.dtype).unsqueeze(1)
+
+    def on_local_step_end(
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
+    ) -> None:
+        """Raise an error if the norm includes parameters that rest."""
+        if self._clipped & cohort.resting:
+            raise ConfigurationError(
+                "ClientGradientClipping: its norm includes parameters that a later callback lets rest; put that callback, such "
+                "as FedRep, before ClientGradientClipping in trainer.callbacks"
+            )

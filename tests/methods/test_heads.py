@@ -28,7 +28,17 @@ from fl_lightning import (
     VectorizedExecutor,
     add_loss,
 )
-from fl_lightning.callbacks import FBN, MTFL, FedBABU, FedExFixBN, FedPer, FedRep, MaintainedMomentum
+from fl_lightning.callbacks import (
+    FBN,
+    MTFL,
+    SCAFFOLD,
+    ClientGradientClipping,
+    FedBABU,
+    FedExFixBN,
+    FedPer,
+    FedRep,
+    MaintainedMomentum,
+)
 from fl_lightning.methods import fine_tuned
 from fl_lightning.round.plan import sample_cohort
 
@@ -231,6 +241,26 @@ def test_fedrep_trains_one_part_at_a_time(optimizer):
             resting, trained = (BODY, HEAD) if number < 2 else (HEAD, BODY)
             assert all(torch.equal(before[name], after[name]) for name in resting)
             assert not any(torch.equal(before[name], after[name]) for name in trained)
+
+
+class Clip(ClientGradientClipping):
+    """Clipping that stores the first client's norm of the gradients in each local step."""
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        super().on_after_local_backward(trainer, pl_module, cohort, step)
+        rates = cohort.optimizer_groups
+        moving = [block[0] for name, block in cohort.grads.blocks.items() if rates[name]["lr"] > 0]
+        self.norms = [*getattr(self, "norms", ()), float(torch.cat(moving).norm())]
+
+
+def test_clipping_leaves_out_the_part_that_rests():
+    run(FedRep(head_steps=2), SCAFFOLD(), clip := Clip(max_norm=1e-3))
+    assert clip.norms == pytest.approx([1e-3] * len(clip.norms), rel=0.01)
+
+
+def test_clipping_before_fedrep_is_refused_because_its_norm_includes_the_part_that_rests():
+    with pytest.raises(ConfigurationError, match="put that callback, such as FedRep, before"):
+        run(ClientGradientClipping(max_norm=1e-3), FedRep())
 
 
 def test_fedrep_without_head_steps_never_trains_a_head():
