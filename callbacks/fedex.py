@@ -64,7 +64,7 @@ class FedExFixBN(FoundFreezing):
     each client reports the loss on the client's next batch, in eval mode with the client's running
     statistics. The paper uses validation data; after the first epoch, our client has already
     trained on the samples of the next batch. The server uses the losses for an exponentiated
-    gradient step on theta.
+    gradient step on theta. Losses that are not finite are ignored.
 
     The search ends once the entropy of theta is below ``cutoff``. If frozen statistics are then
     more probable, T* is the current round, and the statistics of all clients freeze from the next
@@ -141,11 +141,12 @@ class FedExFixBN(FoundFreezing):
         if not self._searches(cohort.round):
             return
         losses, weights = held_out_losses(pl_module, cohort), cohort.weights.double().cpu()
-        if bool(losses.isfinite().all()):
+        if bool((finite := losses.isfinite()).any()):
+            losses, weights = losses[finite], weights[finite] / weights[finite].sum()
             theta = self.log_theta.exp()
             if self.past_losses:
                 baseline = discounted_mean(self.past_losses, self.discount)
-                choices = self._choices(pl_module, cohort)
+                choices = self._choices(pl_module, cohort)[finite]
                 gradient = gradient_estimate(losses, choices, weights, theta, baseline)
                 size, self.past_steps = step_size(gradient, self.schedule, self.past_steps)
                 self.log_theta = exponentiated_step(self.log_theta, gradient, size)

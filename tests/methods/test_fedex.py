@@ -126,6 +126,16 @@ def test_baseline_and_entropy():
     assert entropy(torch.tensor([0.0, -math.inf])) == 0.0
 
 
+def test_losses_that_are_not_finite_are_ignored(monkeypatch):
+    """Clients have 24, 40, 32 and 24 samples, and the first reports no number."""
+    losses = torch.tensor([math.nan, 1, 3, 2], dtype=torch.float64)
+    monkeypatch.setattr("fl_lightning.callbacks.fedex.held_out_losses", lambda *_: losses)
+    method, _ = search(3)
+    assert method.past_losses == pytest.approx([(40 * 1 + 32 * 3 + 24 * 2) / 96] * 3)
+    assert method.log_theta.isfinite().all()
+    assert abs(method.log_theta[0] - method.log_theta[1]) > 0.01
+
+
 # The method
 
 
