@@ -37,6 +37,7 @@ _MEASURED: dict[str, Mode | Literal["evaluation"]] = {
     "static_total_variance": "per_client_total_variance",
     "test_set": "evaluation",
 }
+_KEPT = "StatisticsSources"  # key in ``cohort.extra`` of the statistics before an attack
 _AGGREGATED = ("moment_matching", *_IMPORTANCES)
 _SOURCES = (*_AGGREGATED, *_MEASURED, "silobn", "batch")
 
@@ -70,8 +71,9 @@ class StatisticsSources(VariantEvaluation):
     The hypothetical sources work only with methods that average statistics. The other sources work
     with every method that has BN.
 
-    Byzantine clients attack the run of FedAvg; attacks on other sources are not simulated. Before
-    the first round, all sources except ``batch`` are the initial statistics.
+    Byzantine clients attack the run of FedAvg; attacks on other sources are not simulated. With
+    ``silobn``, attackers keep their own statistics, as in a run of SiloBN. Before the first round,
+    all sources except ``batch`` are the initial statistics.
 
     Args:
         sources: List of sources. None selects all.
@@ -127,6 +129,16 @@ class StatisticsSources(VariantEvaluation):
         self._start = server_statistics(cohort)
         counters = [name for name, kind in cohort.buffer_kinds.items() if kind == "counter"]
         self._counters = {name: cohort.server_buffers[name].clone() for name in counters}
+        if "silobn" in self._chosen:
+            cohort.extra[_KEPT] = client_statistics(cohort).movedim(1, 0).contiguous()
+
+    def on_local_step_end(
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
+    ) -> None:
+        """Copy the statistics of clients that finish, before an attack replaces what they send."""
+        if "silobn" in self._chosen:
+            done = [row for row, steps in enumerate(cohort.local_steps) if steps == step + 1]
+            cohort.extra[_KEPT][done] = client_statistics(cohort)[:, done].movedim(1, 0)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update the hypothetical statistics of the server and of the round's clients."""
@@ -146,7 +158,8 @@ class StatisticsSources(VariantEvaluation):
         if "silobn" in self._chosen:
             self.clients.setdefault(SERVER, {"statistics": start})
             local = [self._local_statistics(client).to(start) for client in cohort.client_ids]
-            rows = end + share * (torch.stack(local, 1) - start.unsqueeze(1))
+            kept = cohort.extra[_KEPT].movedim(0, 1)
+            rows = kept + share * (torch.stack(local, 1) - start.unsqueeze(1))
             for index, client in enumerate(cohort.client_ids):
                 if is_finite(entry := {"statistics": rows[:, index].clone()}):
                     self.clients[client] = entry

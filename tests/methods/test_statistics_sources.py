@@ -16,8 +16,10 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.aggregation import GeometricMedian, Krum, TrimmedMean
+from fl_lightning.attacks import SignFlip
 from fl_lightning.callbacks import (
     FBN,
+    Byzantine,
     FedBN,
     FedDNA,
     FixBN,
@@ -151,6 +153,16 @@ def test_what_the_clients_would_keep_is_what_they_keep_with_silobn():
     run(observer, **UNEVEN)
     run(silobn, **UNEVEN)
     assert observer.clients.keys() == silobn.memory.keys()
+    for client, kept in observer.clients.items():
+        rows = torch.stack([silobn.memory[client][kind] for kind in ("mean", "var")])
+        assert abs(kept["statistics"] - rows).max() < 1e-10
+
+
+def test_attackers_keep_their_own_statistics_as_with_silobn():
+    settings = {**UNEVEN, "participation": 3, "aggregator": TrimmedMean(1)}
+    observer, silobn = StatisticsSources(["silobn"]), SiloBN()
+    run(observer, Byzantine(SignFlip(), clients=1), **settings)
+    run(silobn, Byzantine(SignFlip(), clients=1), **settings)
     for client, kept in observer.clients.items():
         rows = torch.stack([silobn.memory[client][kind] for kind in ("mean", "var")])
         assert abs(kept["statistics"] - rows).max() < 1e-10
