@@ -8,7 +8,7 @@ import torch
 from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import sent_statistics
 from fl_lightning.batch_norm import require_batch_norm
-from fl_lightning.methods import set_server_statistics
+from fl_lightning.methods import sent_kinds, set_server_statistics
 
 
 class MomentMatching(FederatedCallback):
@@ -60,6 +60,6 @@ class MomentMatching(FederatedCallback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Aggregate the clients' statistics by the law of total variance."""
-        sent = sent_statistics(cohort.buffers, cohort.buffer_kinds, cohort.weights, between=1.0)
+        sent = sent_statistics(cohort.buffers, sent_kinds(cohort), cohort.weights, between=1.0)
         means, variances = zip(*pl_module.statistics([*sent.values()]), strict=True)
         set_server_statistics(cohort, torch.cat(means), torch.cat(variances))

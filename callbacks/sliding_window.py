@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.cohort import ClientMemory
-from fl_lightning.methods import FoundFreezing
+from fl_lightning.methods import FoundFreezing, sent_kinds
 
 
 class SlidingWindowFixBN(FoundFreezing):
@@ -67,7 +67,7 @@ class SlidingWindowFixBN(FoundFreezing):
         """Add this round's change to the window, and freeze if the window's variance is small."""
         if self.freeze_round is not None:
             return
-        names = [name for name, kind in cohort.buffer_kinds.items() if kind in ("mean", "var")]
+        names = [name for name, kind in sent_kinds(cohort).items() if kind in ("mean", "var")]
         sent = torch.cat([cohort.buffers[name].flatten(1) for name in names], 1)
         finite = [row for row, fine in enumerate(sent.isfinite().all(1).tolist()) if fine]
         seen = [row for row in finite if cohort.client_ids[row] in self.statistics]

@@ -82,7 +82,7 @@ class StatisticsSources(VariantEvaluation):
 
     Raises:
         ConfigurationError: A source is unknown, the model has no running statistics, a BN layer has
-            ``momentum=None``, or a FedDNA source is combined with a ``statistics_aggregator`` other
+            ``momentum=None`` or local statistics, or a FedDNA source is combined with a ``statistics_aggregator`` other
             than the weighted mean.
 
     Attributes:
@@ -126,6 +126,14 @@ class StatisticsSources(VariantEvaluation):
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Copy the server's statistics and counters at the start of the round."""
+        if not self._followed:
+            return
+        for name in batch_norm_layers(pl_module.model):
+            if cohort.treatments[f"{name}.running_mean"] == "local":
+                raise ConfigurationError(
+                    f"StatisticsSources: BN layer {name!r} is local; leave the layer out of the head, or use only the sources "
+                    f"{', '.join((*_MEASURED, 'batch'))}"
+                )
         self._start = server_statistics(cohort)
         counters = [name for name, kind in cohort.buffer_kinds.items() if kind == "counter"]
         self._counters = {name: cohort.server_buffers[name].clone() for name in counters}

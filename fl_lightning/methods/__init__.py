@@ -8,6 +8,7 @@ from fl_lightning.methods.own_data import Adaptation, evaluate_client, input_sta
 from fl_lightning.methods.report import Drawing, Report, Rows, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
+    sent_kinds,
     server_statistics,
     set_server_statistics,
     split_statistics,
@@ -35,6 +36,7 @@ __all__ = [
     "fine_tuned",
     "input_statistics",
     "measured_statistics",
+    "sent_kinds",
     "server_statistics",
     "set_server_statistics",
     "split_statistics",

@@ -6,32 +6,50 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort
+
+
+def sent_kinds(cohort: "Cohort") -> dict[str, str]:
+    """Return the kinds of all buffers that clients do not keep, by name.
+
+    Raises:
+        ConfigurationError: Clients keep the statistics of all BN layers.
+    """
+    treatments = cohort.treatments
+    kinds = {name: kind for name, kind in cohort.buffer_kinds.items() if treatments[name] != "local"}
+    if "mean" not in kinds.values():
+        raise ConfigurationError(
+            "callbacks: a method uses the statistics that clients send, but another method keeps the statistics of all BN layers "
+            "at the clients; leave a BN layer out of the head, or use one of the methods"
+        )
+    return kinds
 
 
 def client_statistics(cohort: "Cohort") -> Tensor:
     """Return the running means and variances of all clients, ``[2, C, channels]``.
 
-    The channels of all BN layers are concatenated.
+    The channels of all BN layers whose statistics are not local are concatenated.
     """
-    return _join(cohort.buffers, cohort.buffer_kinds)
+    return _join(cohort.buffers, sent_kinds(cohort))
 
 
 def server_statistics(cohort: "Cohort") -> Tensor:
     """Return the running means and variances of the server, ``[2, channels]``.
 
-    The channels of all BN layers are concatenated.
+    The channels of all BN layers whose statistics are not local are concatenated.
     """
-    return _join(cohort.server_buffers, cohort.buffer_kinds)
+    return _join(cohort.server_buffers, sent_kinds(cohort))
 
 
 def set_server_statistics(cohort: "Cohort", mean: Tensor, variance: Tensor) -> None:
     """Set the running means and variances of the server, each ``[channels]``.
 
-    The channels of all BN layers are concatenated.
+    The channels of all BN layers whose statistics are not local are concatenated.
     """
-    for name, value in split_statistics(cohort.server_buffers, cohort.buffer_kinds, mean, variance).items():
+    for name, value in split_statistics(cohort.server_buffers, sent_kinds(cohort), mean, variance).items():
         cohort.server_buffers[name].copy_(value)
 
 

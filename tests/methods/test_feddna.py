@@ -9,8 +9,8 @@ from helpers import blobs, distance, small_cnn, train
 from torch.distributions import Normal, kl_divergence
 
 import callbacks.feddna
-from fl_lightning import ConfigurationError, SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import FedDNA, MomentMatching
+from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FedDNA, FedPer, MomentMatching
 from fl_lightning.callbacks.feddna import reverse_kl_importances
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
@@ -172,6 +172,29 @@ def test_the_server_holds_the_mixture_of_the_importances(executor, between):
     assert math.isclose(float(seen["metrics"]["feddna/max_importance"]), float(seen["q"].max()), rel_tol=1e-5)
     entropy = -float((seen["q"] * seen["q"].log()).sum())
     assert math.isclose(float(seen["metrics"]["feddna/entropy"]), entropy, rel_tol=1e-4)
+
+
+class Seen(FederatedCallback):
+    """The clients' state at the end of a round."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        self.weights, self.clients = cohort.weights.clone(), {n: x.clone() for n, x in cohort.buffers.items()}
+
+
+@pytest.mark.parametrize("method", [FedDNA("reverse_kl"), MomentMatching()])
+def test_statistics_that_clients_keep_in_their_heads_have_no_effect(method):
+    state = train(small_cnn(), blobs(), 2, [FedPer(["8", "4"]), method, seen := Seen()], **SETTINGS)
+    sent = FedDNA(getattr(method, "divergence", "kl")).aggregate(
+        seen.clients["1.running_mean"], seen.clients["1.running_var"], seen.weights
+    )
+    for name, value in zip(("running_mean", "running_var"), sent, strict=True):
+        assert float((state[f"1.{name}"] - value).abs().max()) < 1e-10
+        assert float((state[f"4.{name}"] - seen.weights @ seen.clients[f"4.{name}"]).abs().max()) < 1e-10
+
+
+def test_it_is_refused_if_clients_keep_all_statistics():
+    with pytest.raises(ConfigurationError, match="leave a BN layer out of the head"):
+        train(small_cnn(), blobs(), 1, [FedPer(["8", "4", "1"]), FedDNA()])
 
 
 def test_the_lite_version_says_so(capsys):

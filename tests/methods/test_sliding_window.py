@@ -10,7 +10,7 @@ from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import Median
-from fl_lightning.callbacks import FBN, FixBN, SlidingWindowFixBN, sliding_window
+from fl_lightning.callbacks import FBN, FedPer, FixBN, SlidingWindowFixBN, sliding_window
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.round.policy import policy_table, stages_in_words
 
@@ -137,6 +137,11 @@ def test_statistics_that_are_not_finite_are_ignored():
     for row, (change, variance) in zip(sent.rows, by_hand(sent.rounds), strict=True):
         assert row.get("fixbn/statistics_change") == (change and pytest.approx(change, rel=1e-12))
         assert row.get("fixbn/window_variance") == (variance and pytest.approx(variance, rel=1e-9))
+
+
+def test_statistics_that_clients_keep_in_their_heads_do_not_count():
+    method, _, _ = search(0.0, rounds=2, extra=[FedPer(["8", "4"])])
+    assert method.statistics[0]["statistics"].shape == (2 * 4,)  # the first BN layer has 4 channels
 
 
 def test_threshold_zero_never_freezes_and_is_fedavg_bit_for_bit():

@@ -22,6 +22,7 @@ from fl_lightning.callbacks import (
     Byzantine,
     FedBN,
     FedDNA,
+    FedPer,
     FixBN,
     MomentMatching,
     SiloBN,
@@ -306,3 +307,5 @@ def test_mistakes_are_named():
         train(model, federation(), 1, [StatisticsSources()])
     with pytest.raises(ConfigurationError, match="FixBN and StatisticsSources cannot be combined"):
         train(small_cnn(), federation(), 2, [FixBN(), StatisticsSources()])
+    with pytest.raises(ConfigurationError, match="BN layer '4' is local"):
+        train(small_cnn(), federation(), 1, [FedPer(["8", "4"]), StatisticsSources()])
