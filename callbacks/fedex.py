@@ -21,6 +21,7 @@ from fl_lightning.randomness import derive_seed, generator, seeded
 
 _SCHEDULES = ("auto", "adaptive", "aggressive", "constant")
 _BATCH, _FREEZE = 0, 1
+_LOSS = "FedEx loss"  # key in ``cohort.extra``
 
 
 class ChosenBatchNorm(SwappedBatchNorm):
@@ -135,12 +136,21 @@ class FedExFixBN(FoundFreezing):
             frozen = self._choices(pl_module, cohort) == _FREEZE
             for name in batch_norm_layers(pl_module.model):
                 cohort.buffers[f"{name}.frozen"].copy_(frozen)
+            cohort.extra[_LOSS] = torch.zeros(len(cohort), dtype=torch.float64, device=pl_module.device)
+
+    def on_local_step_end(
+        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
+    ) -> None:
+        """Measure the losses of clients that finish, before a method such as FedNova changes updates."""
+        done = [row for row, steps in enumerate(cohort.local_steps) if steps == step + 1]
+        if done and self._searches(cohort.round):
+            cohort.extra[_LOSS][done] = held_out_losses(pl_module, cohort, done).to(pl_module.device)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update theta from the losses that the clients report."""
         if not self._searches(cohort.round):
             return
-        losses, weights = held_out_losses(pl_module, cohort), cohort.weights.double().cpu()
+        losses, weights = cohort.extra[_LOSS].cpu(), cohort.weights.double().cpu()
         if bool((finite := losses.isfinite()).any()):
             losses, weights = losses[finite], weights[finite] / weights[finite].sum()
             theta = self.log_theta.exp()
@@ -271,23 +281,25 @@ def entropy(log_theta: Tensor) -> float:
 
 
 @torch.no_grad()
-def held_out_losses(pl_module: FederatedModule, cohort: Cohort) -> Tensor:
-    """Return each client's loss on its next batch, float64 ``[C]``.
+def held_out_losses(pl_module: FederatedModule, cohort: Cohort, rows: Sequence[int]) -> Tensor:
+    """Return the loss of some clients on their next batch, float64 ``[len(rows)]``.
 
     The client's model is in eval mode and uses the client's running statistics.
+
+    Args:
+        pl_module: The federated module.
+        cohort: The cohort, directly after the last local step of these clients.
+        rows: The rows of the clients.
     """
-    plan, clients = pl_module.plan, cohort.client_ids
-    positions = [
-        plan.first_step(client, cohort.round) + steps
-        for client, steps in zip(clients, cohort.local_steps, strict=True)
-    ]
 
     def loss(row: int) -> float:
-        (batch,) = pl_module.data.cohort_batch([clients[row]], [positions[row]]).batches()
+        client = cohort.client_ids[row]
+        position = pl_module.plan.first_step(client, cohort.round) + cohort.local_steps[row]
+        (batch,) = pl_module.data.cohort_batch([client], [position]).batches()
         state = {**cohort.params.row(row), **cohort.buffers.row(row)}
-        seed = derive_seed(pl_module.seed, "FedEx loss", cohort.round, clients[row])
+        seed = derive_seed(pl_module.seed, "FedEx loss", cohort.round, client)
         with seeded(seed), pl_module.slots.filled(state):
             return float(pl_module.client_loss(pl_module.on_device(batch)))
 
     with evaluating(pl_module.model):
-        return torch.tensor(pl_module.ranks.map(loss, range(len(cohort))), dtype=torch.float64)
+        return torch.tensor([loss(row) for row in rows], dtype=torch.float64)

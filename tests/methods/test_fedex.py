@@ -10,7 +10,7 @@ from helpers import SaveRounds, blobs, client_batch, distance, federated_run, sm
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import FedExFixBN, FixBN
+from fl_lightning.callbacks import FedExFixBN, FedNova, FixBN
 from fl_lightning.callbacks.fedex import (
     discounted_mean,
     entropy,
@@ -129,7 +129,7 @@ def test_baseline_and_entropy():
 def test_losses_that_are_not_finite_are_ignored(monkeypatch):
     """Clients have 24, 40, 32 and 24 samples, and the first reports no number."""
     losses = torch.tensor([math.nan, 1, 3, 2], dtype=torch.float64)
-    monkeypatch.setattr("fl_lightning.callbacks.fedex.held_out_losses", lambda *_: losses)
+    monkeypatch.setattr("fl_lightning.callbacks.fedex.held_out_losses", lambda *args: losses[args[-1]])
     method, _ = search(3)
     assert method.past_losses == pytest.approx([(40 * 1 + 32 * 3 + 24 * 2) / 96] * 3)
     assert method.log_theta.isfinite().all()
@@ -191,6 +191,16 @@ def test_each_client_follows_its_own_choice_and_reports_the_loss_of_its_own_mode
     assert watch.kept == watch.frozen
     expected = sum(w * loss for w, loss in zip(watch.weights, watch.losses, strict=True))
     assert method.past_losses == [pytest.approx(expected, rel=1e-12)]
+
+
+def test_the_loss_is_of_the_clients_model_also_if_fednova_comes_first():
+    data = blobs(4, (24, 40, 32))
+    losses = []
+    for order in (1, -1):
+        methods = [method := FedExFixBN(), FedNova()][::order]
+        train(small_cnn(), data, 2, methods, local_steps=None, local_epochs=1)
+        losses.append(method.past_losses)
+    assert losses[0] == losses[1]
 
 
 def test_choices_are_a_function_of_seed_round_and_client():
