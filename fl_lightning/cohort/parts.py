@@ -1,7 +1,7 @@
 """Parts of a model: tensors that a policy selects by name instead of by kind."""
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from torch import nn
 
@@ -35,9 +35,11 @@ def match_parts(
         The parts of each tensor, keyed by the tensor's name. Tensors in no part are omitted.
 
     Raises:
-        ConfigurationError: A part is empty, or two parts are equally specific for a tensor.
+        ConfigurationError: A part is empty, two parts are equally specific for a tensor, or a part
+            shares a tensor with a layer that is in no part.
     """
     paths = {part: _path(model, part) for part in parts}
+    _refuse_shared(model, paths, owner)
     kinds = {**parameter_kinds(model), **buffer_kinds(model)} if paths else {}
     tensors = [name for name, kind in kinds.items() if kind != "scratch"]
     matches: dict[str, tuple[str, ...]] = {}
@@ -58,6 +60,20 @@ def match_parts(
             f"{nearest(part, [*KINDS, *names])}; names are {', '.join(names)}"
         )
     return matches
+
+
+def _refuse_shared(model: nn.Module, paths: Mapping[str, list[str]], owner: str) -> None:
+    names: dict[int, str] = {}
+    shared = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    for name, tensor in chain(*shared) if paths else ():
+        first = names.setdefault(id(tensor), name)
+        inside = {x: [part for part, path in paths.items() if _contains(path, x)] for x in (first, name)}
+        if bool(inside[first]) != bool(inside[name]):
+            one, other = (first, name) if inside[first] else (name, first)
+            raise ConfigurationError(
+                f"{owner}: {inside[one][0]!r} contains {one!r}, which is the same tensor as {other!r}; name the layers of both, or "
+                "give the layers separate tensors"
+            )
 
 
 def _path(model: nn.Module, part: str) -> list[str]:

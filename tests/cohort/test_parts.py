@@ -25,7 +25,7 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.aggregation import Median
 from fl_lightning.attacks import SignFlip
-from fl_lightning.callbacks import Byzantine, FixBN, MaintainedMomentum
+from fl_lightning.callbacks import Byzantine, FedPer, FixBN, MaintainedMomentum
 from fl_lightning.cohort.parts import match_parts, treatments
 from fl_lightning.methods import LocalState
 from fl_lightning.models import ResNet20
@@ -114,6 +114,20 @@ def test_a_name_that_the_model_lacks_is_refused_with_its_names():
         federated_run(Declares({"weigth": "frozen"}))
     with pytest.raises(ConfigurationError, match=r"^Keeps: 'fc' is no kind of state .* names are 0, 1,"):
         federated_run(Keeps("affine", "fc"))
+
+
+def test_a_part_that_shares_a_tensor_with_another_layer_is_refused():
+    """The output layer has the weight of the first layer, as in many language models."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    for part, inside, outside in (("2", "2", "0"), ("last layer", "2", "0"), ("0", "0", "2")):
+        with pytest.raises(
+            ConfigurationError, match=f"{part!r} contains '{inside}.weight', .* same tensor as '{outside}."
+        ):
+            match_parts(model, [part])
+    assert match_parts(model, ["0", "2"]) == {"0.weight": ("0",), "0.bias": ("0",), "2.bias": ("2",)}
+    with pytest.raises(ConfigurationError, match=r"same tensor as '0\.weight'"):
+        train(model.double(), blobs(shape=(3,)), 1, [FedPer()])
 
 
 def test_a_part_precedes_its_kind_and_a_nested_part_precedes_both():
