@@ -19,14 +19,14 @@ class CommunicationLedger(Report, FederatedCallback):
     The ledger counts the bytes that clients and server send in each round. This includes the
     payload of methods, such as momentum, control variates and statistics inside a forward pass. The
     ledger also counts exchanges, in which the clients wait for the server. A FedTAN round with L BN
-    layers, for example, has 3L + 1 exchanges. Exchanges cost mainly time, not bytes.
+    layers, for example, has 3L + 1 exchanges. Exchanges cost mainly time, not bytes. Every client
+    receives frozen statistics only once, and this download counts.
 
     The ledger also computes a simulated time for each round from the setting ``link``. A round
     takes as long as its slowest client. A centralised run sends no bytes. The ledger ignores:
 
     - Traffic of observers.
     - Models that clients would need for a personal evaluation.
-    - Frozen statistics, which every client receives only once.
     - Time for computation, unless ``link`` has a time per local step.
 
     Each round logs the simulated time ``comm/simulated_s`` and these totals over all counted
