@@ -82,8 +82,8 @@ class StatisticsSources(VariantEvaluation):
 
     Raises:
         ConfigurationError: A source is unknown, the model has no running statistics, a BN layer has
-            ``momentum=None`` or local statistics, or a FedDNA source is combined with a ``statistics_aggregator`` other
-            than the weighted mean.
+            ``momentum=None`` or local statistics, or a FedDNA source is combined with a
+            ``statistics_aggregator`` other than the weighted mean.
 
     Attributes:
         server: Hypothetical statistics of the server for each source, ``[2, channels]``: means and
