@@ -182,6 +182,14 @@ SMALL = {"title": "t", "axes": BN_GN, "scales": {"reduced": {"base": "b"}}, "pub
             "claims: 'BN > GN at E=1' names a label of E, but the table has only the chosen label",
         ),
         ({"choose": [{"axis": "E"}, {"axis": "E", "by": ["method"]}]}, "choose: E is chosen twice"),
+        (
+            {"axes": {"method": {"BN": {}, "own": {"metric": "test/own_accuracy"}}}, "choose": [{"axis": "method"}]},
+            "choose: labels of method have different metrics, test/accuracy and test/own_accuracy, which cannot be compared",
+        ),
+        (
+            {"axes": {**BN_GN, "method": {"silo": {"metric": "test/accuracy_silobn"}}}, "choose": [{"axis": "E", "metric": "val/loss"}]},
+            "choose: metric val/loss has no effect on a label with the metric test/accuracy_silobn, which is chosen by val/accuracy_silobn",
+        ),
         ({"axes": {"E": [1, "1"]}}, r"axes.E: \[1, '1'\] must be different; 1 appears twice"),
         ({"scales": {"reduced": {"base": "b", "seeds": [-1]}}}, "seeds.0: -1 must be greater than or equal to 0"),
         ({"choose": [{"axis": "E", "seed": -1}]}, "choose.0.seed: -1 must be greater"),

@@ -229,6 +229,20 @@ def _contradictions(study: Study) -> Iterator[str]:
             yield f"choose: at cannot name a label of {axis}, which is chosen or in by; leave it out of at"
         if not choice.metric.startswith("val/"):
             yield f"choose: metric {choice.metric} must be a metric on validation data, such as val/accuracy"
+        main = next(iter(definition.metrics))
+        compared = [x.get("metric", main) for x in study.axes.get(choice.axis, {}).values()]
+        if len({*compared}) > 1:
+            yield (
+                f"choose: labels of {choice.axis} have different metrics, {' and '.join(dict.fromkeys(compared))}, which cannot be "
+                "compared; give all labels of the axis the same metric"
+            )
+        of_labels = (x["metric"] for labels in study.axes.values() for x in labels.values() if "metric" in x)
+        own = next(of_labels, None)
+        if own and choice.metric not in ("val/accuracy", f"val/{main.partition('/')[2]}"):
+            yield (
+                f"choose: metric {choice.metric} has no effect on a label with the metric {own}, which is chosen by "
+                f"val/{own.partition('/')[2]}; leave one of the two out"
+            )
     for axis in {x.axis for x in definition.choose if [y.axis for y in definition.choose].count(x.axis) > 1}:
         yield f"choose: {axis} is chosen twice; name it once"
     for read, texts in (
