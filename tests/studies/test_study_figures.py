@@ -1,12 +1,14 @@
 """The figures of studies and of runs that are shown together."""
 
 import json
+from itertools import product
 
 import pytest
 from written_runs import write_run
 
 from fl_lightning.experiments.studies.figures import pictures, write_figures
 from fl_lightning.experiments.studies.run_groups import found_in
+from fl_lightning.experiments.studies.tables import whole_table
 from fl_lightning.files import write_json, write_text
 
 
@@ -40,6 +42,20 @@ def test_an_axis_of_numbers_has_room_for_0_beside_small_ones(tmp_path):
     places = axes.transAxes.inverted().transform(axes.transData.transform([(float(x), 0.5) for x in gammas]))
     assert places[1][0] - places[0][0] > 0.1
     assert places[2][0] - places[1][0] > 0.1
+
+
+def test_axes_with_the_same_last_part_have_pictures_and_columns_of_their_own():
+    rates = {"client_optimizer.lr": ["0.1", "0.2"], "server_optimizer.lr": ["0.5", "1"]}
+    labels = [dict(zip(rates, pair, strict=True)) for pair in product(*rates.values())]
+    groups = [
+        {"labels": x, "values": {"a": {"0": 0.5}}, "published": None, "learning_rate": None, "runs": []}
+        for x in labels
+    ]
+    found = {"axes": rates, "choose": [], "spread": None, "groups": groups, "metrics": {"a": "accuracy"}}
+    found |= {"known": rates, "choices": []}
+    names = [picture.name for picture in pictures(found)]
+    assert names == ["by_client_optimizer_lr", "by_server_optimizer_lr", "heat_map"]
+    assert whole_table(found)[0] == [*rates, "accuracy"]
 
 
 def test_a_label_that_is_read_by_a_metric_of_its_own_has_its_own_curve(tmp_path):

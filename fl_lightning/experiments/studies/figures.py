@@ -103,10 +103,8 @@ def pictures(found: Found) -> list[Picture]:
     if any(group["values"][next(iter(found["metrics"]))] for group in found["groups"]):
         for axis in axes:
             if len(axes) == 1 or all(map(is_number, found["axes"][axis])):
-                words = (
-                    f"{metric} by {short(axis)}: mean over seeds; bars from the smallest to the largest value"
-                )
-                name = f"by_{re.sub(r'[^0-9A-Za-z_-]', '_', short(axis))}"
+                words = f"{metric} by {short(axis, found['axes'])}: mean over seeds; bars from the smallest to the largest value"
+                name = f"by_{re.sub(r'[^0-9A-Za-z_-]', '_', short(axis, found['axes']))}"
                 drawable.append(Picture(name, words, partial(against_figure, found, axis)))
         drawable += _maps(found, "heat_map")
         if found.get("difference"):
@@ -140,7 +138,7 @@ def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
         return []
     across = found["spread"] if found["spread"] in axes else axes[-1]
     down = max((axis for axis in axes if axis != across), key=lambda axis: len(found["axes"][axis]))
-    words = f"{metric} by {short(down)} and {short(across)}: mean over seeds"
+    words = f"{metric} by {short(down, found['axes'])} and {short(across, found['axes'])}: mean over seeds"
     return [Picture(name, words, partial(heat_figure, found, down, across, signed=signed))]
 
 
@@ -248,7 +246,7 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
         turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
         axes.set_xticks([*places.values()], [*map(literal, labels)], **turned)
         axes.tick_params(axis="x", which="minor", length=0)
-    across = short(axis) if numeric or len(found["axes"]) > 1 else ""
+    across = short(axis, found["axes"]) if numeric or len(found["axes"]) > 1 else ""
     return grid.finished(across, _words(found), bars=_range_in_words("bar", seeds))
 
 
@@ -295,7 +293,8 @@ def heat_figure(
         axes.set_yticks(np.arange(len(rows)) + 0.5, [*map(literal, rows)])
         axes.tick_params(length=0)
         axes.invert_yaxis()
-        axes.set(xlabel=literal(short(across)), ylabel=literal(short(down)))
+        across_name, down_name = (literal(short(name, found["axes"])) for name in (across, down))
+        axes.set(xlabel=across_name, ylabel=down_name)
         axes.set_title(", ".join(filter(None, [_words(found), literal(name)])), fontsize="medium")
     return figure
 

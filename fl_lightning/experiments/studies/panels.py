@@ -4,7 +4,7 @@ The axes of a study, such as the method, have labels. Each label of one axis has
 combination of labels of the other axes has a panel.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -124,9 +124,17 @@ def compared(found: Found, along: str | None = None) -> list[str]:
     return ([axis for axis in names if not all(map(is_number, found["axes"][axis]))] or names)[:1]
 
 
-def short(axis: str) -> str:
-    """Return the last part of an axis's dotted name."""
-    return axis.rpartition(".")[2]
+def short(axis: str, axes: Iterable[str] = ()) -> str:
+    """Return the last part of an axis's dotted name.
+
+    If several of ``axes`` end with this part, more parts are returned.
+
+    >>> short("model.client_optimizer.lr", ["model.client_optimizer.lr", "model.server_optimizer.lr"])
+    'client_optimizer.lr'
+    """
+    parts, others = axis.split("."), [other for other in axes if other != axis]
+    ends = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+    return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)), axis)
 
 
 def varied(found: Found) -> list[str]:
@@ -144,7 +152,7 @@ def label_of(group: Group, axes: Sequence[str]) -> str:
     >>> label_of({"labels": {"method": "GN", "model.E": "5"}}, ["method", "model.E"])
     'GN, E = 5'
     """
-    labels = [(short(axis), group["labels"][axis]) for axis in axes]
+    labels = [(short(axis, group["labels"]), group["labels"][axis]) for axis in axes]
     return ", ".join(f"{axis} = {x}" if is_number(x) else x for axis, x in labels)
 
 

@@ -144,7 +144,7 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
     configs = [next(filter(None, map(_config, group["runs"])), None) for group in found["groups"]]
     first = next(filter(None, configs), None)
     first_metric = next(iter(found["metrics"].values())).capitalize()
-    tables = {f"{first_metric} by {short(found['spread'] or '')}": spread_table(found)}
+    tables = {f"{first_metric} by {short(found['spread'] or '', found['axes'])}": spread_table(found)}
     tables["All values"] = whole_table(found)
     return {
         "found": found,

@@ -24,7 +24,7 @@ from fl_lightning.experiments.studies.columns import (
 )
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group
 from fl_lightning.experiments.studies.latex import RULES, latex_table
-from fl_lightning.experiments.studies.panels import compared, label_of
+from fl_lightning.experiments.studies.panels import compared, label_of, short
 from fl_lightning.experiments.studies.reported import LAST, rule_in_words
 from fl_lightning.files import csv_text, write_text
 from fl_lightning.round.directions import best_is
@@ -85,7 +85,7 @@ def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), 
     """
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
     metrics, first = found["metrics"], next(iter(found["metrics"]))
-    header = [axis.rpartition(".")[2] for axis in axes] + [*metrics.values(), *FURTHER]
+    header = [short(axis, found["axes"]) for axis in axes] + [*metrics.values(), *FURTHER]
     best = {name: best_groups(found, name) if latex else [] for name in metrics}
     rows = []
     for group in found["groups"]:
@@ -177,7 +177,7 @@ def spread_table(found: Found, latex: bool = False) -> Rows | None:
                 row = rows.setdefault((f"{key[0]}: {words}", *key[1:]), {})
                 row[group["labels"][spread]] = mean_and_deviation([*values.values()])
     labels = found["axes"][spread]
-    header = [*others, *(f"{spread.rpartition('.')[2]} = {label}" for label in labels)]
+    header = [*others, *(f"{short(spread, found['axes'])} = {label}" for label in labels)]
     return header, [[*key, *(cells.get(label, "") for label in labels)] for key, cells in rows.items()]
 
 
