@@ -126,9 +126,11 @@ class ServerEvaluation:
         scores = task.scores(outputs)
         counts = task.count(scores, targets)
         if weights is None:
-            weights = task.counted(scores, targets) if counts else torch.ones_like(targets, dtype=torch.bool)
+            # without counts, a sample has the weight 1, whatever the number of its targets is
+            one_each = torch.ones(len(targets), dtype=torch.bool, device=targets.device)
+            weights = task.counted(scores, targets) if counts else one_each
         # sum in the dtype of the loss, but at least in float32
-        samples = weights.reshape(len(weights), -1).to(torch.promote_types(loss.dtype, torch.float32)).mean(1)
+        samples = weights.reshape(len(weights), -1).to(torch.promote_types(loss.dtype, torch.float32)).sum(1)
         # if all targets of a batch are ignored, its mean loss is NaN
         loss_sum = (loss.where(samples > 0, 0) * samples).sum()
         sums = [loss_sum, samples.sum(), (~scores.isfinite().all()).to(loss_sum)]

@@ -5,6 +5,7 @@ import torch
 from helpers import SGD, blobs, fit, small_cnn
 from PIL import Image
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule, Segmentation, Task
@@ -61,6 +62,23 @@ def test_the_loss_is_the_mean_over_the_pixels_that_count():
     means = [cross_entropy(s, x.long(), ignore_index=255) for s, x in batches]
     expected = sum(m * k for m, k in zip(means, kept, strict=True)) / sum(kept)
     assert evaluated(*batches).metrics["loss"] == pytest.approx(expected.item())
+
+
+def test_the_loss_of_sequences_does_not_depend_on_the_batches_or_their_padding():
+    generator = torch.Generator().manual_seed(0)
+    lengths, task = (3, 40, 5, 38), Classification()
+    scores = [torch.randn(3, n, generator=generator) * (1 + 3 * (n < 9)) for n in lengths]
+    labels = [torch.randint(3, (n,), generator=generator) for n in lengths]
+    expected = cross_entropy(torch.cat(scores, 1).T, torch.cat(labels)).item()
+    for size in (1, 2, 4):
+        batches = [
+            (
+                pad_sequence([x.T for x in scores[start : start + size]], batch_first=True).mT,
+                pad_sequence(labels[start : start + size], batch_first=True, padding_value=-100),
+            )
+            for start in range(0, 4, size)
+        ]
+        assert evaluated(*batches, task=task).metrics["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_batch_of_nothing_that_counts_has_no_loss_and_no_metrics():
