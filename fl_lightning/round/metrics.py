@@ -98,6 +98,8 @@ def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> 
     Raises:
         ConfigurationError: A metric cannot be computed from these outputs and targets.
     """
+    # sums of squares in float32 have too few digits for an R2 of targets far from 0, such as years
+    outputs, targets = (x.double() if x.is_floating_point() else x for x in (outputs, targets))
     states: dict[str, State] = {}
     for name, metric in metrics.items() if len(targets) else ():
         given = outputs

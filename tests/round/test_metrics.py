@@ -103,6 +103,16 @@ def test_metrics_of_batches_are_those_of_all_samples_on_any_number_of_ranks(sett
     assert [over_ranks(settings, given, ranks) for ranks in (2, 3)] == [found] * 2
 
 
+def test_the_r2_of_years_has_the_digits_of_float64():
+    generator = torch.Generator().manual_seed(0)
+    years = (1998 + 11 * torch.randn(3000, generator=generator)).round()
+    guesses = years + 10 * torch.randn(3000, generator=generator)
+    metric = tm.R2Score().set_dtype(torch.float64)
+    metric.update(guesses.double(), years.double())
+    found = over_ranks({"r2": tm.R2Score}, [(guesses, years)], 1)["r2"]
+    assert found == pytest.approx(float(metric.compute()), abs=1e-6)
+
+
 def data():
     given = blobs(4, sizes=(40, 24, 33))
     clients = [ArrayClient(*x.dataset.tensors, x.batch_size) for x in given.clients]
