@@ -276,6 +276,12 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
     names = [given["targets"]] if isinstance(given["targets"], str) else [*(given["targets"] or ())]
     group = [given["groups"]] if given["groups"] is not None else []
     used = [*columns] if columns is not None else [name for name in header if name not in (*names, *group)]
+    nameless = [name for name in used if not name.strip() or name.startswith("Unnamed: ")]
+    if columns is None and nameless:
+        raise ConfigurationError(
+            f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
+            "feature columns in data.columns, or write the file with index=False"
+        )
     for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
         missing = [name for name in wanted if name not in table]
         if missing or (setting != "groups" and not wanted):

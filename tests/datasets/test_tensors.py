@@ -192,6 +192,10 @@ def test_scikit_learns_tables():
         ),
         ({"features": "header.csv", "targets": "outcome"}, r"header.csv has a header, but no samples"),
         ({"features": "twice.csv", "targets": "age"}, r"data.targets: twice.csv has two columns 'age'"),
+        (
+            {"features": "index.csv", "targets": "outcome"},
+            r"data.columns: column 1 of index.csv has no name, as pandas writes its index; name the feature columns",
+        ),
     ],
 )
 def test_bad_tables_are_one_line(settings, words):
@@ -201,6 +205,7 @@ def test_bad_tables_are_one_line(settings, words):
     Path("header.csv").write_text("age,outcome\n")
     Path("short.csv").write_text("age,outcome\n1,yes\n2\n")
     Path("twice.csv").write_text("age,age\n1,2\n")
+    Path("index.csv").write_text(",age,outcome\n0,1,yes\n1,2,no\n")
     np.savez("empty.npz", x=np.zeros(3))
     with pytest.raises(ConfigurationError, match=words):
         TensorData(**settings)
