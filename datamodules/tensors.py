@@ -24,6 +24,8 @@ from fl_lightning.recorded import describe
 Array = Tensor | NDArray[Any]
 _PARTS = ("features", "targets", "groups", "test_features", "test_targets", "test_groups")
 _BINS = 10
+_UNKNOWN = ("na", "n/a", "<na>", "#n/a", "nan", "null", "none", "?", "-")
+"""Words for missing values in a CSV, in lower case."""
 
 
 class Samples(Dataset[Batch]):
@@ -299,7 +301,7 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
                     f"data.{setting}: {path} has two columns {name!r}; rename one of them"
                 )
     features = np.stack([_numbers(path, name, table[name]) for name in used], axis=1)
-    targets, labels = zip(*(_classes(table[name]) for name in names), strict=True)
+    targets, labels = zip(*(_classes(path, name, table[name]) for name in names), strict=True)
     return {
         **given,
         "features": features,
@@ -318,20 +320,38 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
         ) from error
 
 
-def _classes(values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
+def _classes(path: Path, name: str, values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
     """Convert the values of a CSV column to numbers.
 
     Returns:
         The numbers and None. If the values are no numbers, each value is a name: the result is the
         position of each value in the sorted list of names, and this list.
+
+    Raises:
+        ConfigurationError: All values are numbers, except for a word such as NA.
     """
     for kind in (np.int64, np.float64):
         try:
             return np.asarray(values, dtype=kind), None
         except ValueError:
             continue
+    known = [value for value in values if value.strip().lower() not in _UNKNOWN]
+    if len(known) < len(values) and known and all(map(_is_number, known)):
+        line = next(line for line, x in enumerate(values, 2) if x.strip().lower() in _UNKNOWN)
+        raise ConfigurationError(
+            f"data.targets: line {line} of {path} has {values[line - 2]} for {name}, and all others are numbers; fill in a number, or "
+            "remove the line"
+        )
     names, positions = np.unique(np.asarray(values), return_inverse=True)
     return positions, [*map(str, names)]
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _tensor(name: str, given: Any) -> Tensor:

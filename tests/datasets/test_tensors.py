@@ -196,6 +196,10 @@ def test_scikit_learns_tables():
             {"features": "index.csv", "targets": "outcome"},
             r"data.columns: column 1 of index.csv has no name, as pandas writes its index; name the feature columns",
         ),
+        (
+            {"features": "unknown.csv", "targets": ["dose", "outcome"]},
+            r"data.targets: line 3 of unknown.csv has NA for outcome, and all others are numbers; fill in",
+        ),
     ],
 )
 def test_bad_tables_are_one_line(settings, words):
@@ -206,6 +210,7 @@ def test_bad_tables_are_one_line(settings, words):
     Path("short.csv").write_text("age,outcome\n1,yes\n2\n")
     Path("twice.csv").write_text("age,age\n1,2\n")
     Path("index.csv").write_text(",age,outcome\n0,1,yes\n1,2,no\n")
+    Path("unknown.csv").write_text("age,dose,outcome\n1,1,0.5\n2,2,NA\n3,3,2\n")
     np.savez("empty.npz", x=np.zeros(3))
     with pytest.raises(ConfigurationError, match=words):
         TensorData(**settings)
