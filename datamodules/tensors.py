@@ -14,7 +14,14 @@ from torch.utils.data import Dataset
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.datamodules.images import Batch, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
-from fl_lightning.datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Shards
+from fl_lightning.datamodules.partitions import (
+    IID,
+    Dirichlet,
+    FromFile,
+    GammaSimilarity,
+    Natural,
+    Shards,
+)
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
@@ -84,8 +91,9 @@ class TensorData(InMemorySamples):
             of names.
         groups: Group of each sample ``[N]``, as integers or names. For a CSV: name of the column of
             groups. With groups, the default partition is ``Natural``, which makes each group a
-            client. The partitions ``IID``, ``Dirichlet``,
-            ``Shards`` and ``GammaSimilarity`` ignore groups and are refused.
+            client. The partitions ``IID``, ``Dirichlet``, ``Shards``, ``GammaSimilarity`` and
+            ``FromFile`` ignore groups and are refused. They are accepted if the groups are in a
+            ``.npz`` or ``.pt`` file.
         columns: Names of the feature columns of a CSV. Default: all columns that are neither
             targets nor groups.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
@@ -146,10 +154,13 @@ class TensorData(InMemorySamples):
                 )
         if settings.get("partition") is None and self._groups:
             self.partition = Natural()
-        if groups is not None and isinstance(self.partition, IID | Dirichlet | Shards | GammaSimilarity):
+        name, ignored = ("groups", groups) if groups is not None else ("test_groups", test_groups)
+        if ignored is not None and isinstance(
+            self.partition, IID | Dirichlet | Shards | GammaSimilarity | FromFile
+        ):
             raise ConfigurationError(
-                f"data.groups: {groups if isinstance(groups, str) else 'groups'} would be ignored by the partition "
-                f"{describe(self.partition)}; use data.partition: Natural, or leave data.groups out"
+                f"data.{name}: {ignored if isinstance(ignored, str) else name} would be ignored by the partition "
+                f"{describe(self.partition)}; use data.partition: Natural, or leave data.{name} out"
             )
         given_targets = [self._data[name] for name in ("targets", "test_targets") if name in self._data]
         every = torch.cat([_strata(x) for x in given_targets])

@@ -9,7 +9,7 @@ import torch
 from command_line import main
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules import IID, Dirichlet, Natural, ScikitLearn, Shards, TensorData
+from fl_lightning.datamodules import IID, Dirichlet, FromFile, Natural, ScikitLearn, Shards, TensorData
 
 
 def samples(count=60, classes=3):
@@ -183,6 +183,17 @@ def test_scikit_learns_tables():
             r"data.groups: site would be ignored by the partition IID\(\); use data.partition: Natural",
         ),
         (
+            {
+                "features": [[1.0]] * 9,
+                "targets": [0] * 9,
+                "test_features": [[1.0]],
+                "test_targets": [0],
+                "test_groups": [0],
+                "partition": IID(),
+            },
+            r"data.test_groups: test_groups would be ignored by the partition IID\(\)",
+        ),
+        (
             {"features": "unlabelled.csv", "targets": "outcome"},
             r"data.targets: line 3 of unlabelled.csv has no outcome; fill in a value",
         ),
@@ -214,6 +225,16 @@ def test_bad_tables_are_one_line(settings, words):
     np.savez("empty.npz", x=np.zeros(3))
     with pytest.raises(ConfigurationError, match=words):
         TensorData(**settings)
+
+
+def test_groups_beside_the_clients_of_a_file_are_refused(tmp_path):
+    write_csv(tmp_path / "table.csv")
+    (tmp_path / "clients.json").write_text("{}")
+    partition = FromFile(str(tmp_path / "clients.json"))
+    with pytest.raises(
+        ConfigurationError, match=r"data.groups: site would be ignored by the partition FromFile"
+    ):
+        TensorData(tmp_path / "table.csv", "outcome", groups="site", partition=partition)
 
 
 def test_the_data_decide_the_classes_of_a_metric_that_requires_them(tmp_path):
