@@ -73,7 +73,7 @@ class ClientEvaluation(Report, FederatedCallback):
             return evaluation.metrics
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
         accuracy = weighed_accuracy(pl_module.evaluation.class_quality, histograms[client])
-        return {} if accuracy is None else {pl_module.task.quality: accuracy}
+        return {} if accuracy is None else {pl_module.task.class_metric: accuracy}
 
     def result_lines(self) -> Mapping[str, str]:
         """Return a line for the result table if no client could be evaluated."""

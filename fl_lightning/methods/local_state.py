@@ -98,7 +98,7 @@ class PersonalEvaluation(VariantEvaluation):
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
         """Return metrics averaged over clients, such as ``own_accuracy``, by name."""
-        quality = pl_module.task.quality
+        task = pl_module.task
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
 
         def own_metrics(name: str) -> tuple[Mapping[str, float | None], bool]:
@@ -106,7 +106,7 @@ class PersonalEvaluation(VariantEvaluation):
             own = evaluate_client(pl_module, int(name), split, evaluate)
             if own is None:
                 accuracy = weighed_accuracy(evaluations[name].class_quality, histograms[int(name)])
-                return {quality: accuracy}, False
+                return {task.class_metric: accuracy}, False
             return own.metrics, own.diverged
 
         evaluated = pl_module.ranks.map(own_metrics, evaluations)
@@ -114,7 +114,7 @@ class PersonalEvaluation(VariantEvaluation):
         personal = [evaluation.metrics for evaluation in evaluations.values()]
         own = [metrics for metrics, _ in evaluated]
         means = {}
-        for metric in dict.fromkeys([quality, *pl_module.task.measured]):
+        for metric in dict.fromkeys([task.quality, *task.measured, task.class_metric]):
             for kind, clients in (("personal", personal), ("own", own)):
                 if known := [value for metrics in clients if (value := metrics.get(metric)) is not None]:
                     means[f"{kind}_{metric}"] = sum(known) / len(known)

@@ -52,6 +52,14 @@ class Task(Recorded, ABC):
         declared = {name: metric.higher_is_better for name, metric in self.measured.items()}
         return known | {name: "max" if x else "min" for name, x in declared.items() if x is not None}
 
+    @property
+    def class_metric(self) -> str:
+        """Name of the metric that :meth:`classes` returns for each class.
+
+        It is the main metric, or ``by_class`` if ``model.metrics`` measures the main metric.
+        """
+        return self.by_class if self.quality in self.measured else self.quality
+
     @abstractmethod
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return the mean loss of a batch as a scalar tensor."""

@@ -12,6 +12,8 @@ from torch.nn.functional import mse_loss
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, Task
 from fl_lightning.callbacks import ClientEvaluation, FedBN
+from fl_lightning.datamodules import Shards, TensorData
+from fl_lightning.methods import weighed_accuracy
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
 from fl_lightning.round.metrics import make_metrics
 
@@ -149,6 +151,24 @@ def test_metrics_are_logged_of_the_server_of_personal_models_and_of_clients():
     assert metrics["val/micro"] == pytest.approx(metrics["val/accuracy"], abs=1e-7)
     assert [sum(row) for row in arrays["confusion"]] == samples
     assert {"confusion", "by_class", "statistics"} == arrays.keys()
+
+
+def test_an_estimate_from_the_accuracy_of_classes_is_no_other_metric():
+    class ByF1(Classification):
+        quality = "f1"
+
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(60, 4), torch.arange(60) % CLASSES
+    data = TensorData(inputs, labels, num_clients=2, batch_size=5, partition=Shards(class_fraction=0.6))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
+    metrics = {"f1": multiclass(tm.F1Score, average="macro")}
+    module = FederatedModule(model, SGD, local_steps=1, task=ByF1(), metrics=metrics)
+    fit(module, data, 1, [FedBN(), ClientEvaluation()], **EVALUATED)
+    classes = module.evaluation.class_quality
+    shares = [weighed_accuracy(classes, histogram) for histogram in data.class_histograms()]
+    assert module.metrics["test/client_accuracy"] == pytest.approx(sum(shares) / 2, abs=1e-6)
+    assert {"test/own_accuracy", "test/personal_f1"} <= module.metrics.keys()
+    assert not {"test/own_f1", "test/client_f1"} & module.metrics.keys()
 
 
 def test_outputs_that_are_not_finite_count_as_wrong_and_ignored_labels_not_at_all():
