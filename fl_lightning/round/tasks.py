@@ -24,7 +24,8 @@ class Task(Recorded, ABC):
 
     Attributes:
         quality: Name of the main metric, such as ``"accuracy"``. Names in ``model.metrics`` are
-            allowed.
+            allowed. If small values of a metric of :meth:`metrics` are good, also override
+            :attr:`best`.
         by_class: Name of the main metric for a single class, such as ``"iou"``.
         shown: Labels of the task's metrics in figures, by name. The metrics must lie in [0, 1],
             with 1 as the best value.
