@@ -167,11 +167,13 @@ class StatisticsSources(VariantEvaluation):
             self.clients.setdefault(SERVER, {"statistics": start})
             local = [self._local_statistics(client).to(start) for client in cohort.client_ids]
             kept = cohort.extra[_KEPT].movedim(0, 1)
-            rows = kept + share * (torch.stack(local, 1) - start.unsqueeze(1))
+            shift = share * (torch.stack(local, 1) - start.unsqueeze(1))
+            rows = kept + shift
             for index, client in enumerate(cohort.client_ids):
                 if is_finite(entry := {"statistics": rows[:, index].clone()}):
                     self.clients[client] = entry
-            mean = _combined(rows[0], rows[1], cohort.weights, layers, pl_module.statistics, between=0.0)
+            means, variances = end + shift
+            mean = _combined(means, variances, cohort.weights, layers, pl_module.statistics, between=0.0)
             self.server["silobn"] = torch.stack(mean)
 
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
