@@ -229,7 +229,7 @@ class InMemorySamples(PartitionedDataModule):
 
     def _evaluation_loader(self, images: Any) -> DataLoader[Batch]:
         size = self.eval_batch_size
-        batches = [slice(start, start + size) for start in range(0, len(images), size)]
+        batches = [slice(x, min(x + size, len(images))) for x in range(0, len(images), size)]
         return DataLoader(images, sampler=batches, batch_size=None)
 
 

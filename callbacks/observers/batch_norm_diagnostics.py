@@ -72,6 +72,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     - ``"gap"``:
 
       - ``val/accuracy_batch_statistics``: The accuracy with the statistics of the evaluation batch.
+        The samples are in a fixed random order.
       - ``bn/train_eval_gap``: The accuracy with the server's statistics minus
         ``val/accuracy_batch_statistics``.
 

@@ -59,8 +59,8 @@ class StatisticsSources(VariantEvaluation):
     - ``silobn``: The statistics that each client would keep. A client that has not taken part yet
       has the mean over the clients of the last round. The metric is the mean accuracy over the
       clients' models.
-    - ``batch``: The statistics of the evaluation batch. They depend on the order of the evaluation
-      data: if the data are sorted by class, as images in folders are, most batches have one class.
+    - ``batch``: The statistics of the evaluation batch. The samples are in a fixed random order,
+      because a batch of sorted data would have one class.
     - ``test_set``: Statistics from a pass over the evaluation data, without labels, at each
       evaluation (AdaBN: Li et al., arXiv 1603.04779).
 

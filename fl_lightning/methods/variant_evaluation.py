@@ -1,33 +1,40 @@
 """Evaluation of variants of the server's model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.own_data import Adaptation, adapted_state, evaluate_client
+from fl_lightning.randomness import permutation
 from fl_lightning.round.evaluation import ServerEvaluation, finish_together
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
-"""Variant whose BN layers normalise with the batch instead of running statistics."""
+"""Variant whose BN layers normalise with the batch instead of running statistics.
+
+The samples are in a fixed random order (:func:`mixed_batches`).
+"""
 
 
 class VariantEvaluation(FederatedCallback):
     """Base class of methods and observers that evaluate variants of the server's model.
 
     A variant is the server's model with some state replaced. Every evaluation of the server's model
-    also evaluates each variant, on the same batches. This includes the evaluation before training,
+    also evaluates each variant, on the same samples. This includes the evaluation before training,
     and evaluations in ``fit``, ``validate`` and ``test``. The variant is in eval mode, and
     non-finite outputs count as wrong. The metrics of a variant named ``calibrated`` are
     ``val/accuracy_calibrated`` and ``val/loss_calibrated``. Variants do not affect training.
@@ -96,6 +103,7 @@ class VariantEvaluation(FederatedCallback):
             else {key: value.to(server[key]) for key, value in variant.items()}
             for name, variant in variants.items()
         }
+        self._batches = 0
         self._evaluations = {name: ServerEvaluation() for name in self._tensors}
 
     def on_validation_batch_end(
@@ -107,16 +115,29 @@ class VariantEvaluation(FederatedCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Evaluate every variant on a batch."""
+        """Evaluate every variant on a batch, except for variants with batch statistics."""
+        self._batches = batch_idx + 1
+        self._divide(pl_module, batch, batch_idx, with_batch_statistics=False)
+
+    def _divide(
+        self, pl_module: "FederatedModule", batch: Any, batch_idx: int, *, with_batch_statistics: bool
+    ) -> None:
         with isolate_rng():
             # the number of a variant in this loop decides which rank evaluates it
             for turn, (name, tensors) in enumerate(self._tensors.items()):
-                evaluate = partial(self.evaluate, pl_module, tensors)
-                self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
+                if (tensors is BATCH_STATISTICS) == with_batch_statistics:
+                    evaluate = partial(self.evaluate, pl_module, tensors)
+                    self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
-        """Log the variants' metrics."""
+        """Evaluate the variants with batch statistics, and log the metrics of all variants."""
         split = "test" if trainer.testing else pl_module.data.fit_split
+        if any(tensors is BATCH_STATISTICS for tensors in self._tensors.values()):
+            with isolate_rng():
+                batches = mixed_batches(getattr(pl_module.data, f"{split}_dataloader")(), self._batches)
+                for index, batch in enumerate(batches):
+                    moved = pl_module.on_device(batch)
+                    self._divide(pl_module, moved, index, with_batch_statistics=True)
         finish_together(self._evaluations.values())
         pl_module.record.diverge(trainer.global_step, any(x.diverged for x in self._evaluations.values()))
         metrics = dict(self.variant_metrics(pl_module, split, self._evaluations))
@@ -174,3 +195,37 @@ class VariantEvaluation(FederatedCallback):
             explain_batch_of_one(),
         ):
             pl_module.evaluate_batch(batch, evaluation)
+
+
+def mixed_batches(loader: Any, count: int) -> Iterable[Any]:
+    """Return the samples of a loader's first batches in a fixed random order.
+
+    Data are often sorted by class. The statistics of a batch would then be statistics of one class.
+    The sizes of the batches do not change. A loader with a sampler of its own, or without indices,
+    keeps its order, and so does a subclass of ``DataLoader``.
+
+    Args:
+        loader: ``DataLoader``, or another iterable over batches.
+        count: Number of batches.
+    """
+    if type(loader) is DataLoader:
+        sampler = loader.batch_sampler
+        if type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler:
+            given = [torch.tensor(indices) for indices in islice(sampler, count)]
+            mixed = [indices.tolist() for indices in _mixed(given)]
+            return DataLoader(
+                loader.dataset,
+                batch_sampler=mixed,
+                collate_fn=loader.collate_fn,
+                num_workers=loader.num_workers,
+            )
+        if sampler is None and all(isinstance(indices, slice) for indices in loader.sampler):
+            given = [torch.arange(indices.start, indices.stop) for indices in islice(loader.sampler, count)]
+            return DataLoader(loader.dataset, sampler=_mixed(given), batch_size=None)
+    return islice(loader, count)
+
+
+def _mixed(batches: list[Tensor]) -> list[Tensor]:
+    indices = torch.cat(batches)
+    order = permutation(len(indices), 0, "order of the evaluation")
+    return [*torch.split(indices[order], [len(batch) for batch in batches])]

@@ -15,6 +15,7 @@ from fl_lightning.callbacks import FBN, BatchNormDiagnostics, FedTAN, FixBN, Sta
 from fl_lightning.callbacks.observers.bn_report import MAX_ROUNDS, BatchNormReport
 from fl_lightning.callbacks.observers.measurements import mean_variance, statistics_bias
 from fl_lightning.methods.statistics_pass import collect
+from fl_lightning.methods.variant_evaluation import mixed_batches
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 ALL = ["statistics", "gradients", "gap", "bias"]
@@ -246,8 +247,9 @@ def test_the_gap_is_running_minus_batch_statistics():
     _, rows, states, *_ = run(diagnostics(), trainer=EVALUATED, data=data)
     right = {True: 0, False: 0}
     model = small_cnn().double()
-    for inputs, targets in data.val_dataloader():
-        for training in right:
+    loader = data.val_dataloader()
+    for training, batches in ((False, loader), (True, mixed_batches(loader, len(loader)))):
+        for inputs, targets in batches:
             model.load_state_dict(states[4])
             right[training] += int((model.train(training)(inputs).argmax(1) == targets).sum())
     count = len(data.server.dataset)

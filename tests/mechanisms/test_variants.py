@@ -9,12 +9,13 @@ import torch
 from contract import contents
 from helpers import SGD, ArrayClient, SaveRounds, States, blobs, distance, federated_run, fit
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.callbacks import FBN, FixBN
-from fl_lightning.datamodules import Digits
+from fl_lightning.datamodules import Digits, TensorData
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, read_metrics
-from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
+from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation, mixed_batches
 from fl_lightning.models import LeNet
 
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
@@ -141,10 +142,44 @@ def test_batch_statistics_are_those_of_the_evaluation_batch_whatever_the_method(
     model = deepcopy(module.model).eval()
     for layer in (model[1], model[4]):
         layer.train()
-    accuracy, loss = by_hand(model, data.val_dataloader())
+    loader = data.val_dataloader()
+    accuracy, loss = by_hand(model, mixed_batches(loader, len(loader)))
     assert module.metrics["val/accuracy_batch"] == pytest.approx(accuracy, abs=1e-6)
     assert module.metrics["val/loss_batch"] == pytest.approx(loss, rel=1e-6)
     assert abs(module.metrics["val/loss_batch"] - module.metrics["val/loss"]) > 1e-3
+
+
+def sorted_loaders():
+    """Loaders of 22 samples in the order of their 4 classes, in batches of 5."""
+    labels = torch.arange(22) * 4 // 22
+    own = TensorDataset(torch.arange(22.0)[:, None], labels)
+    train = torch.arange(4.0)[:, None], torch.tensor([0, 1, 2, 3])
+    test = {"test_features": own.tensors[0], "test_targets": labels}
+    table = TensorData(*train, **test, num_clients=1, batch_size=4)
+    table.eval_batch_size = 5
+    table.setup("test")
+    return [DataLoader(own, batch_size=5), table.test_dataloader()]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["list of indices", "slices"])
+def test_batches_of_sorted_samples_are_mixed(which):
+    loader = sorted_loaders()[which]
+    assert max(len(labels.unique()) for _, labels in loader) == 2
+    for count, sizes, classes in ((5, [5, 5, 5, 5, 2], 4), (2, [5, 5], 2)):
+        batches = [*mixed_batches(loader, count)]
+        assert [len(labels) for _, labels in batches] == sizes
+        assert max(len(labels.unique()) for _, labels in batches) == classes
+        inputs, labels = map(torch.cat, zip(*batches, strict=True))
+        order = inputs.flatten().argsort()
+        assert inputs.flatten()[order].tolist() == [*range(sum(sizes))]
+        assert torch.equal(labels[order], torch.cat([labels for _, labels in loader])[: sum(sizes)])
+
+
+def test_a_sampler_of_its_own_and_a_list_of_batches_keep_their_order():
+    data = TensorDataset(torch.arange(6))
+    by_size = DataLoader(data, batch_sampler=[[0, 1], [2, 3, 4], [5]])
+    for loader in (by_size, [*by_size]):
+        assert [batch[0].tolist() for batch in mixed_batches(loader, 2)] == [[0, 1], [2, 3, 4]]
 
 
 def test_a_batch_of_one_value_per_channel_is_named():
