@@ -144,7 +144,8 @@ class FedExFixBN(FoundFreezing):
         """Measure the losses of clients that finish, before a method such as FedNova changes updates."""
         done = [row for row, steps in enumerate(cohort.local_steps) if steps == step + 1]
         if done and self._searches(cohort.round):
-            cohort.extra[_LOSS][done] = held_out_losses(pl_module, cohort, done).to(pl_module.device)
+            for row, loss in zip(done, held_out_losses(pl_module, cohort, done), strict=True):
+                cohort.extra[_LOSS][row] = loss  # a list of rows as an index would make the CPU wait
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update theta from the losses that the clients report."""
@@ -292,14 +293,14 @@ def held_out_losses(pl_module: FederatedModule, cohort: Cohort, rows: Sequence[i
         rows: The rows of the clients.
     """
 
-    def loss(row: int) -> float:
+    def loss(row: int) -> Tensor:
         client = cohort.client_ids[row]
         position = pl_module.plan.first_step(client, cohort.round) + cohort.local_steps[row]
         (batch,) = pl_module.data.cohort_batch([client], [position]).batches()
         state = {**cohort.params.row(row), **cohort.buffers.row(row)}
         seed = derive_seed(pl_module.seed, "FedEx loss", cohort.round, client)
         with seeded(seed), pl_module.slots.filled(state):
-            return float(pl_module.client_loss(pl_module.on_device(batch)))
+            return pl_module.client_loss(pl_module.on_device(batch)).double()
 
     with evaluating(pl_module.model):
-        return torch.tensor([loss(row) for row in rows], dtype=torch.float64)
+        return torch.stack([loss(row) for row in rows])
