@@ -61,7 +61,8 @@ def table() -> str:
             if done
             else ["", f"{best['test/accuracy']:.4f} ({best['round']})", ""]
         )
-        cut = [method, _other_images(name, cell), cell["state"], *numbers, f"{PUBLISHED[method]:.4f}" if method in PUBLISHED else ""]
+        published = f"{PUBLISHED[method]:.4f}" if method in PUBLISHED else ""
+        cut = [method, _other_images(name, cell), cell["state"], *numbers, published]
         lines.append(f"| {' | '.join(cut)} | `{cell['partition_file_sha256'][:8]}` |")
     return "\n".join(lines)
 
