@@ -49,7 +49,8 @@ class Dropout(nn.Module):
         p: Probability in [0, 1] that an element is dropped.
         dim: Number of trailing dimensions whose elements are dropped together. 0 drops single
             elements. 1, 2 or 3 drops channels, like ``nn.Dropout1d``, ``nn.Dropout2d`` or
-            ``nn.Dropout3d``.
+            ``nn.Dropout3d``. As in PyTorch, 2 drops channels of ``[b, channels, length]``, and
+            single elements of ``[b, features]``.
 
     Attributes:
         key: Scalar int64 buffer in [0, 2**63), not in the ``state_dict``. Under ``vmap``, each
@@ -90,14 +91,16 @@ class Dropout(nn.Module):
     def kept(self, x: Tensor) -> Tensor:
         """Return the bool mask of the elements that are kept.
 
-        The mask has the shape of ``x``, except that the last ``dim`` dimensions have size 1.
+        The mask has the shape of ``x``, except that the dimensions that are dropped together have
+        size 1.
         """
-        shape = x.shape[: x.dim() - self.dim]
+        # like nn.Dropout2d, draw for [b, channels] even if the input has no height and width
+        shape = x.shape[: max(x.dim() - self.dim, 2 if self.dim == 2 else 1)]
         # hash twice: after a single hash, the masks of two keys would be permutations
         low = _mix((self.key & _MASK32) ^ _mix(self.layer + 1))
         high = _mix((self.key >> 32) ^ low)
         words = _mix(_mix(torch.arange(shape.numel(), device=x.device) ^ low) ^ high)
-        return (words >= round(self.p * 2**32)).view(shape + (1,) * self.dim)
+        return (words >= round(self.p * 2**32)).view(shape + (1,) * (x.dim() - len(shape)))
 
     def extra_repr(self) -> str:
         """Return the layer's settings, which ``print(model)`` shows."""

@@ -178,6 +178,29 @@ def test_channelwise_dropout_keeps_or_drops_whole_channels(dim, shape):
     assert torch.equal(channels[..., 0].flatten(), masks(KEYS[:1], 8 * 32)[0])
 
 
+@pytest.mark.filterwarnings("ignore:dropout")  # torch warns about such shapes
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Dropout1d, (8, 32)),
+        (nn.Dropout2d, (8, 32)),
+        (nn.Dropout2d, (8, 32, 5)),
+        (nn.Dropout3d, (8, 32)),
+        (nn.Dropout3d, (8, 32, 5)),
+        (nn.Dropout3d, (8, 32, 5, 3)),
+    ],
+)
+def test_inputs_of_few_dimensions_are_dropped_as_by_torch(layer, shape):
+    def dimensions_of_the_mask(dropped):
+        kept = (dropped != 0).double()
+        return [dim for dim in range(len(shape)) if (kept.amax(dim) != kept.amin(dim)).any()]
+
+    model = nn.Sequential(layer(0.5))
+    expected = dimensions_of_the_mask(model(torch.ones(shape)))
+    convert_dropout(model)
+    assert dimensions_of_the_mask(apply(model[0], KEYS[0], torch.ones(shape))) == expected
+
+
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
 def test_p_outside_the_unit_interval_is_refused(p):
     with pytest.raises(ConfigurationError, match=r"p=.* \[0, 1\]"):
