@@ -108,9 +108,12 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
         is_statistic = cohort.buffers.layout[name].kind in ("mean", "var")
         if treatment not in ("averaged", "local", "max") or (is_statistic and not statistics.is_mean):
             continue
-        average = treatment != "max" and block.is_floating_point()
-        rule = statistics.rule if is_statistic else aggregator
-        row = rule(block, cohort.weights) if average else block.amax(0)
+        if treatment == "max" or not block.is_floating_point():
+            row = block.amax(0)
+        elif is_statistic:
+            row = statistics.rule(block, cohort.weights)
+        else:
+            row = _aggregate_changed(block, cohort.weights, aggregator)
         cohort.buffer_aggregate.blocks[name][0].copy_(row)
         aggregates = cohort.buffer_aggregate.row(0)
         torch._foreach_copy_(
@@ -130,6 +133,17 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
         for name, value in ((f"{layer}running_mean", mean), (f"{layer}running_var", variance)):
             if name in combined:
                 cohort.server_buffers[name].copy_(value)
+
+
+def _aggregate_changed(rows: Tensor, weights: Tensor, rule: Aggregator) -> Tensor:
+    """Aggregate the columns of ``rows [C, d]`` in which clients differ, and keep all other values.
+
+    Constants may be infinite, such as attention masks. A robust rule would make them NaN.
+    """
+    result, changed = rows[0].clone(), (rows != rows[0]).any(0)
+    if changed.any():
+        result[changed] = rule(rows[:, changed], weights)
+    return result
 
 
 def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:

@@ -7,7 +7,16 @@ import torch
 from helpers import blobs, distance, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedCallback
-from fl_lightning.aggregation import GeometricMedian, Krum, Median, WeightedMean
+from fl_lightning.aggregation import (
+    NNM,
+    CenteredClipping,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+    WeightedMean,
+)
 from fl_lightning.callbacks import SCAFFOLD, FedDNA, FedTAN, MaintainedMomentum, MomentMatching
 from fl_lightning.cohort.cohort import SERVER
 
@@ -134,3 +143,28 @@ def test_a_method_whose_sums_a_rule_cannot_reach_is_refused_with_it(method):
     ):
         train(small_cnn(), blobs(**CLIENTS), 1, [method()], aggregator=Median())
     train(small_cnn(), blobs(**CLIENTS), 1, [method()], aggregator=WeightedMean(), local_steps=1)
+
+
+class Masked(torch.nn.Module):
+    """A network with a constant mask of infinities and a buffer that each forward pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = small_cnn(classes=4)
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, 0.0, -torch.inf]))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, images):
+        self.largest.copy_(torch.maximum(self.largest, images.detach().amax()))
+        return self.network(images) + self.mask
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [TrimmedMean(1), MultiKrum(1), GeometricMedian(), CenteredClipping(9.0), Median(f=1, pre=NNM())],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_a_mask_of_infinities_stays_under_a_rule(rule):
+    trained = train(Masked(), blobs(**CLIENTS), 2, aggregator=rule)
+    assert trained["mask"].tolist() == [0, 0, 0, -torch.inf]
+    assert 1 < trained["largest"] < 30
