@@ -1,6 +1,6 @@
 """Functions that create norm layers and the convolutions before norm layers."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.errors import ConfigurationError, check_choice
@@ -24,6 +24,26 @@ _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
 }
 
 
+class InstanceNorm(nn.GroupNorm):
+    """Instance Normalization: Group Normalization with one group per channel.
+
+    Args:
+        channels: Number of channels.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise maps ``[b, channels, ...]``. Refuse maps of one pixel, which would become 0."""
+        if input.shape[2:].numel() == 1:
+            raise ConfigurationError(
+                "norm: in gets feature maps of one pixel, which would all become 0; use larger images, another norm or, for a "
+                "DeepLab, pooled_norm: ln"
+            )
+        return super().forward(input)
+
+
 def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     """Create a norm layer for feature maps ``[b, channels, height, width]``.
 
@@ -41,7 +61,9 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     """
     if norm == "bn":
         return nn.BatchNorm2d(channels)
-    counts = {"gn": groups, "gn_ws": groups, "ln": 1, "in": channels}
+    if norm == "in":
+        return InstanceNorm(channels)
+    counts = {"gn": groups, "gn_ws": groups, "ln": 1}
     if norm in counts:
         if counts[norm] < 1 or channels % counts[norm]:
             raise ConfigurationError(

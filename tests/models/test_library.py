@@ -228,3 +228,11 @@ def test_a_pooled_branch_without_batch_norm_trains_with_batches_of_one_image(tmp
         )
         assert all(value.isfinite().all() for value in module.state_dict().values())
         assert "BN" in norm_names(module.model)
+
+
+@pytest.mark.parametrize("make", [SmallDeepLab, of_library])
+def test_instance_norm_refuses_the_pooled_branch_whose_maps_have_one_pixel(make):
+    images = torch.randn(2, 3, 32, 32)
+    with pytest.raises(ConfigurationError, match=r"feature maps of one pixel.*pooled_norm: ln"):
+        make(norm="in")(images)
+    assert make(norm="in", pooled_norm="ln")(images).std() > 0
