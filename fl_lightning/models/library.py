@@ -149,7 +149,10 @@ def deeplab_v3_plus(
         load_weights(
             model.get_submodule("encoder"), encoder_weights, "encoder_weights", without=("fc.", "classifier.")
         )
-    pooled: Any = model.get_submodule("decoder.aspp.0.convs")
-    convert_norm(pooled[-1], pooled_norm or norm, groups)
+    branches: Any = model.get_submodule("decoder.aspp.0.convs")
+    pooled = branches[-1]
+    branches[-1] = nn.Identity()  # the rest of the model has another norm
     convert_norm(model, norm, groups)
+    convert_norm(pooled, pooled_norm or norm, groups)
+    branches[-1] = pooled
     return model

@@ -236,3 +236,9 @@ def test_instance_norm_refuses_the_pooled_branch_whose_maps_have_one_pixel(make)
     with pytest.raises(ConfigurationError, match=r"feature maps of one pixel.*pooled_norm: ln"):
         make(norm="in")(images)
     assert make(norm="in", pooled_norm="ln")(images).std() > 0
+
+
+@pytest.mark.parametrize("make", [SmallDeepLab, of_library])
+def test_the_pooled_branch_may_keep_batch_norm_beside_another_norm(make):
+    model = make(norm="gn", pooled_norm="bn")
+    assert sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()) == 1
