@@ -217,12 +217,13 @@ def traffic(trials: Trials) -> str:
 
 
 def fresh_noise(trials: Trials) -> str:
-    """Check that the noise in a client's gradients differs between local steps."""
+    """Check that the noise in the gradients differs between clients, and between local steps."""
     run, other, bare = trials.run(RESTING), trials.run(RESTING, seed=1), trials.run(RESTING, bare=True)
     if run.kinds != bare.kinds:
         raise NotApplicable("the method adds parameters to the model")
     drawn = 0
     for number, (seen, again, plain) in enumerate(zip(run.rounds, other.rounds, bare.rounds, strict=True), 1):
+        of_others: dict[str, list[torch.Tensor]] = {}
         for row, steps in enumerate(seen.steps):
             for name, gradient in seen.grads[0].items():
                 if apart(gradient[row], again.grads[0][name][row]) <= ROUNDING:
@@ -238,9 +239,15 @@ def fresh_noise(trials: Trials) -> str:
                         f"noise must differ between local steps: client {seen.clients[row]} gets the same in steps 1 and "
                         f"2 of round {number}"
                     )
+                others = of_others.setdefault(name, [])
+                if is_noise and any(apart(first, noise) <= ROUNDING for noise in others):
+                    raise Violated(
+                        f"noise must differ between clients: client {seen.clients[row]} gets that of another in round {number}"
+                    )
+                others.append(first)
     if not drawn:
         raise NotApplicable("no gradient depends on the seed")
-    return "no noise in the gradients repeats in the next local step"
+    return "no noise in the gradients repeats at another client or in the next local step"
 
 
 def exchange_in_a_round(trials: Trials) -> str:

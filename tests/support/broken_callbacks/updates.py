@@ -144,3 +144,12 @@ class OneNoiseARound(FederatedCallback):
     def on_after_local_backward(self, trainer, pl_module, cohort, step):
         for block, gradients in cohort.grads.blocks.items():
             gradients += 0.01 * cohort.extra[block]
+
+
+@fails("fresh noise")
+class OneNoiseForAllClients(FederatedCallback):
+    """Draws one noise for each local step, which all clients add."""
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for gradients in cohort.grads.blocks.values():
+            gradients[cohort.active_rows()] += 0.01 * torch.randn(gradients.shape[1], dtype=gradients.dtype)
