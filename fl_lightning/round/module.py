@@ -422,6 +422,12 @@ class FederatedModule(Recorded, L.LightningModule):
         self.plan = self.make_plan(self.data)
         self.plan.check((self.aggregator, self.statistics.rule))
         restore_batch_norm(self.model)  # a failed fit may have left replaced layers in the model
+        for name, layer in batch_norm_layers(self.model).items():
+            if self.ranks.size > 1 and isinstance(layer, nn.SyncBatchNorm):
+                raise ConfigurationError(
+                    f"model: BN layer {name!r} is a SyncBatchNorm, which would mix the clients of several ranks; use BatchNorm, or "
+                    "trainer.devices: 1"
+                )
         check_together(self.federated_callbacks)
         hooks.configure_batch_norm(self, self.federated_callbacks)
 

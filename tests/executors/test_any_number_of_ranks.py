@@ -168,6 +168,15 @@ def test_vectorised_ranks_are_equal_to_rounding(methods):
         assert max(distance(*pair) for pair in zip(reference, found, strict=True)) < 1e-10
 
 
+def test_layers_that_would_mix_the_clients_of_several_ranks_are_refused():
+    def model():
+        return nn.SyncBatchNorm.convert_sync_batchnorm(small_cnn())
+
+    assert_same(states(), states(model=model()))
+    with pytest.raises(ConfigurationError, match="BN layer '1' is a SyncBatchNorm"):
+        states(2, model=model())
+
+
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_more_ranks_than_clients_and_a_single_client_change_no_bit(ranks):
     assert_same(states(centralised=True), states(ranks, centralised=True))
