@@ -129,6 +129,16 @@ def test_rows_that_the_server_has_are_not_sent_again(monkeypatch):
     assert sent == [(3, 3), (4, 4), (4, None)]
 
 
+def test_rows_have_the_values_of_lightnings_monitors(offline):
+    monitor = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
+    write_config({"trainer.callbacks": [monitor]})
+    attempt = run("--trainer.max_epochs", 3).attempt
+    (folder,) = offline_runs(attempt)
+    logged, written = metrics(read_run(folder).history, attempt)
+    assert logged == written
+    assert ["lr-SGD" in row for row in written] == [False, True, True, True]
+
+
 def test_divergence_is_no_obstacle(offline):
     large = ("--model.client_optimizer.init_args.lr", 1e30)
     attempt = run("--trainer.max_epochs", 2, "--model.on_divergence", "record", *large).attempt

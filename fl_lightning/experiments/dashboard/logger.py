@@ -42,6 +42,7 @@ class RoundWandbLogger(Logger):
         self.attempt, self.settings = attempt, settings
         self._run: Any = None
         self._round = 0
+        self._waiting: dict[str, Any] = {}
         self._defined = {"round"}
         # value of each metric in W&B's summary, such as max; the default is the last value
         self._summaries: dict[str, str] = {}
@@ -55,18 +56,22 @@ class RoundWandbLogger(Logger):
         """Log the row of a round.
 
         Args:
-            metrics: Numbers of the row, keyed by name. A row without ``"round"`` is ignored. Row 0
-                is logged together with round 1, because the run's other files are written after row
-                0.
+            metrics: Numbers of the row, keyed by name. Metrics without ``"round"`` are added to the
+                next row. Row 0 is logged together with round 1, because the run's other files are
+                written after row 0.
             step: Ignored, because the metrics include the round.
         """
-        if not metrics.get("round") or self._failed:
+        if "round" not in metrics:
+            self._waiting |= {name: value for name, value in metrics.items() if name != "epoch"}
+            return
+        row, self._waiting = {**self._waiting, **metrics}, {}
+        if not row["round"] or self._failed:
             return
         if self._run is None:
             self.start()
         else:
             with self._harmless():
-                self._log_row(metrics)
+                self._log_row(row)
 
     @rank_zero_only
     def start(self) -> None:
