@@ -5,7 +5,7 @@ from the start of training. The batches of a round can therefore be drawn withou
 rounds, and a resumed run draws the same batches.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from math import ceil
 from typing import Any, Literal, NotRequired, TypedDict
@@ -19,8 +19,11 @@ from fl_lightning.client_data.batches import BatchStack, draw
 from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches
-from fl_lightning.errors import doing
+from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.recorded import Recorded
+
+_NEVER_CALLED = ("on_before_batch_transfer", "on_after_batch_transfer")
+"""Hooks that Lightning calls only for the data module of the trainer."""
 
 
 class PartitionDigests(TypedDict):
@@ -129,6 +132,9 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             samples.
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
 
+    Raises:
+        ConfigurationError: A client or the server has a hook that changes batches.
+
     Example:
         >>> from fl_lightning.testing import ArrayClient
         >>> clients = [ArrayClient(torch.randn(40, 3), torch.zeros(40), batch_size=8) for _ in range(5)]
@@ -154,6 +160,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     ) -> None:
         super().__init__()
         self._clients = list(clients)
+        _refuse_hooks({f"clients[{number}]": client for number, client in enumerate(self._clients)})
+        _refuse_hooks({"server": server} if server else {})
         self._batches: dict[int, LoaderBatches] = {}
         self._prepared: set[str] = set()
         self._own_prepared: set[tuple[int, str]] = set()
@@ -322,3 +330,14 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         if client_id not in self._batches:
             self._batches[client_id] = LoaderBatches(client, client_id, self.seed)
         return self._batches[client_id]
+
+
+def _refuse_hooks(datamodules: Mapping[str, L.LightningDataModule]) -> None:
+    """Raise a ``ConfigurationError`` if a data module has a hook that would never be called."""
+    for name, datamodule in datamodules.items():
+        for hook in _NEVER_CALLED:
+            if is_overridden(hook, datamodule, L.LightningDataModule):
+                raise ConfigurationError(
+                    f"data: {name}.{hook} of {type(datamodule).__name__} would never be called; change the batches in the data "
+                    "set, or in the collate_fn of the loaders"
+                )

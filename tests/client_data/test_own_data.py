@@ -197,3 +197,15 @@ def test_sequences_of_different_length_are_refused_by_the_vectorised_executor_in
 def test_data_of_another_type_is_refused():
     with pytest.raises(ConfigurationError, match="needs a FederatedDataModule, got Author"):
         run(1, data=Author(0))
+
+
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
+def test_a_hook_that_would_never_change_a_batch_is_refused(hook):
+    changed = type("Changed", (Author,), {hook: lambda self, batch, dataloader_idx: batch})
+    FederatedDataModule([Author(0)], Author(1))
+    for name, modules in (
+        (r"clients\[1\]", ([Author(0), changed(1)],)),
+        ("server", ([Author(0)], changed(1))),
+    ):
+        with pytest.raises(ConfigurationError, match=f"data: {name}.{hook} of Changed would never be called"):
+            FederatedDataModule(*modules)
