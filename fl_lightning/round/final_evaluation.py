@@ -1,6 +1,9 @@
 """Evaluation of the final server model at the end of a run."""
 
 from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
 
 from fl_lightning.round.module import FederatedModule
 
@@ -14,14 +17,19 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     trainer, data = module.trainer, module.data
     metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
     evaluations = []
-    if not metrics and data.fit_split == "val" and data.val_dataloader():
+    if not metrics and data.fit_split == "val" and has_batches(data.val_dataloader()):
         # these calls return no metrics if limit_val_batches or limit_test_batches is 0
         evaluations += trainer.validate(module, datamodule=data, verbose=False)
-    if data.test_dataloader():
+    if has_batches(data.test_dataloader()):
         evaluations += trainer.test(module, datamodule=data, verbose=False)
     for evaluation in evaluations:
         metrics |= evaluation
     return metrics
+
+
+def has_batches(loader: Any) -> bool:
+    """Return whether a loader has batches; True for a loader of unknown length."""
+    return loader is not None and sized_len(loader) != 0
 
 
 def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, object] | None:

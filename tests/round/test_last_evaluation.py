@@ -2,11 +2,13 @@
 
 import json
 
+import lightning as L
 import pytest
 from command_line import rows, run, write_config
 from helpers import SGD, blobs, fit, small_cnn
+from torch.utils.data import DataLoader, IterableDataset
 
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedDataModule, FederatedModule, Run
 
 
 @pytest.mark.parametrize(("fraction", "split"), [(0.2, "val"), (0.0, "test")])
@@ -26,3 +28,26 @@ def test_the_trainer_keeps_how_often_it_evaluates():
     settings = {"limit_val_batches": None, "check_val_every_n_epoch": 2}
     assert fit(module, blobs(), 3, **settings).check_val_every_n_epoch == 2
     assert "val/accuracy" in module.metrics
+
+
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+def test_final_model_is_evaluated_on_test_data_without_a_length():
+    known = blobs()
+    stream = L.LightningDataModule()
+    stream.test_dataloader = lambda: DataLoader(Stream(known.server.dataset), 64)
+    accuracies = []
+    for name, server in (("stream", stream), ("known", known.server)):
+        module = FederatedModule(small_cnn(), SGD, local_steps=1)
+        data = FederatedDataModule(known.clients, server)
+        result = Run(module, data, name, max_epochs=1, precision="64-true").fit()
+        accuracies.append(result["test/accuracy"])
+    assert accuracies[0] == accuracies[1]

@@ -13,6 +13,7 @@ from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, write_text
 from fl_lightning.pictures.overlays import colours, default_palette, overlay_figure
+from fl_lightning.round.final_evaluation import has_batches
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.tasks import Segmentation, enlarged
 
@@ -83,8 +84,11 @@ def overlays(module: FederatedModule, title: Sequence[str]) -> "Figure | None":
     truths: list[Any] = []
     guesses: list[Any] = []
     classes = 0
+    loader = module.data.test_dataloader()
+    if not has_batches(loader):
+        loader = module.data.val_dataloader()
     with evaluating(module.model):
-        for inputs, targets in module.data.test_dataloader() or module.data.val_dataloader() or ():
+        for inputs, targets in loader if has_batches(loader) else ():
             scores = enlarged(module.task.scores(module.model(module.on_device(inputs))).cpu(), targets)
             classes = scores.shape[1]
             images += [_look(module.data, image) for image in inputs]
