@@ -16,8 +16,11 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     """
     trainer, data = module.trainer, module.data
     metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
+    measured = {f"val/{name}": value for name, value in module.evaluation.metrics.items()}
+    # a finished run that is resumed has the metrics of its checkpoint, but has evaluated nothing
+    known = measured and measured.items() <= metrics.items()
     evaluations = []
-    if not metrics and data.fit_split == "val" and has_batches(data.val_dataloader()):
+    if not known and data.fit_split == "val" and has_batches(data.val_dataloader()):
         # these calls return no metrics if limit_val_batches or limit_test_batches is 0
         evaluations += trainer.validate(module, datamodule=data, verbose=False)
     if has_batches(data.test_dataloader()):

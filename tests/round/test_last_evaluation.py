@@ -1,12 +1,14 @@
 """What a run ends with is one number, in its result and as the last point of its curve."""
 
 import json
+from functools import partial
 
 import lightning as L
 import pytest
 from command_line import rows, run, write_config
 from helpers import SGD, blobs, fit, small_cnn
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from fl_lightning import FederatedDataModule, FederatedModule, Run
 
@@ -51,3 +53,21 @@ def test_final_model_is_evaluated_on_test_data_without_a_length():
         result = Run(module, data, name, max_epochs=1, precision="64-true").fit()
         accuracies.append(result["test/accuracy"])
     assert accuracies[0] == accuracies[1]
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_finished_run_that_is_resumed_has_the_same_classes_and_arrays(batches):
+    results = []
+    for resume in (False, True):
+        known = blobs()
+        server = L.LightningDataModule()
+        server.val_dataloader = known.server.val_dataloader
+        data = FederatedDataModule(known.clients, server)
+        matrix = partial(MulticlassConfusionMatrix, num_classes=3)
+        module = FederatedModule(small_cnn(), SGD, local_steps=1, metrics={"matrix": matrix})
+        settings = {"precision": "64-true", "num_sanity_val_steps": batches}
+        results.append(Run(module, data, max_epochs=2, **settings).fit(resume))
+    first, second = results
+    assert sum(first["class_accuracy"]["samples"]) == len(known.server.dataset)
+    for name in ("arrays", "class_accuracy", "val/accuracy"):
+        assert second[name] == first[name]
