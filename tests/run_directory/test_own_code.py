@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning import FederatedModule, Run
+from fl_lightning import FederatedDataModule, FederatedModule, Run
 from fl_lightning.datamodules import Digits, FromFile
 from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.source import provenance
@@ -230,6 +230,7 @@ def test_an_edit_counts_where_it_is_used_and_words_nowhere(way):
 
 
 SCRIPT = """
+import lightning as L
 from torch import nn
 from torch.nn.functional import cross_entropy
 from fl_lightning.callbacks import FedProx
@@ -257,6 +258,17 @@ class Method(FedProx):
     @property
     def double(self):
         return helper(2)
+
+class Samples:
+    spread = 1.0
+
+    def __getitem__(self, index):
+        return index - 1
+
+class Client(L.LightningDataModule):
+    def __init__(self, samples):
+        super().__init__()
+        self.samples = samples
 
 class Net(nn.Module):
     def __init__(self):
@@ -293,10 +305,11 @@ def of_script(monkeypatch, text):
     exec(text, vars(script))  # noqa: S102
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
-    def run(*callbacks, model=None, **settings):
+    def run(*callbacks, model=None, clients=(), **settings):
         torch.manual_seed(0)
         module = FederatedModule(model() if model else LeNet(10, 1, 8), sgd, local_steps=1, **settings)
-        return config_hash(Run(module, Digits(**DIGITS), callbacks=callbacks, max_epochs=2).config)
+        data = FederatedDataModule(clients) if clients else Digits(**DIGITS)
+        return config_hash(Run(module, data, callbacks=callbacks, max_epochs=2).config)
 
     return {
         "usual": run(),
@@ -308,6 +321,7 @@ def of_script(monkeypatch, text):
         "local class": run(script.make_class()()),
         "model": run(model=script.Net),
         "layers": run(model=script.layers),
+        "samples": run(clients=[script.Client(script.Samples())]),
     }
 
 
@@ -321,6 +335,8 @@ def of_script(monkeypatch, text):
         ("return helper(3)", "return helper(4)", {"local class"}),
         ("return self.layers(inputs)", "return -self.layers(inputs)", {"model"}),
         ("inputs) + 7", "inputs) + 8", {"layers"}),
+        ("return index - 1", "return index - 2", {"samples"}),
+        ("spread = 1.0", "spread = 2.0", {"samples"}),
         ("places = 1", "places = 2", {"class in a function"}),
         ("in {1, 2}", "in {1, 3}", {"class in a function"}),
         ("    class Inner:", '    """Words."""\n    class Inner:\n        """Words."""', set()),

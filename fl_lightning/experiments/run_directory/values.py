@@ -280,7 +280,10 @@ def _state(thing: Any, walk: Walk) -> Any:
         return as_plain(thing, None, walk)
     if hasattr(thing, "__array_interface__"):
         return digest(thing)
-    return walk.describe(thing, lambda: [class_name(thing), _parts(thing, walk)])
+    kind: Any = type(thing)
+    return walk.describe(
+        thing, lambda: [full_name(kind), _parts(thing, walk), *_code_of_local(kind, walk).values()]
+    )
 
 
 def _parts(thing: Any, walk: Walk) -> Any:
