@@ -230,6 +230,7 @@ def test_an_edit_counts_where_it_is_used_and_words_nowhere(way):
 
 
 SCRIPT = """
+import functools
 import lightning as L
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -258,6 +259,18 @@ class Method(FedProx):
     @property
     def double(self):
         return helper(2)
+
+def times(factor):
+    def decorate(function):
+        @functools.wraps(function)
+        def called(*arguments):
+            return factor * function(*arguments)
+        return called
+    return decorate
+
+@times(5)
+def decorated(outputs, targets):
+    return cross_entropy(outputs, targets)
 
 class Samples:
     spread = 1.0
@@ -315,6 +328,7 @@ def of_script(monkeypatch, text):
         "usual": run(),
         "loss": run(loss=script.loss),
         "class in a function": run(loss=script.documented),
+        "decorated": run(loss=script.decorated),
         "closure": run(loss=script.make_loss(2)),
         "lambda": run(client_lr_schedule=eval("lambda r, n: helper(r)", vars(script))),
         "method": run(script.Method()),
@@ -335,6 +349,7 @@ def of_script(monkeypatch, text):
         ("return helper(3)", "return helper(4)", {"local class"}),
         ("return self.layers(inputs)", "return -self.layers(inputs)", {"model"}),
         ("inputs) + 7", "inputs) + 8", {"layers"}),
+        ("@times(5)", "@times(6)", {"decorated"}),
         ("return index - 1", "return index - 2", {"samples"}),
         ("spread = 1.0", "spread = 2.0", {"samples"}),
         ("places = 1", "places = 2", {"class in a function"}),

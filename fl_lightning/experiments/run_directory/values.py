@@ -318,7 +318,8 @@ def _code_of_local(maker: Any, walk: Walk | None = None) -> dict[str, str]:
 
 
 def _code(maker: Any, walk: Walk) -> Any:
-    maker = inspect.unwrap(getattr(maker, "__func__", maker))
+    # a wrapper with code refers to the wrapped function; others, as of lru_cache, have no code
+    maker = inspect.unwrap(getattr(maker, "__func__", maker), stop=lambda x: hasattr(x, "__code__"))
     return walk.describe(maker, lambda: code_of(maker, lambda thing: _reference(thing, walk)))
 
 
