@@ -43,8 +43,8 @@ def cells() -> dict[str, dict[str, Any]]:
 def table() -> str:
     """Return a Markdown table of the cells. Finished cells come first."""
     lines = [
-        "| method | images of other classes | state | last | best (round) | mean of the last five | published | partition |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | images of other classes | seed | state | last | best (round) | mean of the last five | published | partition |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, cell in sorted(cells().items(), key=lambda item: (item[1]["state"] != "done", item[0])):
         method = _method(cell)
@@ -62,7 +62,7 @@ def table() -> str:
             else ["", f"{best['test/accuracy']:.4f} ({best['round']})", ""]
         )
         published = f"{PUBLISHED[method]:.4f}" if method in PUBLISHED else ""
-        cut = [method, _other_images(name, cell), cell["state"], *numbers, published]
+        cut = [method, _other_images(name, cell), _seed(name), cell["state"], *numbers, published]
         lines.append(f"| {' | '.join(cut)} | `{cell['partition_file_sha256'][:8]}` |")
     return "\n".join(lines)
 
@@ -167,11 +167,13 @@ def draw() -> None:
         figure = Figure(figsize=(7, 3.4), layout="constrained")
         axes = figure.add_subplot()
         for name, cell in cells().items():
-            method, tail = _method(cell), "tail10" in name
+            method, tail, seed = _method(cell), "tail10" in name, _seed(name)
             rounds, values = zip(*((row["round"], row["test/accuracy"]) for row in cell["rows"]), strict=True)
             label = f"{method}, {'ten images of every class' if tail else 'two classes only'}"
             label = method if "centralised" in method else label
-            axes.plot(rounds, values, color=COLOURS[method], linestyle="-" if tail else ":", label=label)
+            label = label if seed == "0" else f"{label}, seed {seed}"
+            style = "-." if seed != "0" else "-" if tail else ":"
+            axes.plot(rounds, values, color=COLOURS[method], linestyle=style, label=label)
         for method in METHODS:
             axes.axhline(PUBLISHED[method], color=COLOURS[method], linewidth=0.8, linestyle="--", alpha=0.6)
             place, side = (640, "right") if method == "FixBN" else (25, "left")  # where no curve is
@@ -192,6 +194,11 @@ def _other_images(name: str, cell: dict[str, Any]) -> str:
 
 def _tail(images: int | None) -> str:
     return "one machine has all images" if images is None else f"{images} of each class"
+
+
+def _seed(name: str) -> str:
+    """Return the seed of a cell, such as 0 for the file ``bn_pure_s0.json``."""
+    return name.rpartition("_s")[2]
 
 
 def _method(cell: dict[str, Any]) -> str:
