@@ -145,9 +145,11 @@ class StatisticsSources(VariantEvaluation):
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
         """Copy the statistics of clients that finish, before an attack replaces what they send."""
-        if "silobn" in self._chosen:
-            done = [row for row, steps in enumerate(cohort.local_steps) if steps == step + 1]
-            cohort.extra[_KEPT][done] = client_statistics(cohort)[:, done].movedim(1, 0)
+        done = [row for row, steps in enumerate(cohort.local_steps) if steps == step + 1]
+        if done and "silobn" in self._chosen:
+            statistics = client_statistics(cohort)
+            for row in done:  # a list of rows as an index would make the CPU wait for a GPU
+                cohort.extra[_KEPT][row] = statistics[:, row]
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update the hypothetical statistics of the server and of the round's clients."""
