@@ -113,12 +113,12 @@ def measures() -> str:
         "accuracy_between_clients",
     )
     lines = [
-        "| round | method | images of other classes | test accuracy | training accuracy | calibrated | within clients | between clients |",
-        "|---|---|---|---|---|---|---|---|",
+        "| round | method | images of other classes | seed | test accuracy | training accuracy | calibrated | within clients | between clients |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in json.loads((NUMBERS_FOLDER / "classifier_bias.json").read_text())["rows"]:
         values = [f"{row[name]:.3f}" for name in names]
-        cut = [str(row["round"]), row["method"], _tail(row["tail"]), *values]
+        cut = [str(row["round"]), row["method"], _tail(row["tail"]), str(row.get("seed", 0)), *values]
         lines.append(f"| {' | '.join(cut)} |")
     return "\n".join(lines)
 
