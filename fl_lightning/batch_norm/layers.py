@@ -56,6 +56,16 @@ def require_batch_norm(
     return layers
 
 
+def refuse_synchronised(model: nn.Module) -> None:
+    """Raise a ``ConfigurationError`` if a layer would mix the clients of several ranks."""
+    for name, layer in batch_norm_layers(model).items():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ConfigurationError(
+                f"model: BN layer {name!r} is a SyncBatchNorm, which would mix the clients of several ranks; use BatchNorm, or "
+                "trainer.devices: 1"
+            )
+
+
 def set_momentum(model: nn.Module, momentum: float) -> None:
     """Set the momentum of all BN layers, in PyTorch's convention.
 

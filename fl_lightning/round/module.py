@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from fl_lightning.aggregation import Aggregator, Domain, StatisticsAggregator, WeightedMean
 from fl_lightning.batch_norm.freezing import freeze_statistics
-from fl_lightning.batch_norm.layers import batch_norm_layers, set_momentum
+from fl_lightning.batch_norm.layers import batch_norm_layers, refuse_synchronised, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -422,12 +422,8 @@ class FederatedModule(Recorded, L.LightningModule):
         self.plan = self.make_plan(self.data)
         self.plan.check((self.aggregator, self.statistics.rule))
         restore_batch_norm(self.model)  # a failed fit may have left replaced layers in the model
-        for name, layer in batch_norm_layers(self.model).items():
-            if self.ranks.size > 1 and isinstance(layer, nn.SyncBatchNorm):
-                raise ConfigurationError(
-                    f"model: BN layer {name!r} is a SyncBatchNorm, which would mix the clients of several ranks; use BatchNorm, or "
-                    "trainer.devices: 1"
-                )
+        if self.ranks.size > 1:
+            refuse_synchronised(self.model)
         check_together(self.federated_callbacks)
         hooks.configure_batch_norm(self, self.federated_callbacks)
 
