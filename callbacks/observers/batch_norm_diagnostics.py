@@ -31,9 +31,9 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     Round 1 and every ``every_n_rounds``-th round are measured. In a measured round, the observer
     computes the first local step a second time, without dropout. BN layers normalise as in
-    training. Training is bit for bit the same under two conditions: models and data draw random
-    numbers only from the global generators of torch, numpy and Python, and their results do not
-    depend on the number of calls.
+    training. Training is bit for bit the same under two conditions. First, models and data draw
+    random numbers only from the global generators of torch, numpy and Python. Second, their results
+    do not depend on the number of calls.
 
     Two measures are taken in each measured round. In the formulas, S are the server's running means
     and variances at the start of the round. S_m are the mean and unbiased variance of each BN

@@ -176,8 +176,8 @@ class VariantEvaluation(FederatedCallback):
         return means
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # a run's module has this type
-    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
-    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # as above
+    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # as above
 
     def evaluate(
         self,
@@ -200,9 +200,9 @@ class VariantEvaluation(FederatedCallback):
 def mixed_batches(loader: Any, count: int) -> Iterable[Any]:
     """Return the samples of a loader's first batches in a fixed random order.
 
-    Data are often sorted by class. The statistics of a batch would then be statistics of one class.
-    The sizes of the batches do not change. A loader with a sampler of its own, or without indices,
-    keeps its order, and so does a subclass of ``DataLoader``.
+    Without it, a batch of data that are sorted by class would have only one class. The sizes of the
+    batches do not change. Loaders without indices, with another sampler, and of another class than
+    ``DataLoader`` keep their order.
 
     Args:
         loader: ``DataLoader``, or another iterable over batches.

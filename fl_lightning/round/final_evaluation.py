@@ -17,7 +17,7 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     trainer, data = module.trainer, module.data
     metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
     measured = {f"val/{name}": value for name, value in module.evaluation.metrics.items()}
-    # a finished run that is resumed has the metrics of its checkpoint, but has evaluated nothing
+    # a finished run that is resumed has its checkpoint's metrics, but has not evaluated the model
     known = measured and measured.items() <= metrics.items()
     evaluations = []
     if not known and data.fit_split == "val" and has_batches(data.val_dataloader()):

@@ -315,7 +315,7 @@ def of_script(monkeypatch, text):
     """The hashes of runs of a script or notebook whose code is this."""
     script = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", script)
-    exec(text, vars(script))  # noqa: S102
+    exec(text, vars(script))  # noqa: S102  # the text is SCRIPT, or an edit of it
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
     def run(*callbacks, model=None, clients=(), **settings):
