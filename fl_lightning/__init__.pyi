@@ -8,6 +8,7 @@ from .client_data.federated import FederatedDataModule as FederatedDataModule
 from .cohort.client_memory import ClientMemory as ClientMemory
 from .cohort.cohort import Cohort as Cohort
 from .errors import ConfigurationError as ConfigurationError
+from .execution.graphs import GraphExecutor as GraphExecutor
 from .execution.sequential import SequentialExecutor as SequentialExecutor
 from .execution.vectorized import VectorizedExecutor as VectorizedExecutor
 from .experiments.run.progress import RoundProgress as RoundProgress

@@ -304,6 +304,10 @@ class RoundCohort(Cohort):
             for name in names:
                 self.grads.row(row)[name].zero_()
 
+    def left_out(self, row: int) -> list[str]:
+        """Return the names of the parameters that a row skips in this local step."""
+        return self._unused.get(row, [])
+
     def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
         """Add the losses and batch sizes of a local step to the sums of each row.
 

@@ -1,8 +1,16 @@
 """Executors, which compute the clients' forward and backward passes."""
 
 from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.joint import joint_executor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 
-__all__ = ["ClientTask", "Executor", "SequentialExecutor", "VectorizedExecutor", "joint_executor"]
+__all__ = [
+    "ClientTask",
+    "Executor",
+    "GraphExecutor",
+    "SequentialExecutor",
+    "VectorizedExecutor",
+    "joint_executor",
+]

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.execution.compiling import custom_layer
 from fl_lightning.execution.fork import cannot_fork
+from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.ranks import Ranks
@@ -32,16 +34,20 @@ class Choice(NamedTuple):
 def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     """Choose the executor that is probably fastest.
 
-    On a GPU, the choice is ``VectorizedExecutor``. It computes all clients at once if the model and
-    the batches allow this. On a CPU, the choice is ``SequentialExecutor``. The results of the two
-    executors differ only by rounding.
+    On a GPU, the choice is ``GraphExecutor``, or ``VectorizedExecutor`` if the model has layers of
+    the user's own, whose Python code may do something else in each step. On a CPU, the choice is
+    ``SequentialExecutor``. The results of all executors differ only by rounding.
 
     Args:
         module: The federated module, on its device.
         num_clients: Number of clients in a round.
     """
     if module.device.type == "cuda":
-        reason = f"{num_clients} clients at once on {module.device}"
+        if (custom := custom_layer(module.model)) is None:
+            return Choice(GraphExecutor(), f"each client's passes are a CUDA graph on {module.device}")
+        reason = (
+            f"{num_clients} clients at once on {module.device}, no CUDA graphs of the custom layer {custom}"
+        )
         return Choice(VectorizedExecutor(where_possible=True), reason)
     threads = torch.get_num_threads()
     ranks = module.trainer.world_size if getattr(module, "_trainer", None) is not None else 1

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,9 +80,7 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
         return Compilation(False, f"no saving of time is known on {module.device.type}")
     if client_steps < _FEWEST_STEPS:
         return Compilation(False, f"it would save no time: {client_steps:,} local steps in all")
-    kinds = [type(layer) for layer in module.model.modules()]
-    custom = next((kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN), None)
-    if custom is not None:
+    if custom := custom_layer(module.model):
         return Compilation(False, f"{custom} is a custom layer and may change in each step")
     values = _count(module, batch())
     if values is None:
@@ -90,6 +89,12 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
     words = f"{client_steps:,} local steps with {values.normalised:,} values in BN layers"
     words += f", {values.pooled:,} in max pooling" if values.pooled else ""
     return Compilation(compiled, words if compiled else f"it would save no time: {words}")
+
+
+def custom_layer(model: nn.Module) -> str | None:
+    """Return the class of a layer that may change during a run, or None if there is no such layer."""
+    kinds = (type(layer) for layer in model.modules())
+    return next((kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN), None)
 
 
 class _Values(NamedTuple):

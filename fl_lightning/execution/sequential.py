@@ -79,10 +79,13 @@ class SequentialExecutor(Executor):
 
         A separate method frees each client's memory early, which limits fragmentation.
         """
-        state = cohort.row_state(row)
         # seed the random numbers of layers such as stochastic depth
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, module.device)
+        return self._passes(module, cohort, row, batch)
+
+    def _passes(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
+        state = cohort.row_state(row)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
             # compute gradients in this block: hooks and checkpointed layers need the client's state

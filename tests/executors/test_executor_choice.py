@@ -6,8 +6,9 @@ import pytest
 import torch
 from command_line import rows, run
 from helpers import SGD, blobs, fit, small_cnn
+from torch import nn
 
-from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning import FederatedModule, GraphExecutor, SequentialExecutor, VectorizedExecutor
 from fl_lightning.execution import choice, fork
 from fl_lightning.execution.choice import choose_executor, cores_of_a_run, cpu_ranks, usable_cores
 from fl_lightning.experiments.run.trainer import useful_ranks
@@ -55,8 +56,17 @@ class OnGPU(FederatedModule):
     device = torch.device("cuda", 0)
 
 
-def test_a_gpu_computes_all_clients_at_once():
-    executor = choose_executor(module(OnGPU), 10).executor
+def test_a_gpu_replays_graphs_of_known_layers():
+    assert isinstance(choose_executor(module(OnGPU), 10).executor, GraphExecutor)
+
+
+def test_a_gpu_computes_all_clients_at_once_if_a_layer_is_the_users_own():
+    class Own(nn.Sequential):
+        pass
+
+    found = choose_executor(OnGPU(Own(*small_cnn("bn")), SGD, local_steps=5), 10)
+    executor = found.executor
+    assert "custom layer Own" in found.reason
     assert isinstance(executor, VectorizedExecutor)
     assert executor.block_size is None
     assert executor.where_possible

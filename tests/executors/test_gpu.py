@@ -6,8 +6,15 @@ Run with ``CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu``; everywhere else the
 import pytest
 import torch
 from helpers import States, blobs, fit, small_cnn
+from torch import nn
 
-from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning import (
+    FederatedCallback,
+    FederatedModule,
+    GraphExecutor,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
 from fl_lightning.datamodules import Digits
 
 pytestmark = [
@@ -17,6 +24,7 @@ pytestmark = [
 MAKERS = {
     "sequential": SequentialExecutor,
     "vectorized": VectorizedExecutor,
+    "graphs": GraphExecutor,
     "chosen": lambda: None,
 }
 
@@ -34,14 +42,15 @@ def states(executor, data, **trainer):
 
 
 @pytest.mark.parametrize("executor", MAKERS)
-def test_a_gpu_computes_what_the_cpu_computes(executor):
+def test_a_gpu_computes_what_the_cpu_computes(executor, caplog):
     _, reference = states(SequentialExecutor(), blobs())
     module, found = states(MAKERS[executor](), blobs(), accelerator="gpu", devices=1)
     for first, second in zip(reference, found, strict=True):
         for name, value in first.items():
             torch.testing.assert_close(second[name], value, rtol=1e-8, atol=1e-10)
     if executor == "chosen":
-        assert isinstance(module.executor, VectorizedExecutor)
+        assert isinstance(module.executor, GraphExecutor)
+    assert "no CUDA graphs" not in caplog.text
 
 
 class NeverWaits(FederatedCallback):
@@ -52,6 +61,61 @@ class NeverWaits(FederatedCallback):
 
     def on_exception(self, trainer, pl_module, exception):
         torch.cuda.set_sync_debug_mode("default")  # or the teardown raises an error that hides this one
+
+
+class Reads(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if x.mean().item() > -100 else 2.0)
+
+
+class Grows(nn.Sequential):
+    means = ()
+
+    def forward(self, x):
+        self.means = (*self.means, x.mean())
+        return super().forward(x) * len(self.means)
+
+
+class OnTheCPU(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * torch.rand(1).to(x.device)
+
+
+class Chosen(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x[x.flatten(1).sum(1) > -1e9])
+
+
+@pytest.mark.parametrize("kind", [Reads, Grows, OnTheCPU, Chosen])
+def test_what_no_graph_can_hold_is_computed_and_named(kind, caplog):
+    torch.manual_seed(0)
+    module = FederatedModule(
+        kind(*small_cnn("gn")), momentum, local_steps=2, executor=GraphExecutor(), check_first_steps=False
+    )
+    fit(module, blobs(), 2, accelerator="gpu", devices=1)
+    lines = [x.getMessage() for x in caplog.records if "no CUDA graphs" in x.getMessage()]
+    assert len(lines) == 1
+    assert kind.__name__ in lines[0] or "random numbers of the CPU" in lines[0]
+
+
+class Draws(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+def test_graphs_draw_the_random_numbers_of_the_sequential_executor(caplog):
+    found = []
+    for executor in (SequentialExecutor(), GraphExecutor()):
+        seen, module = (
+            States(),
+            FederatedModule(Draws(*small_cnn("bn")), momentum, local_steps=3, executor=executor),
+        )
+        fit(module, blobs(), 3, [seen], accelerator="gpu", devices=1)
+        found.append(seen.states)
+    for first, second in zip(*found, strict=True):
+        for name, value in first.items():
+            torch.testing.assert_close(second[name], value, rtol=1e-8, atol=1e-10)
+    assert "no CUDA graphs" not in caplog.text
 
 
 # the warning that this mode of PyTorch is a prototype

@@ -1,0 +1,330 @@
+"""The executor that replays each client's passes as a CUDA graph."""
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.errors import CannotVectorize, doing
+from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.execution.vectorized import VectorizedExecutor
+from fl_lightning.randomness import derive_seed, seed_global
+
+_TORCH = str(Path(torch.__file__).parent)
+
+_log = logging.getLogger("fl_lightning")
+
+_LANES = 8
+"""Number of streams. On an H200, more than eight save no time."""
+
+_TRIALS = 2
+"""Number of first uses of a graph in which its results are compared with computed results."""
+
+_TOLERANCE = 0.01
+"""Largest accepted difference between replayed and computed results, relative to their norm."""
+
+_MOST_GRAPHS = 8
+"""Largest number of graphs of a client. All graphs are dropped if there are more."""
+
+
+class CudaGraphs:
+    """Recorder of CUDA graphs. Graphs in different lanes (streams) run at the same time.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = [torch.cuda.Stream(device) for _ in range(_LANES)]  # type: ignore[no-untyped-call]  # torch gives it no types
+        # graphs that run at the same time cannot share memory
+        self._pools = [torch.cuda.graph_pool_handle() for _ in self._streams]
+        self._device = device
+        self._generator = torch.cuda.default_generators[device.index or 0]
+
+    def record(self, passes: Callable[[], None], lane: int) -> Callable[[], None]:
+        """Record the GPU operations of a function, and return a function that replays them."""
+        graph = torch.cuda.CUDAGraph()
+        stream, pool = self._streams[lane], self._pools[lane]
+        try:
+            # thread_local: threads of data loaders may use the GPU meanwhile
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                passes()
+        except RuntimeError:
+            # after a failure, PyTorch's generator still expects to be recorded, and could draw no number
+            self._generator.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())
+            raise
+        return graph.replay
+
+    @contextmanager
+    def lane(self, lane: int) -> Iterator[None]:
+        """Run the GPU operations of the ``with`` block in a lane, after all earlier operations."""
+        self._streams[lane].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._streams[lane]):
+            yield
+
+    def join(self, lanes: Sequence[int]) -> None:
+        """Let later GPU operations wait for the operations in some lanes."""
+        for lane in lanes:
+            torch.cuda.current_stream().wait_stream(self._streams[lane])
+
+    def seed(self, seed: int) -> None:
+        """Seed PyTorch's generators of the CPU and the GPU."""
+        seed_global(seed, self._device)
+        self._seeded = torch.default_generator.get_state()
+
+    def has_drawn(self) -> bool:
+        """Return whether random numbers of the GPU were drawn since :meth:`seed`."""
+        if not torch.equal(torch.default_generator.get_state(), self._seeded):
+            raise _NotRecordable(
+                "the forward pass draws random numbers of the CPU; draw them on the inputs' device"
+            )
+        return self._generator.get_offset() > 0
+
+
+@dataclass
+class _Graph:
+    replay: Callable[[], None]
+    loss: Tensor
+    lane: int
+    draws: bool
+    unused: list[str]
+    uses: int = 0
+
+
+class _Client(NamedTuple):
+    """A client that takes the local step, with its batch at a fixed place in memory."""
+
+    row: int
+    batch: Any
+    key: Any
+
+
+class _NotRecordable(Exception):
+    """The reason why a client's passes cannot be replayed."""
+
+
+class GraphExecutor(SequentialExecutor):
+    """Executor that records each client's passes once as a CUDA graph, and replays the graph.
+
+    A local step of a small model consists of hundreds of short GPU operations. Python submits them
+    more slowly than a GPU computes them. A graph submits all of them at once. The graphs of up to
+    eight clients run at the same time.
+
+    A graph repeats the same operations on the same memory. Python code of the model runs only while
+    a graph is recorded. There is one graph for each client of the round, shape of the batch, and
+    mode of the layers. The first two results of a graph are compared with computed results. If the
+    results differ, or an operation cannot be recorded, a warning names the reason, and
+    ``VectorizedExecutor`` computes the run. On a CPU, this executor equals ``SequentialExecutor``.
+
+    Random numbers from PyTorch's generator of the GPU are the numbers of ``SequentialExecutor``.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, executor=GraphExecutor())
+    """
+
+    recorder: Callable[[torch.device], Any] = CudaGraphs
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        super().__init__(compile=False)
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without graphs, because a copy records its own graphs."""
+        return vars(GraphExecutor())
+
+    def close(self) -> None:
+        """Drop all graphs, and try to record graphs in the next run."""
+        self._instead: Executor | None = None
+        self._drop()
+
+    def _drop(self) -> None:
+        self._lanes: Any = None
+        self._graphs: dict[Any, _Graph] = {}
+        self._places: dict[Any, list[Tensor]] = {}
+        self._blocks: list[Tensor] = []
+        self._settings: tuple[Any, ...] = ()
+
+    def clients_together(self, clients: int) -> int | None:
+        """Return None, because each client has a separate pass, unless graphs were not possible."""
+        return self._instead.clients_together(clients) if self._instead else None
+
+    def backward(
+        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
+    ) -> Tensor:
+        """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
+        if module.device.type != self.device_type:
+            return super().backward(module, cohort, batch, rows)
+        if self._instead is None:
+            try:
+                return self._replayed(module, cohort, batch, list(rows))
+            except _NotRecordable as reason:
+                self._drop()
+                self._instead = VectorizedExecutor(where_possible=True)
+                _log.warning("no CUDA graphs, VectorizedExecutor computes the local steps: %s", reason)
+        return self._instead.backward(module, cohort, batch, rows)
+
+    def _replayed(
+        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: list[int]
+    ) -> Tensor:
+        self._use(cohort)
+        clients = self._fill(cohort, batch, rows, self._conditions(module, cohort))
+        if len(self._graphs) > _MOST_GRAPHS * len(cohort):
+            self._graphs.clear()
+        # record and compare before any client takes the step: a failure must leave all rows unchanged
+        for client in clients:
+            if client.key not in self._graphs:
+                self._graphs[client.key] = self._record(module, cohort, client)
+            if self._graphs[client.key].uses < _TRIALS:
+                self._compare(module, cohort, client)
+        graphs = [self._graphs[client.key] for client in clients]
+        for client, graph in zip(clients, graphs, strict=True):
+            self._replay(module, cohort, client, graph)
+        self._lanes.join(sorted({graph.lane for graph in graphs}))
+        for client, graph in zip(clients, graphs, strict=True):
+            graph.uses += 1
+            if graph.unused:
+                cohort.leave_out([client.row], graph.unused)
+        return torch.stack([graph.loss for graph in graphs])
+
+    def _use(self, cohort: RoundCohort) -> None:
+        """Drop all graphs if the cohort's tensors are in other memory than before."""
+        blocks = [x for rows in (cohort.params, cohort.grads, cohort.buffers) for x in rows.blocks.values()]
+        if [x.data_ptr() for x in blocks] != [x.data_ptr() for x in self._blocks]:
+            self._drop()
+            self._blocks = blocks  # keep the old memory from being reused under the same addresses
+        if self._lanes is None:
+            self._lanes = self.recorder(blocks[0].device)
+
+    def _conditions(self, module: ClientTask, cohort: RoundCohort) -> Any:
+        """Return everything outside of the rows and batches that the Python code of layers may read."""
+        layers = list(module.model.modules())
+        if cohort.step == 0 or not self._settings:
+            self._settings = tuple(value for layer in layers for value in _plain(layer))
+        return tuple(cohort.trained_names), tuple(layer.training for layer in layers), self._settings
+
+    def _fill(
+        self, cohort: RoundCohort, batch: BatchStack, rows: list[int], conditions: Any
+    ) -> list[_Client]:
+        """Copy the batches to fixed places."""
+        if odd := next((x for x in tree_leaves(batch.batches()) if not isinstance(x, Tensor)), None):
+            raise _NotRecordable(f"a batch has a {type(odd).__name__} beside tensors")
+        try:
+            stacks = [(rows, batch.stack())]
+        except CannotVectorize:
+            pairs = zip(rows, batch.batches(), strict=True)
+            stacks = [([row], BatchStack(batches=[each]).stack()) for row, each in pairs]
+        clients = []
+        for members, stack in stacks:
+            leaves, tree = tree_flatten(stack)
+            key = (tree, *((leaf.shape[1:], leaf.dtype) for leaf in leaves))
+            if key not in self._places:
+                self._places[key] = [leaf.new_empty(len(cohort), *leaf.shape[1:]) for leaf in leaves]
+            for place, leaf in zip(self._places[key], leaves, strict=True):
+                place[cohort.index(members)] = leaf
+            for row in members:
+                fixed = tree_unflatten([place[row] for place in self._places[key]], tree)
+                clients.append(_Client(row, fixed, (row, key, conditions)))
+        return clients
+
+    def _record(self, module: ClientTask, cohort: RoundCohort, client: _Client) -> _Graph:
+        """Compute a client's passes once, as a warm-up, and then record the passes."""
+        row = client.row
+        with _unchanged(cohort, row):
+            self._lanes.seed(_seed(module, cohort, row))
+            loss = self._passes(module, cohort, row, client.batch).clone()
+            draws = self._lanes.has_drawn()
+            # graphs that draw cannot overlap, because the generator's seed is at one place in memory
+            lane = 0 if draws else row % _LANES
+            try:
+                replay = self._lanes.record(
+                    lambda: loss.copy_(self._passes(module, cohort, row, client.batch)), lane
+                )
+            except RuntimeError as error:
+                raise _NotRecordable(_cause(module.model, error)) from error
+        return _Graph(replay, loss, lane, draws, cohort.left_out(row))
+
+    def _replay(self, module: ClientTask, cohort: RoundCohort, client: _Client, graph: _Graph) -> None:
+        with self._lanes.lane(graph.lane):
+            if graph.draws:
+                self._lanes.seed(_seed(module, cohort, client.row))
+            graph.replay()
+
+    def _compare(self, module: ClientTask, cohort: RoundCohort, client: _Client) -> None:
+        """Compare a replay with a computation, for the current batch and state."""
+        graph = self._graphs[client.key]
+        with _unchanged(cohort, client.row):
+            with doing(f"computing client {cohort.client_ids[client.row]}"):
+                loss = self._client(module, cohort, client.row, client.batch)
+            computed = [("the loss", loss), *((n, x.clone()) for n, x in _results(cohort, client.row))]
+        with _unchanged(cohort, client.row):
+            self._replay(module, cohort, client, graph)
+            self._lanes.join([graph.lane])
+            replayed = [
+                ("the loss", graph.loss.clone()),
+                *((n, x.clone()) for n, x in _results(cohort, client.row)),
+            ]
+        norm = max(float(x.double().norm()) for name, x in computed if name == "gradients")
+        for (name, first), (_, second) in zip(computed, replayed, strict=True):
+            first, second = first.double(), second.double()
+            same = (first == second) | (first.isnan() & second.isnan())
+            off = float(torch.where(same, 0.0, first - second).norm())
+            if not off <= _TOLERANCE * float(first.norm()) + 1e-4 * norm * (name == "gradients"):
+                raise _NotRecordable(
+                    f"{name} of a replayed local step of {type(module.model).__name__} differ from computed ones"
+                )
+
+
+def _seed(module: ClientTask, cohort: RoundCohort, row: int) -> int:
+    return derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
+
+
+def _plain(layer: nn.Module) -> Iterator[Any]:
+    """Yield the numbers and texts among a layer's public attributes, and the addresses of tensors."""
+    for name, value in vars(layer).items():
+        if isinstance(value, bool | int | float | str) and not name.startswith("_"):
+            yield value
+        elif isinstance(value, Tensor):
+            yield value.data_ptr()
+
+
+def _results(cohort: RoundCohort, row: int) -> Iterator[tuple[str, Tensor]]:
+    for name, rows in {
+        "gradients": cohort.grads,
+        "buffers": cohort.buffers,
+        "parameters": cohort.params,
+    }.items():
+        yield from ((name, block[row]) for block in rows.blocks.values())
+
+
+@contextmanager
+def _unchanged(cohort: RoundCohort, row: int) -> Iterator[None]:
+    """Restore a client's parameters and buffers at the end of the ``with`` block."""
+    saved = [(x, x.clone()) for name, x in _results(cohort, row) if name != "gradients"]
+    try:
+        yield
+    finally:
+        for place, value in saved:
+            place.copy_(value)
+
+
+def _cause(model: nn.Module, error: BaseException) -> str:
+    """Describe why recording has failed: the line of code, and PyTorch's reason."""
+    while isinstance(
+        error.__context__, RuntimeError
+    ):  # the first error; leaving the recording raises another
+        error = error.__context__
+    frames = traceback.extract_tb(error.__traceback__)
+    place = [x for x in frames if not x.filename.startswith(_TORCH)][-1]
+    return f"{type(model).__name__}: {place.line} ({Path(place.filename).name}, line {place.lineno}): {str(error).splitlines()[0]}"

@@ -1,0 +1,166 @@
+"""Replayed local steps equal computed ones, and what cannot be replayed is computed, in one line that names the reason."""
+
+import logging
+import re
+
+import pytest
+import torch
+from contract import EVERY_ROW, run
+from helpers import blobs, distance, small_cnn
+from outcomes import outcome
+from recorded_calls import RecordedCalls, RecordingExecutor
+from torch import nn
+
+from fl_lightning import FederatedCallback, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FixBN
+from fl_lightning.execution import graphs
+
+
+def eager():
+    return SequentialExecutor(compile=False)
+
+
+@EVERY_ROW
+def test_replayed_steps_equal_computed_ones_for_every_method(row, caplog):
+    replayed = run(row, executor=RecordingExecutor())
+    assert distance(run(row, executor=eager()).state_dict(), replayed.state_dict()) == 0
+    assert "no CUDA graphs" not in caplog.text
+
+
+SETTINGS = {
+    "dropout": {"model": lambda: small_cnn("bn", dropout=0.5)},
+    "uneven epochs": {"data": lambda: blobs(4, (16, 32, 24, 16)), "local_steps": None, "local_epochs": 1},
+    "participation": {"data": lambda: blobs(4), "participation": 3},
+    "other cohorts": {"data": lambda: blobs(5), "participation": 0.5, "callbacks": [lambda: FixBN(freeze_fraction=0.5)]},
+    "one client": {"data": lambda: blobs(1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replayed_steps_equal_computed_ones(name, caplog):
+    settings = dict(SETTINGS[name])
+    model, data = settings.pop("model", small_cnn), settings.pop("data", blobs)
+    callbacks = settings.pop("callbacks", [])
+
+    def trained(executor):
+        return outcome(model(), data(), executor, [make() for make in callbacks], **settings)
+
+    assert distance(trained(eager()), trained(RecordingExecutor())) == 0
+    assert "no CUDA graphs" not in caplog.text
+
+
+def test_later_steps_run_no_python_code_of_the_model():
+    seen = []
+
+    class Watched(nn.Sequential):
+        def forward(self, x):
+            seen.extend([None] * self.training)
+            return super().forward(x)
+
+    settings = {"rounds": 6, "local_steps": 4, "check_first_steps": False}
+    outcome(Watched(*small_cnn()), blobs(3), RecordingExecutor(), **settings)
+    # for each of three clients: the warm-up, the recording, and the comparison of two steps
+    assert len(seen) == 3 * 4
+
+
+def test_a_client_optimizer_and_its_rate_are_not_part_of_a_graph():
+    class Halved(FederatedCallback):
+        def on_local_step_end(self, trainer, pl_module, cohort, step):
+            for group in cohort.optimizer.param_groups:
+                group["lr"] /= 2
+
+    def trained(executor, *callbacks):
+        return outcome(small_cnn(), blobs(), executor, callbacks, rounds=4, local_steps=4)
+
+    assert distance(trained(eager(), Halved()), trained(RecordingExecutor(), Halved())) == 0
+    assert distance(trained(eager()), trained(RecordingExecutor(), Halved())) > 1e-3
+
+
+class Momentum(FederatedCallback):
+    """Changes a number that the forward pass reads."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        for layer in pl_module.model.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.momentum = 1 / cohort.round
+
+
+def test_a_number_that_a_method_changes_is_recorded_anew():
+    def trained(executor):
+        return outcome(small_cnn(), blobs(), executor, [Momentum()], rounds=4)
+
+    assert distance(trained(eager()), trained(RecordingExecutor())) == 0
+
+
+def test_mutation_without_conditions_a_changed_number_is_missed(monkeypatch):
+    monkeypatch.setattr(graphs, "_plain", lambda layer: [])
+    reference = outcome(small_cnn(), blobs(), eager(), [Momentum()], rounds=4)
+    found = outcome(small_cnn(), blobs(), RecordingExecutor(), [Momentum()], rounds=4)
+    assert distance(reference, found) > 1e-3
+
+
+class Draws(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+def test_random_numbers_of_the_device_are_those_of_the_sequential_executor():
+    found = [
+        outcome(Draws(*small_cnn("gn")), blobs(), executor, rounds=3)
+        for executor in (eager(), RecordingExecutor())
+    ]
+    assert distance(*found) == 0
+
+
+class Reads(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if x.mean().item() > -100 else 2.0)
+
+
+class Counts(nn.Sequential):
+    """Computes something else in every second forward pass."""
+
+    passes = 0
+
+    def forward(self, x):
+        type(self).passes += 1
+        return super().forward(x) * (1 + type(self).passes % 2)
+
+
+class Random(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * torch.rand(()).item()
+
+
+REFUSED = {
+    "a number that is read": (Reads, "Reads: .*: operation not permitted"),
+    "a count": (Counts, "of a replayed local step of Counts differ"),
+    "a random number that is read": (Random, "Random: .*: operation not permitted"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_replayed_is_computed_and_named_in_one_line(name, caplog):
+    kind, words = REFUSED[name]
+    settings = {"rounds": 3, "check_first_steps": False}
+    Counts.passes = 0
+    with caplog.at_level(logging.WARNING, "fl_lightning"):
+        executor = RecordingExecutor()
+        found = outcome(kind(*small_cnn("gn")), blobs(), executor, **settings)
+    lines = [x.getMessage() for x in caplog.records if "no CUDA graphs" in x.getMessage()]
+    assert len(lines) == 1
+    assert re.search(words, lines[0]), lines
+    if kind is Reads:
+        reference = outcome(
+            kind(*small_cnn("gn")), blobs(), VectorizedExecutor(where_possible=True), **settings
+        )
+        assert distance(found, reference) == 0
+
+
+def test_a_graph_that_computes_something_else_is_found(monkeypatch, caplog):
+    record = RecordedCalls.record
+    monkeypatch.setattr(RecordedCalls, "record", lambda *args: record(*args) and (lambda: None))
+    reference = outcome(small_cnn(), blobs(), VectorizedExecutor())
+    found = outcome(small_cnn(), blobs(), RecordingExecutor())
+    assert distance(reference, found) == 0
+    assert "of a replayed local step of Sequential differ" in caplog.text
