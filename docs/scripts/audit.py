@@ -63,7 +63,8 @@ def table() -> str:
         )
         published = f"{PUBLISHED[method]:.4f}" if method in PUBLISHED else ""
         cut = [method, _other_images(name, cell), _seed(name), cell["state"], *numbers, published]
-        lines.append(f"| {' | '.join(cut)} | `{cell['partition_file_sha256'][:8]}` |")
+        digest = cell.get("partition_file_sha256") or cell["partition_sha256"]["total"]
+        lines.append(f"| {' | '.join(cut)} | `{digest[:8]}` |")
     return "\n".join(lines)
 
 
@@ -169,10 +170,12 @@ def draw() -> None:
         for name, cell in cells().items():
             method, tail, seed = _method(cell), "tail10" in name, _seed(name)
             rounds, values = zip(*((row["round"], row["test/accuracy"]) for row in cell["rows"]), strict=True)
-            label = f"{method}, {'ten images of every class' if tail else 'two classes only'}"
+            pairs = "two consecutive classes" if "consecutive" in name else "two classes only"
+            label = f"{method}, {'ten images of every class' if tail else pairs}"
             label = method if "centralised" in method else label
             label = label if seed == "0" else f"{label}, seed {seed}"
             style = "-." if seed != "0" else "-" if tail else ":"
+            style = (0, (5, 1, 1, 1, 1, 1)) if "consecutive" in name else style
             axes.plot(rounds, values, color=COLOURS[method], linestyle=style, label=label)
         for method in METHODS:
             axes.axhline(PUBLISHED[method], color=COLOURS[method], linewidth=0.8, linestyle="--", alpha=0.6)
@@ -189,6 +192,8 @@ def draw() -> None:
 
 def _other_images(name: str, cell: dict[str, Any]) -> str:
     """Return the table's entry for the images beyond a client's two classes."""
+    if "consecutive" in name:
+        return "none, consecutive classes"
     return _tail(None if "centralised" in _method(cell) else 10 if "tail10" in name else 0)
 
 
