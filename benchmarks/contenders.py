@@ -18,7 +18,7 @@ from benchmarks.process_tree import cpu_seconds
 from benchmarks.recipe import AUGMENTATION, BATCH_SIZE, CLIENT_OPTIMIZER
 from benchmarks.stopwatch import Stopwatch, nothing
 from benchmarks.workloads import SyntheticImages, Workload
-from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning import FederatedModule, GraphExecutor, SequentialExecutor, VectorizedExecutor
 from fl_lightning.execution.base import Executor
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.plan import sample_cohort
@@ -34,7 +34,10 @@ COMPILED: dict[str, Callable[[], Executor]] = {"compiled": partial(SequentialExe
 RANKED = ("ranks", "compiled", "ranks_bf16")
 """Contenders that run one rank on each core."""
 
-OURS = {**EXECUTORS, **COMPILED}
+GRAPHS: dict[str, Callable[[], Executor]] = {"graphs": GraphExecutor}
+"""Executors that run on a GPU only."""
+
+OURS = {**EXECUTORS, **COMPILED, **GRAPHS}
 """All contenders of this framework in float32."""
 
 
@@ -140,9 +143,13 @@ class Framework:
         )
 
     def run(self, rounds: int) -> Timing:
-        """Run rounds in a new ``fit`` and return their time, without the preparation of ``fit``."""
-        clock = _RoundClock(Timing.on(self.device))
-        fit(self.module, self.data, rounds, [clock], self.device, **self.settings)
+        """Run rounds in a new ``fit`` and return their time, without the preparation of ``fit``.
+
+        On a GPU, the preparation includes a further round, in which CUDA graphs are recorded.
+        """
+        untimed = int(self.device == "cuda")
+        clock = _RoundClock(Timing.on(self.device), untimed)
+        fit(self.module, self.data, rounds + untimed, [clock], self.device, **self.settings)
         return clock.timing
 
     def first_steps(self) -> Stopwatch:
@@ -209,17 +216,19 @@ def fit(
 
 
 class _RoundClock(L.Callback):
-    def __init__(self, timing: Timing) -> None:
-        self.timing = timing
-
-    def on_train_start(self, *args: Any) -> None:
-        self.timing.total.start()
+    def __init__(self, timing: Timing, untimed: int) -> None:
+        self.timing, self.untimed, self.begun = timing, untimed, 0
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.timing.in_rounds.start()
+        if self.begun == self.untimed:
+            self.timing.total.start()
+        if self.begun >= self.untimed:
+            self.timing.in_rounds.start()
+        self.begun += 1
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.timing.in_rounds.stop()
+        if self.begun > self.untimed:
+            self.timing.in_rounds.stop()
 
     def on_train_end(self, *args: Any) -> None:
         self.timing.total.stop()

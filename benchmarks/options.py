@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from benchmarks import aggregation
+from benchmarks.contenders import GRAPHS
 from benchmarks.recipe import BATCH_SIZE, MODELS
 from benchmarks.roster import FRAMEWORKS, NAMES, ON_CUDA, present
 from benchmarks.scale import FACTORS
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(MODELS),
         help="tiny resnet20 (overhead, scale: tiny; memory, gpu: resnet20)",
     )
-    add("--contenders", nargs="+", choices=NAMES, help="all (scale: naive sequential ranks)")
+    add("--contenders", nargs="+", choices=[*NAMES, *GRAPHS], help="all (scale: naive sequential ranks)")
     add(
         "--device",
         choices=["cpu", "cuda"],
@@ -140,7 +141,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
                 f"argument --threads: {count} is not from 1 to the {os.cpu_count()} cores of this machine"
             )
     for name in options.contenders:
-        able = _ABLE.get(options.command, NAMES)
+        able = _ABLE.get(options.command, (*NAMES, *GRAPHS) if options.device == "cuda" else NAMES)
         if name not in able:
             parser.error(f"argument --contenders: {options.command} cannot run {name}; use {', '.join(able)}")
     if options.device == "cuda" and options.command not in ("compare", "gpu"):

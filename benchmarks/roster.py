@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 
 from benchmarks.compute import Compute
-from benchmarks.contenders import COMPILED, EXECUTORS, OURS, RANKED, Contender, Framework, NaiveLoop
+from benchmarks.contenders import COMPILED, EXECUTORS, GRAPHS, OURS, RANKED, Contender, Framework, NaiveLoop
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import SequentialExecutor
@@ -17,10 +17,10 @@ PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 BOUNDS = ("compute", "convolutions", "compute_compiled")
 """Lower bounds of the time in float32 on a CPU; ``compute_compiled`` uses ``torch.compile``."""
 
-NAMES = ("naive", *OURS, "ranks_bf16", *BOUNDS, *PEERS)
-"""All contenders and bounds."""
+NAMES = ("naive", *EXECUTORS, *COMPILED, "ranks_bf16", *BOUNDS, *PEERS)
+"""All contenders and bounds on a CPU."""
 
-ON_CUDA = ("naive", "sequential", "vectorized")
+ON_CUDA = ("naive", "sequential", "vectorized", *GRAPHS)
 """Contenders that can run on a GPU."""
 
 FRAMEWORKS = ("naive", *EXECUTORS, *PEERS)

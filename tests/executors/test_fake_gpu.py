@@ -15,6 +15,7 @@ from fl_lightning import (
     ClientFailures,
     FederatedCallback,
     FederatedModule,
+    GraphExecutor,
     SequentialExecutor,
     VectorizedExecutor,
 )
@@ -36,9 +37,13 @@ from fl_lightning.optimizers.server import FedAdam, FedYogi
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
 from fl_lightning.round import module as round_module
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # GraphExecutor compares addresses, which fake tensors do not have
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"),
+]
 
-EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor, GraphExecutor])
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.__main__ import main
 from benchmarks.compare import compare
-from benchmarks.contenders import Framework, NaiveLoop, Timing
+from benchmarks.contenders import Framework, NaiveLoop, Timing, _RoundClock
 from benchmarks.options import parse
 from benchmarks.recipe import make_model
 from benchmarks.roster import NAMES, ON_CUDA
@@ -32,7 +32,7 @@ SMALL = Workload(num_clients=3, cohort_size=3, local_steps=2, rounds=2)
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu' (choose from 'cpu', 'cuda')"),
         (["memory", "--contenders", "compute"], "argument --contenders: memory cannot run compute; use naive, sequential, "),
         (["scale", "--contenders", "compute"], "argument --contenders: scale cannot run compute; use naive, sequential, "),
-        (["gpu", "--contenders", "pfl"], "argument --contenders: gpu cannot run pfl; use sequential, vectorized"),
+        (["gpu", "--contenders", "pfl"], "argument --contenders: gpu cannot run pfl; use sequential, vectorized, graphs"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line(arguments, message, capsys, monkeypatch):
@@ -80,7 +80,7 @@ def test_who_cannot_run_on_cuda_is_left_out_in_one_line(monkeypatch):
         return Paced(workload)
 
     monkeypatch.setattr("benchmarks.compare.enter", enter)
-    result = compare("W3", "tiny", NAMES, [1], 200, 1, 1, lines.append, "cuda")
+    result = compare("W3", "tiny", [*NAMES, "graphs"], [1], 200, 1, 1, lines.append, "cuda")
     assert entered == [(name, "cuda") for name in ON_CUDA]
     left_out = (
         "ranks, compiled, ranks_bf16, compute, convolutions, compute_compiled, pfl, fluke, byzfl, flower"
@@ -128,6 +128,22 @@ def test_the_trainer_is_told_the_device(device, accelerator, monkeypatch):
     data = small_data()
     Framework(SMALL, make_model("tiny"), data, SequentialExecutor(), device).run(1)
     assert (given["accelerator"], given["devices"]) == (accelerator, 1)
+    # graphs are recorded in a round of their own
+    assert given["max_epochs"] == (2 if device == "cuda" else 1)
+
+
+@pytest.mark.parametrize("untimed", [0, 1])
+def test_rounds_that_are_not_timed_are_left_out_of_all_clocks(untimed, monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    timing = Timing(Stopwatch(cpu_clock=lambda: 0.0), Stopwatch(cpu_clock=lambda: 0.0))
+    clock = _RoundClock(timing, untimed)
+    for _ in range(untimed + 2):
+        clock.on_train_batch_start()
+        clock.on_train_batch_end()
+    clock.on_train_end()
+    # each reading of the clock adds 1: two timed rounds are 4 readings, between those of the total
+    assert (timing.in_rounds.wall, timing.total.wall) == (2, 5)
 
 
 def test_figures_for_a_gpu_are_scaled_from_what_was_measured(monkeypatch):

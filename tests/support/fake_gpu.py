@@ -20,6 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torchmetrics import Metric
 
+from fl_lightning import GraphExecutor
+from fl_lightning.execution import graphs
+
 CUDA = torch.device("cuda:0")
 # torch counts devices when it computes its first gradient: after a fake one it would start a thread for it, and nothing
 # could fork from then on
@@ -146,6 +149,29 @@ def move(module):
             part.to(CUDA)
 
 
+class _PlainCalls:
+    """Stands in for ``CudaGraphs``: a replay calls the function again."""
+
+    def __init__(self, device):
+        pass
+
+    def record(self, passes, lane):
+        return passes
+
+    @contextmanager
+    def lane(self, lane):
+        yield
+
+    def join(self, lanes):
+        pass
+
+    def seed(self, seed):
+        pass
+
+    def has_drawn(self):
+        return False
+
+
 class _Generator:
     def manual_seed(self, seed):
         pass
@@ -175,6 +201,8 @@ def fake_gpu():
         patch.setattr(torch.cuda, "default_generators", [_Generator()])
         patch.setattr(torch.autograd, "grad", _no_gradients)  # its engine looks for the device itself
         patch.setattr(torch, "load", _outside(torch.load))
+        patch.setattr(GraphExecutor, "recorder", _PlainCalls)
+        patch.setattr(graphs, "_TRIALS", 0)  # nothing to compare
         for loop in (fit_loop, evaluation_loop):  # it would read the lengths from the GPU
             patch.setattr(loop, "has_len_all_ranks", lambda *args, **kwargs: True)
         yield stack.enter_context(FakeGPU())
