@@ -9,7 +9,7 @@ from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.hooks import call_skipped, end_round
 from fl_lightning.round.reports import log_round, log_skipped_round
-from fl_lightning.round.server_update import update_server
+from fl_lightning.round.server_update import converge_spectral_norm, update_server
 from fl_lightning.round.survivors import RoundSkipped, check_aggregate, check_updates, leave_out
 from fl_lightning.round.trained import mark_trained
 
@@ -34,6 +34,7 @@ def communication_round(run: RunContext) -> None:
         run.call_hook("on_after_aggregate", cohort)
     with run.clock.part("aggregation"):
         run.server_step()
+        converge_spectral_norm(cohort, run.model)
     run.call_hook("on_round_end", cohort)
     check_aggregate(run, cohort, failed)
     end_round(run)

@@ -3,13 +3,18 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fl_lightning.aggregation import Aggregator, StatisticsAggregator, sent_statistics
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
+
+_POWER_ITERATIONS = 15  # as in torch's initialisation of spectral norm
 
 
 def update_server(
@@ -114,6 +119,7 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
             row = statistics.rule(block, cohort.weights)
         else:
             row = _aggregate_changed(block, cohort.weights, aggregator)
+            _restore_lengths(row, block, names)
         cohort.buffer_aggregate.blocks[name][0].copy_(row)
         aggregates = cohort.buffer_aggregate.row(0)
         torch._foreach_copy_(
@@ -144,6 +150,39 @@ def _aggregate_changed(rows: Tensor, weights: Tensor, rule: Aggregator) -> Tenso
     if changed.any():
         result[changed] = rule(rows[:, changed], weights)
     return result
+
+
+def _restore_lengths(mean: Tensor, rows: Tensor, shapes: Mapping[str, torch.Size]) -> None:
+    """Scale means of unit vectors to length 1, such as code vectors on a sphere.
+
+    Vectors lie along the last dimension. The mean of different unit vectors is shorter than 1.
+    """
+    tolerance = torch.finfo(rows.dtype).eps ** 0.5
+    for name, clients in split_columns(rows, shapes).items():
+        if not shapes[name] or shapes[name][-1] == 1:
+            continue
+        vectors = split_columns(mean, shapes)[name]
+        lengths = vectors.norm(dim=-1)
+        are_units = ~((clients.norm(dim=-1) - 1).abs() > tolerance).any(0)  # ignores clients with NaN
+        differ = (clients != clients[0]).any(-1).any(0)
+        vectors /= lengths.where(are_units & differ & (lengths > 0), 1).unsqueeze(-1)
+
+
+def converge_spectral_norm(cohort: RoundCohort, model: nn.Module) -> None:
+    """Let the singular vectors of spectral norm follow the mean of several clients' weights.
+
+    In evaluation, a layer would otherwise divide its weight by less than the largest singular value.
+    Layers in eval mode keep their vectors.
+    """
+    with torch.no_grad():
+        for module in model.modules() if len(cohort) > 1 else ():
+            for hook in module._forward_pre_hooks.values():
+                for _ in range(_POWER_ITERATIONS if isinstance(hook, SpectralNorm) else 0):
+                    hook(module, None)
+            is_list = isinstance(module, ParametrizationList)
+            if is_list and any(isinstance(part, _SpectralNorm) for part in module.children()):
+                for _ in range(_POWER_ITERATIONS):
+                    module()
 
 
 def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:

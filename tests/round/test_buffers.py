@@ -114,3 +114,65 @@ def test_matrices_among_the_buffers_are_vectorised():
         return {name: value for name, value in found.items() if value.dtype != torch.bool}
 
     assert distance(run(VectorizedExecutor()), run(SequentialExecutor())) < 1e-10
+
+
+def spectral_net(spectral_norm):
+    torch.manual_seed(0)
+    hidden = spectral_norm(nn.Linear(72, 16))
+    return nn.Sequential(
+        spectral_norm(nn.Conv2d(2, 2, 3, padding=1)), nn.Flatten(), hidden, nn.ReLU(), nn.Linear(16, 3)
+    )
+
+
+@pytest.mark.parametrize("spectral_norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_the_layers_of_spectral_norm_keep_their_largest_singular_value_in_evaluation(spectral_norm):
+    model = spectral_net(spectral_norm).double()
+    state = outcome(model, blobs(), SequentialExecutor(), client_optimizer=SGD, local_steps=5)
+    model.load_state_dict(state, strict=False)
+    model.eval()(torch.zeros(2, 2, 6, 6, dtype=torch.float64))
+    for layer in (model[0], model[2]):
+        assert float(torch.linalg.matrix_norm(layer.weight.detach().flatten(1), 2)) == pytest.approx(1, abs=0.03)
+
+
+def test_one_client_keeps_the_singular_vectors_of_plain_pytorch():
+    one = blobs(num_clients=1)
+    state = outcome(spectral_net(nn.utils.spectral_norm), one, SequentialExecutor(), client_optimizer=SGD)
+    reference, _ = by_hand(spectral_net(nn.utils.spectral_norm), one, 3, steps=[2])
+    assert distance(reference, state) < 1e-10
+
+
+class Codes(nn.Module):
+    """Code vectors of length 1, which follow the data, beside buffers that are no directions."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.eye(2))
+        self.register_buffer("sign", torch.ones(1))
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = x.detach().mean((0, 2, 3))
+            self.codes = nn.functional.normalize(self.codes + self.mean, dim=1)
+            self.sign = self.mean[:1].sign()
+        return x
+
+
+def test_the_mean_of_unit_vectors_is_a_unit_vector():
+    """And no other buffer is scaled."""
+    sent = []
+
+    class Sent(FederatedCallback):
+        def on_before_aggregate(self, trainer, pl_module, cohort):
+            sent.extend(cohort.buffers[f"0.{name}"].clone() for name in ("codes", "sign", "mean"))
+            self.weights = cohort.weights
+
+    callback = Sent()
+    state = outcome(
+        nn.Sequential(Codes(), *small_cnn("gn")), blobs(), SequentialExecutor(), [callback], rounds=1
+    )
+    codes, sign, mean = (torch.tensordot(callback.weights.to(rows.dtype), rows, 1) for rows in sent)
+    assert float(codes.norm(dim=1).max()) < 0.999
+    torch.testing.assert_close(state["0.codes"], nn.functional.normalize(codes, dim=1))
+    torch.testing.assert_close(state["0.sign"], sign)
+    torch.testing.assert_close(state["0.mean"], mean)

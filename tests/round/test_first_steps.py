@@ -189,10 +189,55 @@ def spectral():
     return net
 
 
+def spectral_of_the_old_api():
+    net = Net()
+    nn.utils.spectral_norm(net.body[0])
+    nn.utils.spectral_norm(net.head)
+    return net
+
+
 def weight_normed():
     net = Net()
     nn.utils.parametrizations.weight_norm(net.head)
     return net
+
+
+def weight_normed_by_the_old_api():
+    net = Net()
+    nn.utils.weight_norm(net.head)
+    return net
+
+
+def orthogonal():
+    net = Net()
+    nn.utils.parametrizations.orthogonal(net.head)
+    return net
+
+
+class Observed(Net):
+    """Scales by the range of the features, which an observer of quantisation follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.range = torch.ao.quantization.MovingAverageMinMaxObserver()
+
+    def forward(self, x):
+        features = self.range(self.body(x))
+        return self.head(features / (self.range.max_val - self.range.min_val))
+
+
+class Quantile(Net):
+    """Subtracts the running quantile 0.9 of the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("quantile", torch.ones(4 * 36))
+
+    def forward(self, x):
+        features = self.body(x)
+        if self.training:
+            self.quantile += 0.05 * (0.9 - (features.detach() < self.quantile).double().mean(0))
+        return self.head(features - self.quantile)
 
 
 class Padded(Net):
@@ -234,7 +279,12 @@ EQUAL = {
     "BN used twice": (Twice, ALL),
     "LSTM": (Recurrent, (SequentialExecutor,)),
     "spectral norm": (spectral, (SequentialExecutor,)),
+    "spectral norm of the old API": (spectral_of_the_old_api, (SequentialExecutor,)),
     "weight norm": (weight_normed, ALL),
+    "weight norm of the old API": (weight_normed_by_the_old_api, (SequentialExecutor,)),
+    "an orthogonal weight": (orthogonal, (SequentialExecutor,)),
+    "an observer of the range": (Observed, (SequentialExecutor,)),
+    "a running quantile": (Quantile, ALL),
 }  # fmt: skip
 
 
@@ -269,6 +319,8 @@ def by_hand(model, clients, client, optimizer=optimizer):
 
 # torch says that vmap is slow for some operations
 @pytest.mark.filterwarnings("ignore:.*There is a performance drop because:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("what", "executor"), [(what, one) for what, (_, each) in EQUAL.items() for one in each]
 )
@@ -278,6 +330,8 @@ def test_a_client_trains_as_plain_pytorch(what, executor):
     fit(module, clients, rounds=1, precision="64-true")
     each = [by_hand(made(make), clients, client).state_dict() for client in (0, 1)]
     for name, value in module.model.state_dict().items():
+        if name.endswith(("_u", "_v")):
+            continue  # the singular vectors of the mean weight, not the mean vectors
         wanted = sum(state[name] for state in each) / 2
         torch.testing.assert_close(
             value,

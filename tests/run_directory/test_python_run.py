@@ -75,6 +75,15 @@ def test_the_quality_of_an_own_task_is_shown_like_accuracy(capsys, monkeypatch):
     assert ["half accuracy", "loss"] in drawn
 
 
+def test_the_table_of_the_state_names_the_buffers_outside_of_bn_layers(capsys):
+    model = torch.nn.Sequential(torch.nn.InstanceNorm2d(2, track_running_stats=True), *small_cnn())
+    torch.nn.utils.parametrizations.spectral_norm(model[-1])
+    trainer = {**QUIET, "fast_dev_run": True}
+    Run(FederatedModule(model.double(), SGD, local_steps=1), blobs(), precision="64-true", **trainer).fit()
+    names = "InstanceNorm2d.running_mean, InstanceNorm2d.running_var, InstanceNorm2d.num_batches_tracked: maximum"
+    assert f"other buffers        averaged ({names}, _SpectralNorm._u, _SpectralNorm._v)" in capsys.readouterr().out
+
+
 @pytest.mark.pictures
 def test_three_lines_give_a_folder_with_metrics_pictures_checkpoints_and_a_result(capsys):
     run = a_run(4)
