@@ -131,7 +131,9 @@ def test_the_layers_of_spectral_norm_keep_their_largest_singular_value_in_evalua
     model.load_state_dict(state, strict=False)
     model.eval()(torch.zeros(2, 2, 6, 6, dtype=torch.float64))
     for layer in (model[0], model[2]):
-        assert float(torch.linalg.matrix_norm(layer.weight.detach().flatten(1), 2)) == pytest.approx(1, abs=0.03)
+        assert float(torch.linalg.matrix_norm(layer.weight.detach().flatten(1), 2)) == pytest.approx(
+            1, abs=0.03
+        )
 
 
 def test_one_client_keeps_the_singular_vectors_of_plain_pytorch():

@@ -80,8 +80,13 @@ def test_the_table_of_the_state_names_the_buffers_outside_of_bn_layers(capsys):
     torch.nn.utils.parametrizations.spectral_norm(model[-1])
     trainer = {**QUIET, "fast_dev_run": True}
     Run(FederatedModule(model.double(), SGD, local_steps=1), blobs(), precision="64-true", **trainer).fit()
-    names = "InstanceNorm2d.running_mean, InstanceNorm2d.running_var, InstanceNorm2d.num_batches_tracked: maximum"
-    assert f"other buffers        averaged ({names}, _SpectralNorm._u, _SpectralNorm._v)" in capsys.readouterr().out
+    names = (
+        "InstanceNorm2d.running_mean, InstanceNorm2d.running_var, InstanceNorm2d.num_batches_tracked: maximum"
+    )
+    assert (
+        f"other buffers        averaged ({names}, _SpectralNorm._u, _SpectralNorm._v)"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.pictures
