@@ -105,7 +105,8 @@ class ClassifierBias(FederatedCallback):
 
     def _keep(self, pl_module: FederatedModule) -> None:
         if self.mean_of > 1:
-            model = {name: tensor.clone() for name, tensor in pl_module.model.state_dict().items()}
+            state = pl_module.model.state_dict().items()
+            model = {name: value.clone() for name, value in state if isinstance(value, Tensor)}
             self.models = [*self.models, model][-self.mean_of :]
 
     # data modules may cache tensors here, and training cannot use inference tensors
@@ -237,7 +238,7 @@ def _mean(models: Sequence[Mapping[str, Tensor]], like: Mapping[str, Tensor]) ->
         like: State dict with the names, data types and devices of the result.
     """
     means = {}
-    for name, tensor in like.items():
+    for name, tensor in ((name, value) for name, value in like.items() if isinstance(value, Tensor)):
         values = [model[name] for model in models]
         if tensor.is_floating_point():
             means[name] = torch.stack([value.double() for value in values]).mean(0).to(tensor)

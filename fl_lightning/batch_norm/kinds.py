@@ -34,14 +34,14 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
 def buffer_kinds(model: nn.Module) -> dict[str, str]:
     """Return the kind of each buffer by name, in the order of ``named_buffers``."""
     layers = batch_norm_layers(model)
-    persistent = model.state_dict(keep_vars=True).keys()
     kinds = {}
     for name, _ in model.named_buffers():
         owner, _, attribute = name.rpartition(".")
         if owner in layers and attribute in _BN_BUFFERS:
             kinds[name] = _BN_BUFFERS[attribute]
         else:
-            kinds[name] = "buffer" if name in persistent else "scratch"
+            left_out = model.get_submodule(owner)._non_persistent_buffers_set
+            kinds[name] = "scratch" if attribute in left_out else "buffer"
     return kinds
 
 

@@ -12,6 +12,9 @@ from fl_lightning.batch_norm.kinds import buffer_kinds
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 
+_EXTRA_STATE = "_extra_state"
+"""End of the names under which ``state_dict`` has what ``get_extra_state`` returns."""
+
 _Shapes = dict[str, tuple[list[int] | None, list[int] | None]]
 
 
@@ -79,7 +82,7 @@ def _expect_numbers(
     """
     current, parameters = model.state_dict(), dict(model.named_parameters())
     for name, value in weights.items():
-        if name in without:
+        if name in without or name.endswith(_EXTRA_STATE):
             continue
         if _kind(value) != _kind(current[name]):
             raise ConfigurationError(
@@ -114,11 +117,12 @@ def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
             raise ConfigurationError(f"{setting}: {path} is truncated or damaged: {error}") from error
     content = load_whole(f"{setting}:", path)
     weights = content.get("state_dict", content) if isinstance(content, Mapping) else {}
-    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+    tensors = {name: value for name, value in weights.items() if not str(name).endswith(_EXTRA_STATE)}
+    if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise ConfigurationError(
             f"{setting}: {path} holds no weights; give a state dict, or a last.ckpt or best.ckpt that fit wrote"
         )
-    for name, value in weights.items():
+    for name, value in tensors.items():
         if not isinstance(name, str):
             raise ConfigurationError(
                 f"{setting}: {path} names a tensor {name!r}; give a model's state_dict(), by names"
@@ -175,9 +179,13 @@ def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
         missing tensor is None.
     """
     current = model.state_dict()
-    shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, current)]
+    shapes = [{name: _shape(name, value) for name, value in state.items()} for state in (weights, current)]
     pairs = {name: (shapes[0].get(name), shapes[1].get(name)) for name in {**current, **weights}}
     return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+
+
+def _shape(name: str, value: Any) -> list[int]:
+    return [*value.shape] if isinstance(value, Tensor) and not name.endswith(_EXTRA_STATE) else []
 
 
 def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) -> ConfigurationError:

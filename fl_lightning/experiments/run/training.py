@@ -193,6 +193,7 @@ class Training:
             else:
                 path = self.found(ckpt_path, rounds)
                 self._find_start(path, weights_only, settings, held)
+            self.keeper.weights_only = weights_only
             interruption = FinishRound()
             trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb, interruption))
             strategy = trainer.strategy

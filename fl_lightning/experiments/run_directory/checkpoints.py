@@ -1,6 +1,7 @@
 """Checkpoints of the last round, of the best round, and of rounds that the user chooses."""
 
 import contextlib
+import io
 import math
 import os
 import shutil
@@ -11,8 +12,11 @@ from typing import Any, Literal
 from zlib import crc32
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Checkpoint
+from torch.nn.parameter import is_lazy
 
+from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.client_memory import link_files, memories
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
@@ -53,6 +57,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     Attributes:
         in_the_run: Whether the checkpoints are in the run's folder (default True).
         attempt: Folder of the run; None without a run directory.
+        weights_only: Whether the run's checkpoints are loaded without code; None means True.
         best_score: Best value of the monitored metric; None before its first value.
         best_round: Round of ``best_score``.
         best_model_path: Path of ``best.ckpt``; empty before the first save. Lightning reads this
@@ -88,6 +93,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         self._given_dirpath = self.dirpath
         self.in_the_run = dirpath is None
         self.attempt: Attempt | None = None
+        self.weights_only: bool | None = None
         self.every_n_seconds = every_n_seconds
         self.every_n_rounds = every_n_rounds
         self.monitor = monitor
@@ -219,9 +225,46 @@ class RoundCheckpoint(Recorded, Checkpoint):
         write_text(note, f"{this_run}\n")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock of ``every_n_seconds``, and reset ``saved_round``."""
+        """Check that a checkpoint could be loaded, and start the clock of ``every_n_seconds``.
+
+        Raises:
+            ConfigurationError: A checkpoint cannot be saved or loaded, or would lose a tensor.
+        """
+        if self._active(trainer) and not trainer.global_step and isinstance(pl_module, FederatedModule):
+            self._check_round_trip(trainer, pl_module)
         self._complete_round = self.saved_round = None
         self._saved_at = time.monotonic()
+
+    def _check_round_trip(self, trainer: L.Trainer, module: FederatedModule) -> None:
+        """Save a checkpoint in memory, and load the model's state into other tensors."""
+        model, file = module.model, io.BytesIO()
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if any(map(is_lazy, tensors.values())):
+            return
+        kinds = {**parameter_kinds(model), **buffer_kinds(model)}
+        names = [name for name, kind in kinds.items() if kind != "scratch"]
+        others = {name: tensors[name].detach().clone() for name in names}
+        for other in others.values():
+            other.copy_(other == 0)  # differs from the tensor in each element
+        try:
+            torch.save(trainer._checkpoint_connector.dump_checkpoint(weights_only=False), file)
+            file.seek(0)
+            loaded = torch.load(file, map_location="cpu", weights_only=self.weights_only is not False)
+            with module.slots.filled(others):
+                module.load_state_dict(loaded["state_dict"], strict=module.strict_loading)
+                found = module.slots.read(names)
+        except Exception as error:
+            lines = [line.strip() for line in str(error).splitlines() if ": " in line] or [str(error)]
+            raise ConfigurationError(
+                f"checkpoint: the run's checkpoints could not be loaded ({lines[-1].partition('. ')[0]}); return all tensors from "
+                "state_dict(), and besides tensors only plain values from get_extra_state() and from a callback's state_dict()"
+            ) from error
+        for name, value in found.items():
+            if not torch.equal(value.nan_to_num(), tensors[name].nan_to_num()):
+                raise ConfigurationError(
+                    f"checkpoint: the run's checkpoints would lose {name!r}, as state_dict() of {type(model).__name__} leaves it out; "
+                    "return all tensors from state_dict()"
+                )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check that the first evaluation has logged the monitored metric.
