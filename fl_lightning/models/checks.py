@@ -1,8 +1,25 @@
 """Checks of model settings, with errors that name the setting to change."""
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fl_lightning.errors import ConfigurationError
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raise a ``ConfigurationError`` if clients cannot have copies or gradients of a layer's weights."""
+    for name, layer in model.named_modules():
+        kind = type(layer).__name__
+        if any(map(is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))):
+            raise ConfigurationError(
+                f"model: layer {name!r} ({kind}) has no sizes; use {kind.removeprefix('Lazy')} with sizes, or call the model on a "
+                "batch before it is given"
+            )
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise ConfigurationError(
+                f"model: layer {name!r} ({kind}) has sparse=True, but a client's gradients are dense; use sparse=False, with "
+                "which SGD takes the same steps"
+            )
 
 
 def require_images(images: Tensor, in_channels: int, image_size: int | None = None) -> None:

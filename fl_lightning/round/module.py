@@ -29,6 +29,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.choice import Choice, choose_executor, decide_compilation
 from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.models.checks import check_layers
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
@@ -185,6 +186,7 @@ class FederatedModule(Recorded, L.LightningModule):
             raise ConfigurationError(
                 f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
             )
+        check_layers(model)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")

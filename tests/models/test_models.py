@@ -3,11 +3,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import SGD, blobs, fit
 from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state
 from torchvision.models import resnet18
 
+from fl_lightning import FederatedModule
+from fl_lightning.callbacks import FBN
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models import FBNCNN, CIFARResNet, LeNet, ResNet8, ResNet18, ResNet20, ResNet32, TabularMLP
 from fl_lightning.models.dropout import Dropout, dropout_keys
@@ -293,3 +296,28 @@ def test_an_unknown_start_and_xavier_for_fixup_are_refused():
         ResNet20(init="glorot")
     with pytest.raises(ConfigurationError, match="init: 'xavier' must be one of he"):
         ResNet8(norm="fixup", init="xavier")
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.LazyLinear(3), r"layer '1' \(LazyLinear\) has no sizes; use Linear with sizes"),
+        (nn.LazyBatchNorm1d(affine=False), r"layer '1' \(LazyBatchNorm1d\) has no sizes"),
+        (nn.Embedding(5, 3, sparse=True), r"layer '1' \(Embedding\) has sparse=True, .*; use sparse=False"),
+        (nn.EmbeddingBag(5, 3, sparse=True), r"layer '1' \(EmbeddingBag\) has sparse=True"),
+    ],
+)
+def test_layers_whose_weights_clients_cannot_have_are_refused_in_one_line(layer, words):
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    with pytest.raises(ConfigurationError, match=words) as refused:
+        FederatedModule(model, SGD, local_steps=1)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_lazy_layer_that_has_seen_a_batch_is_trained_also_with_fbn():
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3)).double()
+    model.eval()(torch.zeros(1, 2, 6, 6, dtype=torch.float64))
+    before = model[0].weight.detach().clone()
+    module = FederatedModule(model.train(), SGD, local_steps=1)
+    fit(module, blobs(), rounds=1, callbacks=[FBN()])
+    assert not torch.equal(model[0].weight.detach(), before)

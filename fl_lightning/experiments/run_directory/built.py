@@ -11,7 +11,6 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fl_lightning.batch_norm.layers import set_momentum
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -90,7 +89,7 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
 
 def _describe_groups(module: FederatedModule, settings: Config) -> None:
     """Add a digest of parameter groups whose settings differ from the optimizer's description."""
-    leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad and not is_lazy(x)]
+    leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad]
     given = {"client_optimizer": [{"params": [x]} for x in leaves], "server_optimizer": leaves}
     for name, parameters in given.items():
         make = getattr(module, name)
@@ -163,8 +162,7 @@ def _digests(module: FederatedModule) -> Config:
     # use the original model if the model is compiled
     model = getattr(module.model, "_orig_mod", module.model)
     made = making(model)
-    known = module.initial_weights is None and not any(map(is_lazy, model.parameters()))
-    weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}
+    weights = {"weights_digest": digest(dict(model.state_dict()))} if module.initial_weights is None else {}
     if made is None:
         return {"state_digest": layers(model)} | weights | _parts(model)
     if any(isinstance(x, nn.Module) for x in made.arguments.values()):

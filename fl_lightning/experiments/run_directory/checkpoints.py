@@ -14,7 +14,6 @@ from zlib import crc32
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
-from torch.nn.parameter import is_lazy
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.client_memory import link_files, memories
@@ -239,8 +238,6 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """Save a checkpoint in memory, and load the model's state into other tensors."""
         model, file = module.model, io.BytesIO()
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        if any(map(is_lazy, tensors.values())):
-            return
         kinds = {**parameter_kinds(model), **buffer_kinds(model)}
         names = [name for name, kind in kinds.items() if kind != "scratch"]
         others = {name: tensors[name].detach().clone() for name in names}
