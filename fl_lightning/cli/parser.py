@@ -11,10 +11,12 @@ from itertools import zip_longest
 from types import NoneType
 from typing import Any, ClassVar, NoReturn, get_args, get_type_hints
 
+import torch
 import yaml
 from jsonargparse import Namespace
 from jsonargparse._parameter_resolvers import UnknownDefault
 from jsonargparse._util import import_object
+from jsonargparse.typing import register_type
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torchmetrics import Metric
@@ -28,6 +30,9 @@ from fl_lightning.recorded import parameters, record
 
 # Lightning's Timer has the enum Interval.step as a default: write the value of an enum
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
+
+# a tensor in a file is a list of numbers, such as the class weights of a loss
+register_type(torch.Tensor, torch.Tensor.tolist, lambda numbers: torch.tensor(numbers, dtype=torch.float32))
 
 
 class ConciseParser(LightningArgumentParser):

@@ -77,6 +77,19 @@ def test_losses_of_torch_are_known_by_their_names(name):
     assert (type(loss).__name__, loss.label_smoothing) == ("CrossEntropyLoss", 0.1)
 
 
+def test_class_weights_are_a_list_of_numbers(capsys):
+    weights = [1, 2.5, *[1] * 8]
+    config = write_config(
+        {"model.loss": {"class_path": "CrossEntropyLoss", "init_args": {"weight": weights}}}, "weighted.yaml"
+    )
+    cli = run("--trainer.max_epochs", 1, config=config)
+    assert cli.model.loss.weight.tolist() == weights
+    cli = run("--ckpt_path", "last", "--trainer.max_epochs", 2, config=str(cli.attempt.config))
+    assert cli.model.loss.weight.tolist() == weights
+    words = message_of(capsys, lambda: run("--model.loss.init_args.weight", "[a, 2]", config=config))
+    assert "CrossEntropyLoss.weight: ['a', 2] is not valid" in words
+
+
 def test_a_loss_may_be_a_function():
     assert run("--model.loss", "torch.nn.functional.cross_entropy").model.loss.__name__ == "cross_entropy"
 
