@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.randomness import generator
+from fl_lightning.round.tasks import Classification, Segmentation, Task
 
 _Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -17,8 +18,11 @@ _Loss = Callable[[Tensor, Tensor], Tensor]
 def ignored_label(loss: Any) -> int | None:
     """Return the ``ignore_index`` of a loss, or None.
 
-    The loss may be a ``functools.partial``, or a module that contains the actual loss.
+    The loss may be a ``functools.partial``, a module that contains the actual loss, or the loss of a
+    task.
     """
+    if isinstance(task := getattr(loss, "__self__", None), Task):
+        return task.ignored
     if isinstance(loss, partial):
         given: int | None = loss.keywords.get("ignore_index")
         return ignored_label(loss.func) if given is None else given
@@ -33,12 +37,14 @@ class LabelWeights:
     the gradient for sample i is w_i / sum(w) times the gradient of the loss of sample i alone.
 
     Args:
-        loss: The user's loss. None for a task's loss, in which all labels have equal weights.
+        loss: The user's loss; None for the task's loss.
+        task: The task. In the losses of this package's tasks, all labels have equal weights.
     """
 
-    def __init__(self, loss: _Loss | None) -> None:
-        self._loss = loss
-        self._hides_ignored = ignored_label(loss) is None
+    def __init__(self, loss: _Loss | None, task: Task) -> None:
+        equal = type(task).loss in (Classification.loss, Segmentation.loss)
+        self._loss = loss or (None if equal else task.loss)
+        self._hides_ignored = ignored_label(self._loss) is None
         self._shares: dict[int, Tensor | None] = {}
 
     def forget(self) -> None:

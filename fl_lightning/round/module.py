@@ -239,7 +239,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.record = RunRecord()
         self.clock = RoundClock()
         self.evaluation = ServerEvaluation()
-        self.label_weights = LabelWeights(loss)
+        self.label_weights = LabelWeights(loss, self.task)
         usual = (type(self).evaluate_batch, type(self).client_loss)
         self.output_check = OutputCheck(
             usual == (FederatedModule.evaluate_batch, FederatedModule.client_loss)

@@ -9,7 +9,7 @@ from helpers import SGD, ArrayClient, blobs, fit, small_cnn
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning import Classification, ConfigurationError, FederatedDataModule, FederatedModule
 
 WEIGHTS = torch.tensor([0.2, 1.0, 7.0], dtype=torch.float64)
 
@@ -60,8 +60,8 @@ def scores_and_labels(place=(), ignored=None):
     return outputs, labels
 
 
-def evaluated(loss, outputs, labels, size):
-    module = FederatedModule(small_cnn(), SGD, local_steps=1, loss=loss)
+def evaluated(loss, outputs, labels, size, **settings):
+    module = FederatedModule(small_cnn(), SGD, local_steps=1, loss=loss, **settings)
     module.model = nn.Identity()
     for batch in zip(outputs.split(size), labels.split(size), strict=True):
         module.evaluate_batch(batch, module.evaluation)
@@ -103,6 +103,25 @@ def test_labels_that_a_loss_ignores_count_neither_as_wrong_nor_as_right(kind, ig
     kept = labels != ignored
     assert metrics["loss"] == pytest.approx(float(cross_entropy(outputs[kept], labels[kept])), abs=1e-12)
     assert metrics["accuracy"] == pytest.approx(float((outputs.argmax(1) == labels)[kept].double().mean()))
+
+
+class Weighted(Classification):
+    """A task whose own loss weights the classes; one class has the weight 0."""
+
+    def loss(self, outputs, targets):
+        weights = torch.tensor([0.0, 1.0, 7.0], dtype=torch.float64)
+        return cross_entropy(outputs, targets, weight=weights, ignore_index=self.ignored)
+
+
+@pytest.mark.parametrize("size", [1, 7, 30])
+def test_the_weights_in_a_tasks_own_loss_count(size):
+    task = Weighted(ignored=1)
+    outputs, labels = scores_and_labels()
+    metrics = evaluated(None, outputs, labels, size, task=task)
+    assert metrics["loss"] == pytest.approx(float(task.loss(outputs, labels)), abs=1e-12)
+    kept = labels != 1
+    right = float((outputs.argmax(1) == labels)[kept].double().mean())
+    assert metrics["accuracy"] == pytest.approx(right, abs=1e-6)
 
 
 def focal(outputs, targets):
