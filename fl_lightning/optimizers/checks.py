@@ -16,7 +16,8 @@ from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 def check_elementwise(factory: OptimizerCallable) -> None:
     """Check that an optimizer does not mix the rows of a tensor. Each row belongs to a client.
 
-    Two steps on a tensor with two rows must equal two steps on each row alone, bit for bit.
+    Steps on a tensor with two rows must equal steps on each row alone, bit for bit. The last gradient
+    exceeds any norm to which an optimizer may clip gradients.
 
     Raises:
         ConfigurationError: The optimizer cannot be created, or is not elementwise (such as
@@ -26,15 +27,17 @@ def check_elementwise(factory: OptimizerCallable) -> None:
     gradients = [
         torch.tensor([[1.0, 2.0, -3.0], [-50.0, 0.5, 7.0]]),
         torch.tensor([[0.5, -1.0, 1.0], [9.0, 2.0, 0.1]]),
+        torch.tensor([[1e6, -2e6, 3e6], [-5e6, 1e6, 4e6]]),
     ]
 
     def steps(rows: slice | int) -> Tensor:
         leaf = start[rows].clone()
-        optimizer = factory([leaf])
+        optimizer, after = factory([leaf]), []
         for gradient in gradients:
             leaf.grad = gradient[rows].clone()
             optimizer.step()
-        return leaf
+            after.append(leaf.clone())
+        return torch.stack(after, -1)
 
     remedy = "use SGD, Adam, AdamW, RMSprop or Adagrad"
     with _refusals("client_optimizer", f"; {remedy} with settings that they take"):

@@ -146,14 +146,20 @@ def test_an_optimizer_that_would_mix_the_clients_is_refused(name):
         FederatedModule(small_cnn(), getattr(torch.optim, name), local_steps=1)
 
 
-def test_a_step_that_depends_on_the_norm_over_all_clients_is_refused():
+@pytest.mark.parametrize("largest", [1.0, 100.0, 1e4])
+def test_a_step_that_depends_on_the_norm_over_all_clients_is_refused(largest):
     class Clipped(torch.optim.SGD):
         def step(self, closure=None):
-            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], largest)
             return super().step(closure)
 
     with pytest.raises(ConfigurationError, match="Clipped is not elementwise"):
         check_elementwise(partial(Clipped, lr=0.1))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_elementwise_optimizer_passes(name):
+    check_elementwise(OPTIMIZERS[name])
 
 
 def test_settings_that_torch_refuses_name_the_client_optimizer():
