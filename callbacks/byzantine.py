@@ -46,6 +46,8 @@ class Byzantine(FederatedCallback):
         attack: The attack, see :mod:`fl_lightning.attacks`.
         clients: Ids of the attackers, the number of attackers, or their fraction of all clients.
             With a number or a fraction, the clients with the highest ids attack.
+            All ``Byzantine`` callbacks of a run know each other's attackers: attacks use the numbers
+            of honest clients and attackers in the round.
         target: State that an attack on messages replaces: ``"means"``, ``"variances"``,
             ``"statistics"`` (means and variances), ``"parameters"`` or ``"everything"``.
         start_round: First round with attacks.
@@ -138,24 +140,33 @@ class Byzantine(FederatedCallback):
                 block[row] = self.attack.gradient(block[row])
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Replace the attackers' messages if the attack changes messages."""
+        """Replace the attackers' messages if the attacks change messages.
+
+        The first ``Byzantine`` replaces the messages of all: an attack knows what the attackers of
+        another ``Byzantine`` would send without an attack.
+        """
         attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
-        bad = self.rows(cohort)
-        all_bad = {row for attack in attacks for row in attack.rows(cohort)}
-        good = [row for row in range(len(cohort)) if row not in all_bad]
-        pl_module.log_numbers({"byzantine/clients": len(all_bad)})
-        if not bad or not self._rewrites or len(good) < self.attack.least_honest:
+        if attacks[0] is not self:
             return
-        vectors = [sent for sent in sent_vectors(pl_module, cohort) if sent.what in _TARGETS[self.target]]
+        bad = sorted({row for attack in attacks for row in attack.rows(cohort)})
+        good = [row for row in range(len(cohort)) if row not in bad]
+        pl_module.log_numbers({"byzantine/clients": len(bad)})
         weights = cohort.weights[[*good, *bad]]
-        for group in [vectors] if self.per == "model" else [[sent] for sent in vectors]:
-            rows = [sent.rows() for sent in group]
-            pairs = zip(group, rows, strict=True)
-            messages = [Message(row[good], row[bad], weights, sent.rule) for sent, row in pairs]
-            for sent, vector in zip(group, self.attack.messages(messages), strict=True):
-                positive = self.stay_valid and sent.what == "variances"
-                floor = torch.finfo(vector.dtype).tiny if positive else -torch.inf
-                sent.write(bad, vector.clamp(min=floor))
+        all_sent = [(sent, sent.rows()) for sent in (sent_vectors(pl_module, cohort) if bad else ())]
+        for one in attacks:
+            own = one.rows(cohort)
+            if not own or not one._rewrites or len(good) < one.attack.least_honest:
+                continue
+            vectors = [(sent, rows) for sent, rows in all_sent if sent.what in _TARGETS[one.target]]
+            for group in [vectors] if one.per == "model" else [[pair] for pair in vectors]:
+                for sent, rows in group:
+                    rows[own] = sent.rows()[own]  # an earlier attack of the same clients counts
+                messages = [Message(rows[good], rows[bad], weights, sent.rule) for sent, rows in group]
+                for (sent, _), vector in zip(group, one.attack.messages(messages), strict=True):
+                    positive = one.stay_valid and sent.what == "variances"
+                    floor = torch.finfo(vector.dtype).tiny if positive else -torch.inf
+                    chosen = vector if vector.dim() == 1 else vector[[bad.index(row) for row in own]]
+                    sent.write(own, chosen.clamp(min=floor))
 
     def on_validation_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: FederatedModule, outputs: Any, batch: Any, *_: Any

@@ -15,7 +15,8 @@ class Message(NamedTuple):
     Attributes:
         honest: Vectors of the h honest clients, ``[h, d]``. For parameters, the vectors are
             updates.
-        own: Vectors that the f attackers would send without the attack, ``[f, d]``.
+        own: Vectors that the f attackers would send without the attack, ``[f, d]``. The attackers
+            are those of all ``Byzantine`` callbacks in the round.
         weights: Aggregation weights ``[h + f]``, which sum to 1. The honest clients come first.
         rule: The server's aggregation rule for this vector.
     """

@@ -10,16 +10,15 @@ def check_layers(model: nn.Module) -> None:
     """Raise a ``ConfigurationError`` if clients cannot have copies or gradients of a layer's weights."""
     for name, layer in model.named_modules():
         kind = type(layer).__name__
+        faults = []
         if any(map(is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))):
-            raise ConfigurationError(
-                f"model: layer {name!r} ({kind}) has no sizes; use {kind.removeprefix('Lazy')} with sizes, or call the model on a "
-                "batch before it is given"
+            faults.append(
+                f"no sizes; use {kind.removeprefix('Lazy')} with sizes, or first call the model on a batch"
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            raise ConfigurationError(
-                f"model: layer {name!r} ({kind}) has sparse=True, but a client's gradients are dense; use sparse=False, with "
-                "which SGD takes the same steps"
-            )
+            faults.append("sparse=True; use sparse=False, with which SGD takes the same steps")
+        for fault in faults:
+            raise ConfigurationError(f"model: layer {name!r} ({kind}) has {fault}")
 
 
 def require_images(images: Tensor, in_channels: int, image_size: int | None = None) -> None:

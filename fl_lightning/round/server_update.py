@@ -14,8 +14,6 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
 
-_POWER_ITERATIONS = 15  # as in torch's initialisation of spectral norm
-
 
 def update_server(
     cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator, *, strict: bool
@@ -177,11 +175,11 @@ def converge_spectral_norm(cohort: RoundCohort, model: nn.Module) -> None:
     with torch.no_grad():
         for module in model.modules() if len(cohort) > 1 else ():
             for hook in module._forward_pre_hooks.values():
-                for _ in range(_POWER_ITERATIONS if isinstance(hook, SpectralNorm) else 0):
+                for _ in range(15 if isinstance(hook, SpectralNorm) else 0):  # as in torch's initialisation
                     hook(module, None)
             is_list = isinstance(module, ParametrizationList)
             if is_list and any(isinstance(part, _SpectralNorm) for part in module.children()):
-                for _ in range(_POWER_ITERATIONS):
+                for _ in range(15):
                     module()
 
 

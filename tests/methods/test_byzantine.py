@@ -13,6 +13,7 @@ from fl_lightning.attacks import (
     FallOfEmpires,
     Gaussian,
     Mimic,
+    ModelReplacement,
     NonFinite,
     SignFlip,
     sign_flip,
@@ -214,6 +215,42 @@ def test_an_attacker_knows_the_honest_clients_and_no_other_attacker():
     )
     for name in (name for name in after.rounds[1] if name.endswith("running_mean")):
         torch.testing.assert_close(after.rounds[1][name][4], -before.rounds[1][name][:3].mean(0))
+
+
+@pytest.mark.parametrize(
+    ("attack", "rule"),
+    [
+        (lambda: ALittleIsEnough(origin="blades"), None),
+        (lambda: ALittleIsEnough(origin="paper"), None),
+        (lambda: ALittleIsEnough(search="grid"), TrimmedMean(3)),
+        (Mimic, Median()),
+    ],
+    ids=["number of attackers", "vectors of the attackers", "search", "mimic"],
+)
+def test_an_attack_in_two_callbacks_is_the_attack_in_one(attack, rule):
+    def trained(*groups):
+        sent = Sent()
+        callbacks = [sent, *(Byzantine(attack(), clients) for clients in groups)]
+        train(small_cnn(), blobs(8, (16, 16, 16, 40, 16, 16, 16, 16)), 1, callbacks, aggregator=rule)
+        return sent.rounds[1]
+
+    together, apart = trained([3, 5, 7]), trained([7], [3, 5])
+    assert distance(together, apart) == 0
+    assert distance(together, trained([7])) > 1e-6
+
+
+def test_a_second_attack_of_the_same_clients_changes_the_messages_of_the_first():
+    before, after = Sent("method"), Sent()
+    attacks = [
+        Byzantine(FallOfEmpires(tau=1.0), [3, 4]),
+        Byzantine(ModelReplacement(10.0), [4]),
+        before,
+        after,
+    ]
+    train(small_cnn(), blobs(**FIVE), 1, attacks, on_divergence="record")
+    for name in (name for name in after.rounds[1] if name.endswith("running_mean")):
+        torch.testing.assert_close(after.rounds[1][name][3], -before.rounds[1][name][:3].mean(0))
+        torch.testing.assert_close(after.rounds[1][name][4], 10 * after.rounds[1][name][3])
 
 
 @pytest.mark.parametrize("method", [FBN, None])

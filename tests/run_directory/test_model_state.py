@@ -98,7 +98,11 @@ class Objects(Callback):
         (lambda: Extra(Counter()), [], "Unsupported global: GLOBAL .*Counter was not an allowed global"),
         (lambda: Extra(lambda: 1), [], "Can't pickle"),
         (WithoutBias, [], r"Missing key\(s\) in state_dict: \"8.bias\""),
-        (Forgiving, [], "would lose '8.bias', as state_dict.. of Forgiving leaves it out"),
+        (
+            Forgiving,
+            [],
+            r"could not be loaded \(state_dict\(\) of Forgiving loses: '8.bias'\); return all tensors",
+        ),
         (lambda: small_cnn("bn").double(), [Objects()], "Unsupported global: GLOBAL .*Counter was not"),
     ],
 )

@@ -237,31 +237,27 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def _check_round_trip(self, trainer: L.Trainer, module: FederatedModule) -> None:
         """Save a checkpoint in memory, and load the model's state into other tensors."""
         model, file = module.model, io.BytesIO()
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         kinds = {**parameter_kinds(model), **buffer_kinds(model)}
-        names = [name for name, kind in kinds.items() if kind != "scratch"]
-        others = {name: tensors[name].detach().clone() for name in names}
-        for other in others.values():
-            other.copy_(other == 0)  # differs from the tensor in each element
+        tensors = {
+            name: x for name, x in (*model.named_parameters(), *model.named_buffers()) if name in kinds
+        }
+        # differ from the tensors in each element
+        others = {name: (x == 0).to(x.dtype) for name, x in tensors.items() if kinds[name] != "scratch"}
         try:
             torch.save(trainer._checkpoint_connector.dump_checkpoint(weights_only=False), file)
             file.seek(0)
             loaded = torch.load(file, map_location="cpu", weights_only=self.weights_only is not False)
             with module.slots.filled(others):
                 module.load_state_dict(loaded["state_dict"], strict=module.strict_loading)
-                found = module.slots.read(names)
+                for name, value in module.slots.read(others).items():
+                    if not torch.equal(value.nan_to_num(), tensors[name].nan_to_num()):
+                        raise ValueError(f"state_dict() of {type(model).__name__} loses: {name!r}")
         except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if ": " in line] or [str(error)]
+            lines = [line.strip() for line in str(error).splitlines() if ": " in line] or [repr(error)]
             raise ConfigurationError(
                 f"checkpoint: the run's checkpoints could not be loaded ({lines[-1].partition('. ')[0]}); return all tensors from "
                 "state_dict(), and besides tensors only plain values from get_extra_state() and from a callback's state_dict()"
             ) from error
-        for name, value in found.items():
-            if not torch.equal(value.nan_to_num(), tensors[name].nan_to_num()):
-                raise ConfigurationError(
-                    f"checkpoint: the run's checkpoints would lose {name!r}, as state_dict() of {type(model).__name__} leaves it out; "
-                    "return all tensors from state_dict()"
-                )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check that the first evaluation has logged the monitored metric.
