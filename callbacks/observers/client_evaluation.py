@@ -1,7 +1,7 @@
 """Quality of the server's model for each client."""
 
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, isnan
 from statistics import fmean, pvariance
 
 import lightning as L
@@ -20,7 +20,8 @@ class ClientEvaluation(Report, FederatedCallback):
     - If only the client's class histogram is known, the accuracy is estimated on the server's
       evaluation data. Classes are weighted by their frequency in the client's training data. The
       loss is left out.
-    - Otherwise the client is left out. If all clients are left out, the result table says so.
+    - Otherwise the client is left out. A client whose value is NaN is also left out. The result
+      table says how many clients are left out.
 
     Each evaluation logs these metrics under ``val/`` or ``test/``:
 
@@ -70,15 +71,19 @@ class ClientEvaluation(Report, FederatedCallback):
         with pl_module.trainer.precision_plugin.val_step_context():
             evaluation = evaluate_client(pl_module, client, split, pl_module.evaluate_batch)
         if evaluation is not None:
-            return evaluation.metrics
+            return {name: value for name, value in evaluation.metrics.items() if not isnan(value)}
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
         accuracy = weighed_accuracy(pl_module.evaluation.class_quality, histograms[client])
         return {} if accuracy is None else {pl_module.task.class_metric: accuracy}
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return a line for the result table if no client could be evaluated."""
-        known = not self.values or any(self.values.values())
-        return {} if known else {"clients": "not evaluated: they have no evaluation data and no classes"}
+        """Return a line for the result table if some clients or all clients have no value."""
+        names = sorted({name for known in self.values.values() for name in known})
+        if self.values and not names:
+            return {"clients": "not evaluated: they have no evaluation data and no classes"}
+        missing = {name: sum(name not in known for known in self.values.values()) for name in names}
+        words = [f"{count} of {len(self.values)} have no {name}" for name, count in missing.items() if count]
+        return {"clients": f"{', '.join(words)}, and are left out"} if words else {}
 
     def tables(self) -> Mapping[str, Table]:
         """Return the table ``clients``: each client's values in the last evaluation."""

@@ -1,6 +1,7 @@
 """What each client has of the server's model: numbers by hand, the table, and clients of whom nothing is known."""
 
 import csv
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from helpers import ArrayClient, blobs, federated_run
 from lightning.pytorch import LightningDataModule
 from torch.nn.functional import cross_entropy
 
-from fl_lightning import FederatedDataModule
+from fl_lightning import Classification, FederatedDataModule
 from fl_lightning.callbacks import ClientEvaluation
 
 
@@ -68,9 +69,38 @@ def test_clients_of_whom_nothing_is_known_are_left_out():
     module = trained(FederatedDataModule([TrainsOnly(known), known], known), callback)
     assert callback.values[0] == {}
     assert module.metrics["val/client_accuracy"] == pytest.approx(callback.values[1]["accuracy"])
-    assert callback.result_lines() == {}
+    words = "1 of 2 have no accuracy, 1 of 2 have no loss, and are left out"
+    assert callback.result_lines() == {"clients": words}
     nobody = ClientEvaluation()
     module = trained(FederatedDataModule([TrainsOnly(known)], known), nobody)
     assert not [name for name in module.metrics if "client" in name and name != "client/lr"]
     assert nobody.tables() == {}
     assert nobody.result_lines() == {"clients": "not evaluated: they have no evaluation data and no classes"}
+
+
+class NotDefined(Classification):
+    """A metric that is NaN for a client without the label 2."""
+
+    def metrics(self, counts):
+        samples, _, right = counts["by class"].double()
+        return {"accuracy": float(right.sum() / samples.sum()), "recall": float(right[2] / samples[2])}
+
+    best = MappingProxyType({"accuracy": "max", "loss": "min", "recall": "max"})
+
+
+@pytest.mark.parametrize("place", [0, 5, 11])
+def test_a_client_with_nan_is_left_out_and_counted(place):
+    """Wherever the client stands: NaN in a list makes the order of a sort wrong."""
+    callback, data = ClientEvaluation(), blobs(12, (24,))
+    for client in data.clients:
+        client.dataset.tensors[1][:4] = 2
+    data.clients[place].dataset.tensors[1].clamp_(max=1)
+    module = federated_run(
+        callback, data=data, rounds=1, task=NotDefined(), trainer={"limit_val_batches": 1.0}
+    ).module
+    recalls = [values["recall"] for client, values in callback.values.items() if client != place]
+    assert "recall" not in callback.values[place]
+    assert module.metrics["val/client_recall"] == pytest.approx(sum(recalls) / 11)
+    assert module.metrics["val/client_recall_worst"] == pytest.approx(sum(sorted(recalls)[:2]) / 2)
+    assert callback.result_lines() == {"clients": "1 of 12 have no recall, and are left out"}
+    assert len(callback.histograms()["client_recall"]) == 11
