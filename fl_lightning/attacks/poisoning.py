@@ -79,7 +79,7 @@ class Backdoor(Attack):
                 f"{[*inputs.shape[1:]]} and targets of shape {[*targets.shape[1:]]}; use larger images [channels, height, width] "
                 "with one label each"
             )
-        count = math.ceil(self.fraction * len(inputs))
+        count = math.ceil(self.fraction * len(inputs) - 1e-9)  # 0.55 * 100 is above 55
         poisoned = torch.full_like(targets[:count], self.target)
         return torch.cat([self.triggered(inputs[:count]), inputs[count:]]), torch.cat(
             [poisoned, targets[count:]]

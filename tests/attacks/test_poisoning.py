@@ -29,6 +29,13 @@ def test_the_first_images_get_the_trigger_and_its_label():
     assert not inputs.any()
 
 
+def test_any_share_in_hundredths_poisons_as_many_of_100_images():
+    inputs, targets = torch.zeros(100, 1, 3, 3), torch.ones(100, dtype=torch.int64)
+    for percent in range(1, 101):
+        _, labels = Backdoor(target=0, fraction=percent / 100).batch((inputs, targets), 10)
+        assert int((labels == 0).sum()) == percent
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
