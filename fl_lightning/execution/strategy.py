@@ -194,9 +194,8 @@ class CohortStrategy(ParallelStrategy):
         super().setup(trainer)
         if self.ranks.size > 1:
             assert self.model is not None
-            for value in self.model.state_dict().values():
-                if isinstance(value, Tensor):  # a module's extra state may be any value
-                    dist.broadcast(value, 0)
+            for tensor in filter(torch.is_tensor, self.model.state_dict().values()):  # not other extra state
+                dist.broadcast(tensor, 0)
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""

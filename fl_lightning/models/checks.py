@@ -9,16 +9,13 @@ from fl_lightning.errors import ConfigurationError
 def check_layers(model: nn.Module) -> None:
     """Raise a ``ConfigurationError`` if clients cannot have copies or gradients of a layer's weights."""
     for name, layer in model.named_modules():
-        kind = type(layer).__name__
-        faults = []
-        if any(map(is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))):
-            faults.append(
-                f"no sizes; use {kind.removeprefix('Lazy')} with sizes, or first call the model on a batch"
+        lazy = any(map(is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False))))
+        if lazy or (isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse):
+            fault = "no sizes yet; give it sizes, or first call the model on a batch"
+            sparse = "sparse=True; use sparse=False, with which SGD takes the same steps"
+            raise ConfigurationError(
+                f"model: layer {name!r} ({type(layer).__name__}) has {fault if lazy else sparse}"
             )
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            faults.append("sparse=True; use sparse=False, with which SGD takes the same steps")
-        for fault in faults:
-            raise ConfigurationError(f"model: layer {name!r} ({kind}) has {fault}")
 
 
 def require_images(images: Tensor, in_channels: int, image_size: int | None = None) -> None:

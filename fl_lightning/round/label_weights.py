@@ -18,11 +18,8 @@ _Loss = Callable[[Tensor, Tensor], Tensor]
 def ignored_label(loss: Any) -> int | None:
     """Return the ``ignore_index`` of a loss, or None.
 
-    The loss may be a ``functools.partial``, a module that contains the actual loss, or the loss of a
-    task.
+    The loss may be a ``functools.partial``, or a module that contains the actual loss.
     """
-    if isinstance(task := getattr(loss, "__self__", None), Task):
-        return task.ignored
     if isinstance(loss, partial):
         given: int | None = loss.keywords.get("ignore_index")
         return ignored_label(loss.func) if given is None else given
@@ -37,14 +34,14 @@ class LabelWeights:
     the gradient for sample i is w_i / sum(w) times the gradient of the loss of sample i alone.
 
     Args:
-        loss: The user's loss; None for the task's loss.
-        task: The task. In the losses of this package's tasks, all labels have equal weights.
+        loss: The user's loss. None for the task's loss, whose ignored label is ``task.ignored``.
+        task: The task. The losses of this package's tasks have equal weights.
     """
 
     def __init__(self, loss: _Loss | None, task: Task) -> None:
         equal = type(task).loss in (Classification.loss, Segmentation.loss)
         self._loss = loss or (None if equal else task.loss)
-        self._hides_ignored = ignored_label(self._loss) is None
+        self._hides_ignored = loss is not None and ignored_label(loss) is None
         self._shares: dict[int, Tensor | None] = {}
 
     def forget(self) -> None:

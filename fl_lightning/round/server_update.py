@@ -155,15 +155,13 @@ def _restore_lengths(mean: Tensor, rows: Tensor, shapes: Mapping[str, torch.Size
 
     Vectors lie along the last dimension. The mean of different unit vectors is shorter than 1.
     """
-    tolerance = torch.finfo(rows.dtype).eps ** 0.5
-    for name, clients in split_columns(rows, shapes).items():
-        if not shapes[name] or shapes[name][-1] == 1:
-            continue
-        vectors = split_columns(mean, shapes)[name]
+    blocks = split_columns(rows, shapes), split_columns(mean, shapes)
+    for name in (name for name, shape in shapes.items() if shape and shape[-1] > 1):
+        clients, vectors = blocks[0][name], blocks[1][name]
         lengths = vectors.norm(dim=-1)
-        are_units = ~((clients.norm(dim=-1) - 1).abs() > tolerance).any(0)  # ignores clients with NaN
+        far = (clients.norm(dim=-1) - 1).abs() > torch.finfo(rows.dtype).eps ** 0.5  # False for NaN
         differ = (clients != clients[0]).any(-1).any(0)
-        vectors /= lengths.where(are_units & differ & (lengths > 0), 1).unsqueeze(-1)
+        vectors /= lengths.where(~far.any(0) & differ & (lengths > 0), 1).unsqueeze(-1)
 
 
 def converge_spectral_norm(cohort: RoundCohort, model: nn.Module) -> None:

@@ -301,8 +301,8 @@ def test_an_unknown_start_and_xavier_for_fixup_are_refused():
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (nn.LazyLinear(3), r"layer '1' \(LazyLinear\) has no sizes; use Linear with sizes"),
-        (nn.LazyBatchNorm1d(affine=False), r"layer '1' \(LazyBatchNorm1d\) has no sizes"),
+        (nn.LazyLinear(3), r"layer '1' \(LazyLinear\) has no sizes yet; give it sizes"),
+        (nn.LazyBatchNorm1d(affine=False), r"layer '1' \(LazyBatchNorm1d\) has no sizes yet"),
         (nn.Embedding(5, 3, sparse=True), r"layer '1' \(Embedding\) has sparse=True; use sparse=False"),
         (nn.EmbeddingBag(5, 3, sparse=True), r"layer '1' \(EmbeddingBag\) has sparse=True"),
     ],

@@ -238,11 +238,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """Save a checkpoint in memory, and load the model's state into other tensors."""
         model, file = module.model, io.BytesIO()
         kinds = {**parameter_kinds(model), **buffer_kinds(model)}
-        tensors = {
-            name: x for name, x in (*model.named_parameters(), *model.named_buffers()) if name in kinds
-        }
-        # differ from the tensors in each element
-        others = {name: (x == 0).to(x.dtype) for name, x in tensors.items() if kinds[name] != "scratch"}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        kept = {name: tensors[name] for name, kind in kinds.items() if kind != "scratch"}
+        others = {name: (x == 0).to(x.dtype) for name, x in kept.items()}  # no element has its own value
         try:
             torch.save(trainer._checkpoint_connector.dump_checkpoint(weights_only=False), file)
             file.seek(0)
@@ -250,7 +248,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             with module.slots.filled(others):
                 module.load_state_dict(loaded["state_dict"], strict=module.strict_loading)
                 for name, value in module.slots.read(others).items():
-                    if not torch.equal(value.nan_to_num(), tensors[name].nan_to_num()):
+                    if not torch.equal(value.nan_to_num(), kept[name].nan_to_num()):
                         raise ValueError(f"state_dict() of {type(model).__name__} loses: {name!r}")
         except Exception as error:
             lines = [line.strip() for line in str(error).splitlines() if ": " in line] or [repr(error)]

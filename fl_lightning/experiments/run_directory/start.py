@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import lightning as L
 import yaml
-from torch import nn
 
 from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, state_label
 from fl_lightning.cohort.parts import match_parts
@@ -141,17 +140,17 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
 def _tensors(module: FederatedModule, kind: str) -> str:
     if kind == "buffer":
         names = (name for name, its_kind in buffer_kinds(module.model).items() if its_kind == kind)
-        return f" ({', '.join(dict.fromkeys(_class_of(module.model, name) for name in names))})"
+        return f" ({', '.join(dict.fromkeys(_class_of(module, name) for name in names))})"
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])
     return f" ({first}{f' and {len(others)} more' if others else ''})"
 
 
-def _class_of(model: nn.Module, name: str) -> str:
+def _class_of(module: FederatedModule, name: str) -> str:
     owner, _, attribute = name.rpartition(".")
-    maximum = "" if model.get_buffer(name).is_floating_point() else ": maximum"
-    return f"{type(model.get_submodule(owner)).__name__}.{attribute}{maximum}"
+    maximum = "" if module.model.get_buffer(name).is_floating_point() else ": maximum"
+    return f"{type(module.model.get_submodule(owner)).__name__}.{attribute}{maximum}"
 
 
 def _remove_results(attempt: Attempt) -> None:
