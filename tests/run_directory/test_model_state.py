@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from command_line import message_of, run
 from helpers import SGD, blobs, small_cnn
 from lightning.pytorch.callbacks import Callback
 from torch import nn
@@ -87,6 +88,12 @@ def test_state_that_is_no_tensor_is_saved_and_loaded(tmp_path, monkeypatch):
     assert again.module.model.extra == {"classes": ["a", "b"]}
 
 
+def test_two_ranks_train_a_model_with_state_that_is_no_tensor(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = a_run(Extra({"classes": ["a"]}), devices=2).fit()
+    assert result["rounds"] == 2
+
+
 class Objects(Callback):
     def state_dict(self):
         return {"counter": Counter()}
@@ -110,16 +117,38 @@ def test_what_a_checkpoint_cannot_give_back_is_refused_before_round_1(
     model, callbacks, words, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    run = a_run(model(), callbacks=callbacks)
+    refusing = a_run(model(), callbacks=callbacks)
     with pytest.raises(ConfigurationError, match=words) as refused:
-        run.fit()
+        refusing.fit()
     assert "\n" not in str(refused.value)
-    assert not run.module.record.samples
+    assert not refusing.module.record.samples
+
+
+SET = """
+import torch
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    def get_extra_state(self):
+        return torch.nn.ReLU()
+    def set_extra_state(self, state):
+        assert isinstance(state, torch.nn.ReLU)
+"""
+
+
+def test_objects_are_loaded_with_weights_only_false(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "objects_net.py").write_text(SET)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = ("--model.model", "objects_net.Net", "--trainer.callbacks", "null", "--trainer.max_epochs", 1)
+    assert "could not be loaded (WeightsUnpickler error" in message_of(capsys, lambda: run(*settings))
+    run(*settings, "--weights_only", "false")
+    run(*settings[:-1], 2, "--weights_only", "false", "--ckpt_path", "last")
 
 
 def test_names_of_a_models_own_are_loaded_and_its_buffers_averaged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = a_run(Renamed())
-    run.fit()
-    assert buffer_kinds(run.module.model)["scale"] == "buffer"
-    assert float(run.module.model.scale) != 1
+    renamed = a_run(Renamed())
+    renamed.fit()
+    assert buffer_kinds(renamed.module.model)["scale"] == "buffer"
+    assert float(renamed.module.model.scale) != 1
