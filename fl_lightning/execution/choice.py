@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fl_lightning.execution.base import ClientTask, Executor
-from fl_lightning.execution.compiling import custom_layer
+from fl_lightning.execution.compiling import custom_layer, is_custom
 from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
@@ -34,25 +34,35 @@ class Choice(NamedTuple):
 def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     """Choose the executor that is probably fastest.
 
-    On a GPU, the choice is ``GraphExecutor``, or ``VectorizedExecutor`` if the model has layers of
-    the user's own, whose Python code may do something else in each step. On a CPU, the choice is
-    ``SequentialExecutor``. The results of all executors differ only by rounding.
+    On a GPU, the choice is ``GraphExecutor``. If layers, their hooks or the loss are the user's own
+    code, which may do something else in each step, the choice is ``VectorizedExecutor``. On a CPU,
+    the choice is ``SequentialExecutor``. The results of all executors differ only by rounding.
 
     Args:
         module: The federated module, on its device.
         num_clients: Number of clients in a round.
     """
     if module.device.type == "cuda":
-        if (custom := custom_layer(module.model)) is None:
+        if (custom := _custom_code(module)) is None:
             return Choice(GraphExecutor(), f"each client's passes are a CUDA graph on {module.device}")
-        reason = (
-            f"{num_clients} clients at once on {module.device}, no CUDA graphs of the custom layer {custom}"
-        )
+        reason = f"{num_clients} clients at once on {module.device}; no CUDA graphs of {custom}"
         return Choice(VectorizedExecutor(where_possible=True), reason)
     threads = torch.get_num_threads()
     ranks = module.trainer.world_size if getattr(module, "_trainer", None) is not None else 1
     reason = f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)}"
     return Choice(SequentialExecutor(), reason)
+
+
+def _custom_code(module: ClientTask) -> str | None:
+    """Describe code of the user's own in a client's passes. Return None if there is no such code."""
+    if (name := custom_layer(module.model)) is not None:
+        return f"the custom layer {name}"
+    for layer in module.model.modules():
+        if any(map(is_custom, (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()))):
+            return f"a custom hook of a layer {type(layer).__name__}"
+    if is_custom(module.loss) or is_custom(type(module).client_loss):
+        return "a custom loss"
+    return None
 
 
 def decide_compilation(

@@ -93,8 +93,12 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
 
 def custom_layer(model: nn.Module) -> str | None:
     """Return the class of a layer that may change during a run, or None if there is no such layer."""
-    kinds = (type(layer) for layer in model.modules())
-    return next((kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN), None)
+    return next((type(layer).__name__ for layer in model.modules() if is_custom(layer)), None)
+
+
+def is_custom(part: Any) -> bool:
+    """Return whether an object or function comes from none of the packages in ``_KNOWN``."""
+    return str(part.__module__).partition(".")[0] not in _KNOWN
 
 
 class _Values(NamedTuple):

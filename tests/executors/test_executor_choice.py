@@ -60,16 +60,36 @@ def test_a_gpu_replays_graphs_of_known_layers():
     assert isinstance(choose_executor(module(OnGPU), 10).executor, GraphExecutor)
 
 
-def test_a_gpu_computes_all_clients_at_once_if_a_layer_is_the_users_own():
-    class Own(nn.Sequential):
-        pass
+class OwnLayer(nn.Sequential):
+    pass
 
-    found = choose_executor(OnGPU(Own(*small_cnn("bn")), SGD, local_steps=5), 10)
-    executor = found.executor
-    assert "custom layer Own" in found.reason
-    assert isinstance(executor, VectorizedExecutor)
-    assert executor.block_size is None
-    assert executor.where_possible
+
+class OwnLoss(OnGPU):
+    def client_loss(self, batch):
+        return super().client_loss(batch)
+
+
+def hooked():
+    model = small_cnn("bn")
+    model[0].register_forward_hook(lambda *args: None)
+    return model
+
+
+OWN_CODE = {
+    "the custom layer OwnLayer": lambda: OnGPU(OwnLayer(*small_cnn("bn")), SGD, local_steps=5),
+    "a custom hook of a layer Conv2d": lambda: OnGPU(hooked(), SGD, local_steps=5),
+    "a custom loss": lambda: module(OwnLoss),
+    "a custom loss, given": lambda: module(OnGPU, loss=lambda outputs, targets: outputs.mean()),
+}
+
+
+@pytest.mark.parametrize("words", OWN_CODE)
+def test_a_gpu_computes_all_clients_at_once_if_code_is_the_users_own(words):
+    found = choose_executor(OWN_CODE[words](), 10)
+    assert found.reason.endswith(f"no CUDA graphs of {words.removesuffix(', given')}")
+    assert isinstance(found.executor, VectorizedExecutor)
+    assert found.executor.block_size is None
+    assert found.executor.where_possible
 
 
 def test_an_executor_that_is_given_stays():
