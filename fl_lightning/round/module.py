@@ -185,6 +185,15 @@ class FederatedModule(Recorded, L.LightningModule):
             raise ConfigurationError(
                 f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
             )
+        for part in model.modules():
+            kinds = type(part).__mro__
+            owner = next((kind.__name__ for kind in kinds if "training_step" in vars(kind)), None)
+            # compare names: the package pytorch_lightning has the same class once more
+            if owner and "LightningModule" in {kind.__name__ for kind in kinds} - {owner}:
+                raise ConfigurationError(
+                    f"model: {type(part).__name__} overrides LightningModule.training_step, which clients never call; give its "
+                    "network as model, its loss as loss and its optimizer as client_optimizer"
+                )
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
