@@ -141,11 +141,13 @@ class TensorData(InMemorySamples):
         if names := given.pop("class_names", None):
             self.class_names = names
         self.test_fraction = test_fraction
-        self.standardize = standardize
+        self.standardize = self.scaled_by_training = standardize
         self._data = {
             name: _tensor(name, x) for name, x in given.items() if x is not None and "groups" not in name
         }
         _check_shapes(self._data)
+        if "test_targets" not in self._data:
+            self.drawn_splits = ("val", "test")
         self._groups, self._group_names = _numbered(given.get("groups"), given.get("test_groups"))
         for split, labels in self._groups.items():
             if len(labels) != len(self._data[f"{split}targets"]):

@@ -127,9 +127,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         in_channels: Number of channels of an image; None if the data are not images.
         image_size: Height and width of an image in pixels; None if the data are not images.
         in_features: Number of features of a sample; None if the data are images.
-        drawn_splits: Names of the splits (``"val"``, ``"test"``) that the seed selects from the
-            same samples as the training data. With another seed, such a split may contain training
-            samples.
+        drawn_splits: Names of the splits (``"val"``, ``"test"``) that are drawn from the same
+            samples as the training data. From other samples, or with another seed, such a split may
+            contain training samples.
+        scaled_by_training: Whether evaluation data are scaled by the mean and standard deviation of
+            the clients' training samples.
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
 
     Raises:
@@ -150,6 +152,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     image_size: int | None = None
     in_features: int | None = None
     drawn_splits: Collection[str] = ("val",)
+    scaled_by_training: bool = False
     loaded: str | None = None
 
     def __init__(
