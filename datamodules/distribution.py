@@ -244,6 +244,15 @@ class PartitionedDataModule(FederatedDataModule):
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
         dealt = self.distribution = self._dealt(train_labels, test_labels, train_groups, test_groups)
+        if dealt.groups and self.max_examples is None:
+            drawn = [test_groups] if "test" in self.drawn_splits else []
+            groups = torch.cat([x for x in (train_groups, *drawn) if x is not None])
+            if lost := set(groups.tolist()).difference(dealt.groups):
+                name = group_names[min(lost)] if group_names else min(lost)
+                raise ConfigurationError(
+                    f"data.groups: the drawn test or validation data hold all samples of group {name}; leave the group out, or use a "
+                    "smaller test_fraction or val_fraction"
+                )
         if len(dealt.test) != len(test_labels) or bool((dealt.test < len(train_labels)).any()):
             # the test data are not fixed: the partition file moved samples into or out of them
             self.drawn_splits = ("val", "test")
