@@ -154,7 +154,7 @@ class PartitionedDataModule(FederatedDataModule):
         self._val_size = 0
         self._index_digests: list[str] = []
         self._class_histograms: list[list[int]] = []
-        self._client_names: list[str] = []
+        self.client_names: list[str] = []
 
     @property
     def num_clients(self) -> int:
@@ -208,8 +208,8 @@ class PartitionedDataModule(FederatedDataModule):
         """
         total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
         record = super().partition_record()
-        if self._client_names:
-            record["clients"] = self._client_names
+        if self.client_names:
+            record["clients"] = self.client_names
         record["seed"], record["val_size"] = self.seed, self._val_size
         record["class_histogram"] = self.class_histograms()
         record["sha256"] = {"total": total, "clients": self._index_digests}
@@ -261,7 +261,7 @@ class PartitionedDataModule(FederatedDataModule):
         classes = self.num_classes or int(labels.max()) + 1
         self._class_histograms = [labels[x].bincount(minlength=classes).tolist() for x in dealt.clients]
         self._index_digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in dealt.clients]
-        self._client_names = [group_names[group] for group in dealt.groups] if group_names else []
+        self.client_names = [group_names[group] for group in dealt.groups] if group_names else []
         return dealt
 
     def _dealt(
@@ -330,7 +330,7 @@ class PartitionedDataModule(FederatedDataModule):
         for client_id, size in enumerate(sizes):
             if size < self.batch_size:
                 raise ConfigurationError(
-                    f"batch_size={self.batch_size} is more than the {size} samples of client "
-                    f"{client_id} ({self.describe_partition()}); "
+                    f"batch_size={self.batch_size} is more than the {size} samples of "
+                    f"{self.named(client_id)} in {self.describe_partition()}; "
                     f"use batch_size <= {min(sizes)}, fewer clients or a more even partition"
                 )

@@ -132,6 +132,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             contain training samples.
         scaled_by_training: Whether evaluation data are scaled by the mean and standard deviation of
             the clients' training samples.
+        client_names: Names of the clients, in the order of their ids; empty if they have no names.
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
 
     Raises:
@@ -153,6 +154,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     in_features: int | None = None
     drawn_splits: Collection[str] = ("val",)
     scaled_by_training: bool = False
+    client_names: Sequence[str] = ()
     loaded: str | None = None
 
     def __init__(
@@ -243,6 +245,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     def keep_on(self, device: torch.device) -> None:
         """Move the data to the device before training. The default does nothing."""
 
+    def named(self, client_id: int) -> str:
+        """Return words for a client, such as ``"client 3"`` or ``"client 3 (Oslo)"``."""
+        name = f" ({self.client_names[client_id]})" if self.client_names else ""
+        return f"client {client_id}{name}"
+
     def describe_partition(self) -> str:
         """Return a short description of the partition, which is shown in tables."""
         return f"{self.num_clients} clients with data of their own"
@@ -275,7 +282,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         for client_id, source in enumerate(sources):
             loader = source.loader if isinstance(source, LoaderBatches) else None
             dataset = getattr(loader, "dataset", None)
-            with doing(f"reading the data of client {client_id}"):
+            with doing(f"reading the data of {self.named(client_id)}"):
                 if loader is None or isinstance(dataset, IterableDataset):
                     training.append(digest(sample(partial(source.train_batch, 0))))
                 else:
