@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import Batch, ImageData, balanced_subset
 from fl_lightning.datamodules.partition import natural
-from fl_lightning.datamodules.partitions import FORMAT, IID, FromFile, Natural, Partition, labels_sha256
+from fl_lightning.datamodules.partitions import (
+    FORMAT,
+    IID,
+    FromFile,
+    Natural,
+    Partition,
+    labels_sha256,
+    of_honest,
+)
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
 
@@ -310,8 +318,9 @@ class PartitionedDataModule(FederatedDataModule):
             draws = generator(self.seed, "partition")
             parts = self.partition(labels[train], self._num_clients, draws, groups)
             clients = [train[part] for part in parts]
-            if groups is not None and isinstance(self.partition, Natural):
-                found = torch.unique(groups).tolist()
+            if groups is not None and isinstance(of_honest(self.partition), Natural):
+                honest = torch.unique(groups).tolist()
+                found = [honest[client % len(honest)] for client in range(len(clients))]
                 if test_groups is not None:
                     of = dict(zip(torch.unique(test_groups).tolist(), natural(test_groups), strict=True))
                     own["test"] = [num_train + of.get(group, val[:0]) for group in found]

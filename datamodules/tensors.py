@@ -22,6 +22,7 @@ from fl_lightning.datamodules.partitions import (
     GammaSimilarity,
     Natural,
     Shards,
+    of_honest,
 )
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
@@ -157,7 +158,9 @@ class TensorData(InMemorySamples):
                 )
         if settings.get("partition") is None and self._groups:
             self.partition = Natural()
-        if self._groups and isinstance(self.partition, IID | Dirichlet | Shards | GammaSimilarity | FromFile):
+        if self._groups and isinstance(
+            of_honest(self.partition), IID | Dirichlet | Shards | GammaSimilarity | FromFile
+        ):
             name = f"{next(iter(self._groups))}groups"
             raise ConfigurationError(
                 f"data.{name}: {groups if isinstance(groups, str) else name} would be ignored by the partition "

@@ -12,7 +12,16 @@ from helpers import train
 
 from fl_lightning import ConfigurationError
 from fl_lightning.client_data.batches import describe_batch
-from fl_lightning.datamodules import IID, Dirichlet, FromFile, Natural, ScikitLearn, Shards, TensorData
+from fl_lightning.datamodules import (
+    IID,
+    Dirichlet,
+    FromFile,
+    HonestOnly,
+    Natural,
+    ScikitLearn,
+    Shards,
+    TensorData,
+)
 
 
 def samples(count=60, classes=3):
@@ -394,3 +403,21 @@ def test_messages_name_the_clients_of_a_table(capsys):
         train(Breaks(4, 2), data, 1)
     train(Breaks(4, 2), data, 1, on_divergence="drop")
     assert "update of client 1 (Oslo) is not finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("attackers", [1, 2])
+def test_attackers_beside_groups_have_test_data_and_names(attackers):
+    features, labels = samples()
+    groups = np.repeat(["a", "b", "c"], 20)
+    tests = {"test_features": features, "test_targets": labels, "test_groups": groups}
+    partition = HonestOnly(Natural(), attackers)
+    data = TensorData(features, labels, groups=groups, **tests, partition=partition, batch_size=4)
+    data.setup("fit")
+    assert data.client_names == ["a", "b", "c", "a", "b"][: 3 + attackers]
+    for client in range(3 + attackers):
+        ((inputs, _),) = data.own_dataloader(client, "test")
+        assert torch.equal(inputs, features[groups == data.client_names[client]])
+    with pytest.raises(
+        ConfigurationError, match=r"data.groups: groups would be ignored by the partition HonestOnly"
+    ):
+        TensorData(features, labels, groups=groups, partition=HonestOnly(IID(), 1))
