@@ -12,15 +12,7 @@ from torch.utils.data import DataLoader
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import Batch, ImageData, balanced_subset
 from fl_lightning.datamodules.partition import natural
-from fl_lightning.datamodules.partitions import (
-    FORMAT,
-    IID,
-    FromFile,
-    Natural,
-    Partition,
-    labels_sha256,
-    of_honest,
-)
+from fl_lightning.datamodules.partitions import FORMAT, IID, FromFile, Natural, Partition, labels_sha256
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
 
@@ -256,9 +248,8 @@ class PartitionedDataModule(FederatedDataModule):
             drawn = [test_groups] if "test" in self.drawn_splits else []
             groups = torch.cat([x for x in (train_groups, *drawn) if x is not None])
             if lost := set(groups.tolist()).difference(dealt.groups):
-                name = group_names[min(lost)] if group_names else min(lost)
                 raise ConfigurationError(
-                    f"data.groups: the drawn test or validation data hold all samples of group {name}; leave the group out, or use a "
+                    f"data.groups: the drawn test or validation data hold all samples of group {group_names[min(lost)] if group_names else min(lost)}; leave the group out, or use a "
                     "smaller test_fraction or val_fraction"
                 )
         if len(dealt.test) != len(test_labels) or bool((dealt.test < len(train_labels)).any()):
@@ -318,7 +309,9 @@ class PartitionedDataModule(FederatedDataModule):
             draws = generator(self.seed, "partition")
             parts = self.partition(labels[train], self._num_clients, draws, groups)
             clients = [train[part] for part in parts]
-            if groups is not None and isinstance(of_honest(self.partition), Natural):
+            # HonestOnly contains the partition of the honest clients
+            of_honest = getattr(self.partition, "partition", self.partition)
+            if groups is not None and isinstance(of_honest, Natural):
                 honest = torch.unique(groups).tolist()
                 found = [honest[client % len(honest)] for client in range(len(clients))]
                 if test_groups is not None:

@@ -185,11 +185,6 @@ class HonestOnly(Partition):
         return honest + [honest[i % len(honest)].clone() for i in range(self.attackers)]
 
 
-def of_honest(partition: Partition) -> Partition:
-    """Return the partition of the honest clients, which :class:`HonestOnly` contains."""
-    return partition.partition if isinstance(partition, HonestOnly) else partition
-
-
 FORMAT = "fl_lightning.partition/1"
 SPACES = ("train", "train+test")
 SPLITS = ("train", "val", "test")

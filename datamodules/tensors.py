@@ -22,7 +22,6 @@ from fl_lightning.datamodules.partitions import (
     GammaSimilarity,
     Natural,
     Shards,
-    of_honest,
 )
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
@@ -158,9 +157,8 @@ class TensorData(InMemorySamples):
                 )
         if settings.get("partition") is None and self._groups:
             self.partition = Natural()
-        if self._groups and isinstance(
-            of_honest(self.partition), IID | Dirichlet | Shards | GammaSimilarity | FromFile
-        ):
+        of_honest = getattr(self.partition, "partition", self.partition)
+        if self._groups and isinstance(of_honest, IID | Dirichlet | Shards | GammaSimilarity | FromFile):
             name = f"{next(iter(self._groups))}groups"
             raise ConfigurationError(
                 f"data.{name}: {groups if isinstance(groups, str) else name} would be ignored by the partition "

@@ -71,7 +71,7 @@ def test_a_training_step_that_would_be_ignored_is_refused(make, name):
 
 
 def test_a_run_from_python_refuses_a_module_that_is_not_federated(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"module: Trains is no FederatedModule"):
+    with pytest.raises(ConfigurationError, match=r"module: Trains; give a FederatedModule"):
         Run(Trains(), blobs(), run_root=tmp_path)
 
 

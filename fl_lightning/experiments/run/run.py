@@ -79,9 +79,7 @@ class Run:
         **trainer: Any,
     ) -> None:
         if not isinstance(module, FederatedModule):
-            raise ConfigurationError(
-                f"module: {type(module).__name__} is no FederatedModule; give FederatedModule(model, ...)"
-            )
+            raise ConfigurationError(f"module: {type(module).__name__}; give a FederatedModule(model, ...)")
         if threads is not None and not (type(threads) is int and 1 <= threads <= MOST_THREADS):
             raise ConfigurationError(f"threads: {threads} must be a whole number from 1 to {MOST_THREADS}")
         self.module, self.data, self.callbacks = module, data, list(callbacks)
