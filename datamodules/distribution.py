@@ -154,7 +154,7 @@ class PartitionedDataModule(FederatedDataModule):
         self._val_size = 0
         self._index_digests: list[str] = []
         self._class_histograms: list[list[int]] = []
-        self._client_names: list[str] = []
+        self.client_names: list[str] = []
 
     @property
     def num_clients(self) -> int:
@@ -208,8 +208,8 @@ class PartitionedDataModule(FederatedDataModule):
         """
         total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
         record = super().partition_record()
-        if self._client_names:
-            record["clients"] = self._client_names
+        if self.client_names:
+            record["clients"] = self.client_names
         record["seed"], record["val_size"] = self.seed, self._val_size
         record["class_histogram"] = self.class_histograms()
         record["sha256"] = {"total": total, "clients": self._index_digests}
@@ -244,6 +244,14 @@ class PartitionedDataModule(FederatedDataModule):
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
         dealt = self.distribution = self._dealt(train_labels, test_labels, train_groups, test_groups)
+        if dealt.groups and self.max_examples is None:
+            drawn = [test_groups] if "test" in self.drawn_splits else []
+            groups = torch.cat([x for x in (train_groups, *drawn) if x is not None])
+            if lost := set(groups.tolist()).difference(dealt.groups):
+                raise ConfigurationError(
+                    f"data.groups: the drawn test or validation data hold all samples of group {group_names[min(lost)] if group_names else min(lost)}; leave the group out, or use a "
+                    "smaller test_fraction or val_fraction"
+                )
         if len(dealt.test) != len(test_labels) or bool((dealt.test < len(train_labels)).any()):
             # the test data are not fixed: the partition file moved samples into or out of them
             self.drawn_splits = ("val", "test")
@@ -252,7 +260,7 @@ class PartitionedDataModule(FederatedDataModule):
         classes = self.num_classes or int(labels.max()) + 1
         self._class_histograms = [labels[x].bincount(minlength=classes).tolist() for x in dealt.clients]
         self._index_digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in dealt.clients]
-        self._client_names = [group_names[group] for group in dealt.groups] if group_names else []
+        self.client_names = [group_names[group] for group in dealt.groups] if group_names else []
         return dealt
 
     def _dealt(
@@ -301,8 +309,11 @@ class PartitionedDataModule(FederatedDataModule):
             draws = generator(self.seed, "partition")
             parts = self.partition(labels[train], self._num_clients, draws, groups)
             clients = [train[part] for part in parts]
-            if groups is not None and isinstance(self.partition, Natural):
-                found = torch.unique(groups).tolist()
+            # HonestOnly contains the partition of the honest clients
+            of_honest = getattr(self.partition, "partition", self.partition)
+            if groups is not None and isinstance(of_honest, Natural):
+                honest = torch.unique(groups).tolist()
+                found = [honest[client % len(honest)] for client in range(len(clients))]
                 if test_groups is not None:
                     of = dict(zip(torch.unique(test_groups).tolist(), natural(test_groups), strict=True))
                     own["test"] = [num_train + of.get(group, val[:0]) for group in found]
@@ -321,7 +332,7 @@ class PartitionedDataModule(FederatedDataModule):
         for client_id, size in enumerate(sizes):
             if size < self.batch_size:
                 raise ConfigurationError(
-                    f"batch_size={self.batch_size} is more than the {size} samples of client "
-                    f"{client_id} ({self.describe_partition()}); "
+                    f"batch_size={self.batch_size} is more than the {size} samples of "
+                    f"{self.named(client_id)} in {self.describe_partition()}; "
                     f"use batch_size <= {min(sizes)}, fewer clients or a more even partition"
                 )

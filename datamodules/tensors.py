@@ -1,7 +1,8 @@
 """Data sets from tensors, arrays or CSV files."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from fl_lightning.recorded import describe
 Array = Tensor | NDArray[Any]
 _PARTS = ("features", "targets", "groups", "test_features", "test_targets", "test_groups")
 _BINS = 10
-_UNKNOWN = ("na", "n/a", "<na>", "#n/a", "nan", "null", "none", "?", "-")
-"""Words for missing values in a CSV, in lower case."""
+_UNKNOWN = ("na", "n/a", "<na>", "#n/a", "nan", "null", "?")
+"""Words for missing values, in lower case."""
+_MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
 
 
 class Samples(Dataset[Batch]):
@@ -92,8 +94,7 @@ class TensorData(InMemorySamples):
         groups: Group of each sample ``[N]``, as integers or names. For a CSV: name of the column of
             groups. With groups, the default partition is ``Natural``, which makes each group a
             client. The partitions ``IID``, ``Dirichlet``, ``Shards``, ``GammaSimilarity`` and
-            ``FromFile`` ignore groups and are refused. They are accepted if the groups are in a
-            ``.npz`` or ``.pt`` file.
+            ``FromFile`` ignore groups and are refused.
         columns: Names of the feature columns of a CSV. Default: all columns that are neither
             targets nor groups.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
@@ -141,11 +142,13 @@ class TensorData(InMemorySamples):
         if names := given.pop("class_names", None):
             self.class_names = names
         self.test_fraction = test_fraction
-        self.standardize = standardize
+        self.standardize = self.scaled_by_training = standardize
         self._data = {
             name: _tensor(name, x) for name, x in given.items() if x is not None and "groups" not in name
         }
         _check_shapes(self._data)
+        if "test_targets" not in self._data:
+            self.drawn_splits = ("val", "test")
         self._groups, self._group_names = _numbered(given.get("groups"), given.get("test_groups"))
         for split, labels in self._groups.items():
             if len(labels) != len(self._data[f"{split}targets"]):
@@ -154,23 +157,23 @@ class TensorData(InMemorySamples):
                 )
         if settings.get("partition") is None and self._groups:
             self.partition = Natural()
-        name, ignored = ("groups", groups) if groups is not None else ("test_groups", test_groups)
-        if ignored is not None and isinstance(
-            self.partition, IID | Dirichlet | Shards | GammaSimilarity | FromFile
-        ):
+        of_honest = getattr(self.partition, "partition", self.partition)
+        if self._groups and isinstance(of_honest, IID | Dirichlet | Shards | GammaSimilarity | FromFile):
+            name = f"{next(iter(self._groups))}groups"
             raise ConfigurationError(
-                f"data.{name}: {ignored if isinstance(ignored, str) else name} would be ignored by the partition "
-                f"{describe(self.partition)}; use data.partition: Natural, or leave data.{name} out"
+                f"data.{name}: {groups if isinstance(groups, str) else name} would be ignored by the partition "
+                f"{describe(self.partition)}; use data.partition: Natural, or leave the groups out"
             )
         given_targets = [self._data[name] for name in ("targets", "test_targets") if name in self._data]
         every = torch.cat([_strata(x) for x in given_targets])
         if _has_classes(self._data["targets"]):
-            if int(every.min()) != 0:
+            lowest, highest = int(every.min()), int(every.max())
+            if lowest != 0 or highest >= len(every):
                 raise ConfigurationError(
-                    f"data.targets: the smallest class is {int(every.min())}; number the classes from 0 to C - 1, give names in a "
+                    f"data.targets: the classes of {len(every)} samples are {lowest} to {highest}; number the classes from 0 to C - 1, give names in a "
                     "CSV, or floating-point targets if they are no classes"
                 )
-            self.num_classes = int(every.max()) + 1
+            self.num_classes = highest + 1
         self.in_features = self._data["features"][0].numel()
 
     def class_histograms(self) -> list[list[int]]:
@@ -267,13 +270,16 @@ def _read(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str,
         raise ConfigurationError(f"data.features: {path} cannot be read: {error}") from error
     if not isinstance(content, Mapping) or not {"features", "targets"} <= content.keys():
         raise ConfigurationError(f"data.features: {path} holds no features and targets; write both by name")
+    for name in _PARTS[1:]:
+        if name in content and given[name] is not None:
+            raise ConfigurationError(f"data.{name}: {path} holds {name}; leave data.{name} out")
     return {**given, **{name: content[name] for name in _PARTS if name in content}}
 
 
 def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str, Any]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            header, *rows = csv.reader(file)
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            header, *rows = ([value.strip() for value in row] for row in csv.reader(file))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"data.features: {path} is no CSV with a header: {error}") from error
     ragged = next((number for number, row in enumerate(rows, 2) if len(row) != len(header)), None)
@@ -289,7 +295,7 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
     names = [given["targets"]] if isinstance(given["targets"], str) else [*(given["targets"] or ())]
     group = [given["groups"]] if given["groups"] is not None else []
     used = [*columns] if columns is not None else [name for name in header if name not in (*names, *group)]
-    nameless = [name for name in used if not name.strip() or name.startswith("Unnamed: ")]
+    nameless = [name for name in used if not name or name.startswith("Unnamed: ")]
     if columns is None and nameless:
         raise ConfigurationError(
             f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
@@ -302,7 +308,7 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
                 f"data.{setting}: {missing[0] if missing else 'null'} is no column of {path}; it has {', '.join(header)}"
             )
         for name in wanted:
-            empty = next((line for line, value in enumerate(table[name], 2) if not value.strip()), None)
+            empty = next((line for line, value in enumerate(table[name], 2) if not value), None)
             if empty is not None:
                 raise ConfigurationError(
                     f"data.{setting}: line {empty} of {path} has no {name}; fill in a value, or remove the line"
@@ -322,12 +328,19 @@ def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[
     }
 
 
+def _parsed(values: Sequence[str], kind: type) -> NDArray[Any]:
+    """Convert text to numbers. Python's digit separators are refused: 1_0 may be a name."""
+    if separated := [value for value in values if "_" in value]:
+        raise ValueError(f"could not convert string to {kind.__name__}: {separated[0]!r}")
+    return np.asarray(values, dtype=kind)
+
+
 def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
     try:
-        return np.asarray(values, dtype=np.float64)
+        return _parsed(values, np.float64)
     except ValueError as error:
         raise ConfigurationError(
-            f"data.columns: {name} of {path} is no column of numbers ({error}); leave it out of data.columns"
+            f"data.columns: {name} of {path} is no column of numbers ({error}); fill in missing values, or leave it out of data.columns"
         ) from error
 
 
@@ -339,30 +352,28 @@ def _classes(path: Path, name: str, values: Sequence[str]) -> tuple[NDArray[Any]
         position of each value in the sorted list of names, and this list.
 
     Raises:
-        ConfigurationError: All values are numbers, except for a word such as NA.
+        ConfigurationError: A value is a word such as NA.
     """
     for kind in (np.int64, np.float64):
-        try:
-            return np.asarray(values, dtype=kind), None
-        except ValueError:
-            continue
-    known = [value for value in values if value.strip().lower() not in _UNKNOWN]
-    if len(known) < len(values) and known and all(map(_is_number, known)):
-        line = next(line for line, x in enumerate(values, 2) if x.strip().lower() in _UNKNOWN)
-        raise ConfigurationError(
-            f"data.targets: line {line} of {path} has {values[line - 2]} for {name}, and all others are numbers; fill in a number, or "
-            "remove the line"
-        )
+        with suppress(ValueError, OverflowError):
+            return _parsed(values, kind), None
     names, positions = np.unique(np.asarray(values), return_inverse=True)
+    if word := _missing_word(names):
+        raise ConfigurationError(
+            f"data.targets: line {values.index(word) + 2} of {path} has {word} for {name}, {_MISSING}"
+        )
     return positions, [*map(str, names)]
 
 
-def _is_number(value: str) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True
+def _missing_word(names: Iterable[Any]) -> str | None:
+    """Return the first name that stands for a missing value, or None."""
+    words = [str(name) for name in names]
+    missing = [word for word in words if word.lower() in _UNKNOWN]
+    maybe = [word for word in words if word.lower() in ("none", "-")]
+    with suppress(ValueError):  # these two may be names, unless all others are numbers
+        _parsed([word for word in words if word not in maybe], np.float64)
+        missing += maybe
+    return next(iter(missing), None)
 
 
 def _tensor(name: str, given: Any) -> Tensor:
@@ -402,6 +413,8 @@ def _numbered(*groups: Any) -> tuple[dict[str, Tensor], list[str]]:
     if not known:
         return {}, []
     names, numbers = np.unique(np.concatenate([*known.values()]), return_inverse=True)
+    if word := _missing_word(names):
+        raise ConfigurationError(f"data.groups: one group is {word}, {_MISSING}")
     parts = np.split(numbers, np.cumsum([len(x) for x in known.values()])[:-1])
     return {split: torch.from_numpy(part).long() for split, part in zip(known, parts, strict=True)}, [
         *map(str, names)

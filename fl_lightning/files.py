@@ -52,9 +52,14 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 def unwritable(path: Path, error: OSError) -> ConfigurationError:
     """Return the exception to raise if a file cannot be written."""
-    return ConfigurationError(
-        f"{path} cannot be written: {error.strerror}; free space or choose another folder"
-    )
+    link = broken_link(path)
+    reason = f"{link} is a link to {os.readlink(link)}, which does not exist" if link else error.strerror
+    return ConfigurationError(f"{path} cannot be written: {reason}; free space or choose another folder")
+
+
+def broken_link(path: Path) -> Path | None:
+    """Return the link to a missing file or folder among a path and its parents; None without one."""
+    return next((part for part in (path, *path.parents) if part.is_symlink() and not part.exists()), None)
 
 
 def no_link(path: str, flags: int) -> int:
@@ -109,13 +114,18 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
     """Return a user's path, with ``~`` expanded.
 
     Raises:
-        ConfigurationError: The path is empty, is a URL, contains NUL, or names an unknown user's
-            home.
+        ConfigurationError: The path is empty, is a URL, contains NUL, has a name that is too long,
+            or names an unknown user's home.
     """
     path = os.path.expanduser(text)
     if not path or "\0" in path or "://" in path or path.startswith("~"):
         raise ConfigurationError(
             f"{setting}: {str(text)!r} is no path of a local or mounted file system; give another path"
+        )
+    longest = max(Path(path).parts, key=lambda part: len(os.fsencode(part)), default="")
+    if len(os.fsencode(longest)) > 255:
+        raise ConfigurationError(
+            f"{setting}: {longest[:20]}... is too long; use at most 255 bytes for a name"
         )
     return Path(path)
 
@@ -157,7 +167,7 @@ def folder_below(root: str | os.PathLike[str], name: str) -> Path:
         raise ConfigurationError(
             f"name: {name!r} is no folder below run_root {root}; use a name such as mine"
         )
-    return user_path("run_root", root) / name
+    return user_path("name", user_path("run_root", root) / name)
 
 
 def missing_folders(path: Path) -> list[Path]:

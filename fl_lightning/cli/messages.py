@@ -85,6 +85,8 @@ def explain(
         One line with the setting and its value. If a name is unknown, the line suggests similar
         names.
     """
+    # jsonargparse leaves out the path of a class if the setting also takes a list
+    message = re.sub(r"(?s)(Import path)(?= does not .*?Given value: (\S+))", r"\1 \2", message)
     matches = {shape: re.search(pattern, message) for shape, pattern in SHAPES.items()}
     key = matches["setting"][1] if matches["setting"] else ""
     name = ".".join(filter(None, (owner, key)))

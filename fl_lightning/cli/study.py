@@ -170,9 +170,9 @@ class StudyCells:
                 try:
                     settings = self._settings(labels)
                     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                        module = build(settings).model
+                        built = build(settings)
                     config = _resolved(tuple(settings))
-                    known |= texts(module, config)
+                    known |= texts(built.model, config, built.datamodule.num_classes)
                     check_rule(self.study.definition.report, self.study.definition.metrics, config)
                 except ConfigurationError as error:
                     names = " ".join(f"{axis}={label}" for axis, label in labels.items())

@@ -104,8 +104,11 @@ def _describe(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return type(leaf).__name__
     text = f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-    labels = not leaf.is_floating_point() and leaf.numel() and not torch._C._functorch.is_batchedtensor(leaf)
-    return f"{text} from {leaf.min()} to {leaf.max()}" if labels else text
+    whole = not (leaf.is_floating_point() or leaf.is_complex())
+    if not whole or not leaf.numel() or torch._C._functorch.is_batchedtensor(leaf):
+        return text
+    # long: torch has no minimum of uint16
+    return f"{text} from {leaf.long().min()} to {leaf.long().max()}"
 
 
 def _first_shape(batch: Any) -> torch.Size:

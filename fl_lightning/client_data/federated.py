@@ -127,9 +127,12 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         in_channels: Number of channels of an image; None if the data are not images.
         image_size: Height and width of an image in pixels; None if the data are not images.
         in_features: Number of features of a sample; None if the data are images.
-        drawn_splits: Names of the splits (``"val"``, ``"test"``) that the seed selects from the
-            same samples as the training data. With another seed, such a split may contain training
-            samples.
+        drawn_splits: Names of the splits (``"val"``, ``"test"``) that are drawn from the same
+            samples as the training data. From other samples, or with another seed, such a split may
+            contain training samples.
+        scaled_by_training: Whether evaluation data are scaled by the mean and standard deviation of
+            the clients' training samples.
+        client_names: Names of the clients, in the order of their ids; empty if they have no names.
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
 
     Raises:
@@ -150,6 +153,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     image_size: int | None = None
     in_features: int | None = None
     drawn_splits: Collection[str] = ("val",)
+    scaled_by_training: bool = False
+    client_names: Sequence[str] = ()
     loaded: str | None = None
 
     def __init__(
@@ -240,6 +245,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     def keep_on(self, device: torch.device) -> None:
         """Move the data to the device before training. The default does nothing."""
 
+    def named(self, client_id: int) -> str:
+        """Return words for a client, such as ``"client 3"`` or ``"client 3 (Oslo)"``."""
+        name = f" ({self.client_names[client_id]})" if self.client_names else ""
+        return f"client {client_id}{name}"
+
     def describe_partition(self) -> str:
         """Return a short description of the partition, which is shown in tables."""
         return f"{self.num_clients} clients with data of their own"
@@ -272,7 +282,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         for client_id, source in enumerate(sources):
             loader = source.loader if isinstance(source, LoaderBatches) else None
             dataset = getattr(loader, "dataset", None)
-            with doing(f"reading the data of client {client_id}"):
+            with doing(f"reading the data of {self.named(client_id)}"):
                 if loader is None or isinstance(dataset, IterableDataset):
                     training.append(digest(sample(partial(source.train_batch, 0))))
                 else:

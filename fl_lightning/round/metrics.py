@@ -75,7 +75,7 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
     except (TypeError, ValueError) as error:
         if num_classes is None:
             if "num_classes" in str(error):
-                raise ValueError(f"{error} The data have no classes.") from None
+                raise ValueError(f"{error} The data have no classes (integer targets).") from None
             raise
         try:
             return make(num_classes=num_classes)

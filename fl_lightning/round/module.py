@@ -573,7 +573,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def _check_data(self, round_number: int) -> None:
         """Check that the run's data equal the data of the loaded checkpoint.
 
-        An evaluation checks only data that are drawn from the clients' samples.
+        An evaluation checks only data that are drawn from the clients' samples or scaled by them.
         """
         trainer, known = self.trainer, True
         path, command = str(trainer.ckpt_path), trainer.state.fn
@@ -582,8 +582,8 @@ class FederatedModule(Recorded, L.LightningModule):
             known = self.record.go_on_with(digests, path, round_number, accept=self.accept_data)
         elif isinstance(data := trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]  # set by the trainer
             split = data.fit_split if command == TrainerFn.VALIDATING else "test"
-            if split in data.drawn_splits:
-                known = self.record.evaluate_on(data, split, path, accept=self.accept_data)
+            predicts = command == TrainerFn.PREDICTING
+            known = self.record.evaluate_on(data, split, path, accept=self.accept_data, predicts=predicts)
         if not known:
             self.print(f"checkpoint {path} has no record of its data; the data of this run may differ")
 

@@ -185,35 +185,48 @@ class RunRecord:
             self.continue_from(path, round_number, other)
         return bool(trained)
 
-    def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
-        """Check that the evaluation data equal the evaluation data of the checkpoint.
+    def evaluate_on(
+        self, data: FederatedDataModule, split: str, path: str, *, accept: bool, predicts: bool
+    ) -> bool:
+        """Check that evaluation data are not affected by other training data than the checkpoint's.
 
         If evaluation data are drawn from the clients' samples, different data could contain
-        training samples.
+        training samples. If evaluation data are scaled by the mean and standard deviation of the
+        training samples, the training samples must be the checkpoint's.
 
         Args:
             data: The data module.
             split: Name of the evaluation data, ``"val"`` or ``"test"``.
             path: Path of the checkpoint.
             accept: Whether the data may differ.
+            predicts: Whether the data are predicted. Then ``accept`` is ignored, because drawn data
+                are only a part of the user's samples.
 
         Returns:
-            Whether the checkpoint contains digests of the data. Older versions did not save
-            digests.
+            False if the check needs digests that the checkpoint does not contain. Older versions
+            did not save digests.
 
         Raises:
             OtherData: The data differ and ``accept`` is False.
         """
-        trained, seed = self.data.get("evaluation"), self.description.get("seed_everything")
-        if trained is not None and not accept and trained not in data.evaluation_digests():
+        drawn = split in data.drawn_splits
+        if not drawn and not data.scaled_by_training:
+            return True
+        trained = self.data.get("evaluation" if drawn else "training")
+        given = data.evaluation_digests() if drawn else [data.fingerprint()["training"]]
+        if trained is not None and (predicts or not accept) and trained not in given:
+            seed = self.description.get("seed_everything")
             remedy = "use its data and its seed_everything"
             if seed is not None and seed != data.seed:
                 remedy = f"use its seed_everything: {seed}, where {data.seed} is given"
             words = {"val": "validation", "test": "test"}[split]
-            raise OtherData(
-                f"data: the checkpoint {path} was trained with other {words} data, and these may hold samples of its training; {remedy}, "
-                "or evaluate on these by --accept_data (in Python: accept_data = True of the module)"
-            )
+            fault = f"other {words} data, and these may hold samples of its training"
+            if not drawn:
+                fault = f"other training data, whose mean and standard deviation would scale the {words} data"
+            way_on = "evaluate on these by --accept_data (in Python: accept_data = True of the module)"
+            if predicts:
+                way_on = "give new samples as separate test data, beside its training data"
+            raise OtherData(f"data: the checkpoint {path} was trained with {fault}; {remedy}, or {way_on}")
         return trained is not None
 
     def state_dict(self) -> dict[str, Any]:

@@ -175,22 +175,22 @@ def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], conse
         client, counted = cohort.client_ids[row], run.record.not_finite
         if client not in counted:
             run.print(
-                f"round {cohort.round}: the update of client {client} is not finite, first in layer {layer!r}; {consequence} "
+                f"round {cohort.round}: the update of {run.data.named(client)} is not finite, first in layer {layer!r}; {consequence} "
                 f"(model.on_divergence: {run.on_divergence})"
             )
         counted[client] = counted.get(client, 0) + 1
 
 
 def _error(run: RunContext, cohort: RoundCohort, row: int, layer: str) -> ConfigurationError:
-    client = cohort.client_ids[row]
+    client = run.data.named(cohort.client_ids[row])
     for step in range(cohort.local_steps[row]):
         if not run.client_batches(cohort, [row], step).is_finite():
             return ConfigurationError(
-                f"round {cohort.round}: the update of client {client} is not finite, since its data are not: its batch of "
-                f"local step {step + 1} has NaN or infinity; mend the data of client {client}"
+                f"round {cohort.round}: the update of {client} is not finite, since its data are not: its batch of "
+                f"local step {step + 1} has NaN or infinity; mend the data of {client}"
             )
     return Diverged(
-        f"round {cohort.round}: the update of client {client} is not finite, first in layer {layer!r}; lower client_optimizer lr (now "
+        f"round {cohort.round}: the update of {client} is not finite, first in layer {layer!r}; lower client_optimizer lr (now "
         f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: drop to leave such updates out, or record "
         "to aggregate them"
     )

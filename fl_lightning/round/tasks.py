@@ -136,8 +136,8 @@ class Classification(Task):
         """
         if targets.is_floating_point() and targets.shape != getattr(outputs, "shape", None):
             raise ConfigurationError(
-                f"model.task: Classification takes labels, but the targets {[*targets.shape]} are {targets.dtype}; set "
-                "model.task to a task of your own (docs/metrics.md)"
+                f"model.task: Classification takes labels, but the targets {[*targets.shape]} are {targets.dtype}; write "
+                "labels as integers (1, not 1.0), or set model.task to a task of your own (docs/metrics.md)"
             )
         if (
             isinstance(outputs, Tensor)

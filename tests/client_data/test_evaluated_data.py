@@ -4,12 +4,12 @@ import lightning as L
 import pytest
 import torch
 from colour_folders import save
-from command_line import message_of, run
+from command_line import main, message_of, run
 from helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
 from torch.utils.data import DataLoader, Dataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
-from fl_lightning.datamodules import Cityscapes, ImageFolder, InMemoryDataModule
+from fl_lightning.datamodules import Cityscapes, ImageFolder, InMemoryDataModule, TensorData
 from fl_lightning.datamodules.images import ImageData
 
 WAY_ON = "or evaluate on these by --accept_data (in Python: accept_data = True of the module)"
@@ -175,3 +175,86 @@ def test_which_splits_are_drawn_from_the_samples_of_training(tmp_path):
     (tmp_path / "leftImg8bit" / "train").mkdir(parents=True)
     assert Cityscapes(str(tmp_path), evaluation_cities=["ulm"]).drawn_splits == ("val", "test")
     assert Cityscapes(str(tmp_path)).drawn_splits == Images().drawn_splits == ("val",)
+
+
+def table(shift=0.0, rows=60, **settings):
+    features = torch.randn(rows, 4, generator=torch.Generator().manual_seed(3)) + shift
+    return TensorData(features, torch.arange(rows) % 3, num_clients=2, batch_size=4, **settings)
+
+
+def table_run(data, folder):
+    module = FederatedModule(torch.nn.Linear(4, 3), SGD, local_steps=1)
+    fit(module, data, 1, [SaveRounds(folder)])
+    return folder / "1.ckpt"
+
+
+def evaluate_table(command, data, path, accept=False):
+    module = FederatedModule(torch.nn.Linear(4, 3), SGD, local_steps=1)
+    module.accept_data = accept
+    trainer = L.Trainer(
+        accelerator="cpu", precision="64-true", logger=False, enable_progress_bar=False, enable_checkpointing=False
+    )  # fmt: skip
+    return getattr(trainer, command)(module, datamodule=data, ckpt_path=path)
+
+
+def test_test_samples_that_a_table_draws_are_those_of_training(folder):
+    path = table_run(table(), folder)
+    for command in ("test", "predict"):
+        assert evaluate_table(command, table(), path)
+        with pytest.raises(ConfigurationError, match=r"trained with other test data, and these may hold"):
+            evaluate_table(command, table(1.0, 40), path)
+    assert evaluate_table("test", table(1.0, 40), path, accept=True)
+    with pytest.raises(
+        ConfigurationError, match=r"or give new samples as separate test data, beside its training data$"
+    ):
+        evaluate_table("predict", table(1.0, 40), path, accept=True)
+
+
+@pytest.mark.parametrize("standardize", [False, True])
+def test_separate_test_samples_are_scaled_by_the_training_samples_of_the_checkpoint(standardize, folder):
+    given = {
+        "test_features": torch.randn(7, 4, generator=torch.Generator().manual_seed(5)),
+        "test_targets": torch.arange(7) % 3,
+    }
+    path = table_run(table(standardize=standardize, **given), folder)
+    new = {"test_features": torch.cat([given["test_features"] + 9] * 2), "test_targets": torch.arange(14) % 3}
+    data = table(standardize=standardize, **new)
+    assert sum(map(len, evaluate_table("predict", data, path))) == 14
+    scaled = {"test_features": new["test_features"], "test_targets": new["test_targets"]}
+    if not standardize:
+        assert evaluate_table("predict", table(1.0, **scaled), path)
+        return
+    features = table()._data["features"]
+    expected = (new["test_features"] - features.mean(0)) / features.std(0, correction=0)
+    assert torch.allclose(data.test_images.features, expected, atol=1e-5)
+    for command, way_on in (("test", WAY_ON), ("predict", "or give new samples as separate test data")):
+        with pytest.raises(
+            ConfigurationError, match="whose mean and standard deviation would scale the test"
+        ) as error:
+            evaluate_table(command, table(1.0, standardize=True, **scaled), path)
+        assert way_on in str(error.value)
+    assert evaluate_table("test", table(1.0, standardize=True, **scaled), path, accept=True)
+
+
+def test_predictions_on_other_data_have_a_file_of_their_own(capsys):
+    features, targets = torch.randn(60, 4), torch.arange(60) % 3
+    for name, rows in (("old", 8), ("new", 5)):
+        tests = {"test_features": features[:rows], "test_targets": targets[:rows]}
+        torch.save({"features": features, "targets": targets, **tests}, f"{name}.pt")
+
+    given = ["--data=TensorData", "--data.num_clients=2", "--data.partition=IID", "--data.val_fraction=0"]
+
+    def table_command(command, name, *more):
+        words = [f"--data.features={name}.pt", "--data.batch_size=4", *more]
+        return main([command, "--config", "configs/breast_cancer_fixbn.yaml", *given, *words])
+
+    attempt = table_command("fit", "old", "--trainer.max_epochs=1").attempt
+    last = f"--ckpt_path={attempt.checkpoints / 'last.ckpt'}"
+    table_command("predict", "old", last)
+    own = (attempt.path / "predictions_round_1.csv").read_text()
+    capsys.readouterr()
+    table_command("predict", "new", last)
+    (other,) = attempt.path.glob("predictions_round_1_*.csv")
+    assert f"5 predictions written to {other.resolve()}\n" in capsys.readouterr().out
+    assert len(other.read_text().splitlines()) == 6
+    assert (attempt.path / "predictions_round_1.csv").read_text() == own

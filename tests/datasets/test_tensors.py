@@ -1,15 +1,27 @@
 """Data sets of tensors, arrays and tables."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from command_line import main
+from command_line import main, message_of
+from helpers import train
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules import IID, Dirichlet, FromFile, Natural, ScikitLearn, Shards, TensorData
+from fl_lightning.client_data.batches import describe_batch
+from fl_lightning.datamodules import (
+    IID,
+    Dirichlet,
+    FromFile,
+    HonestOnly,
+    Natural,
+    ScikitLearn,
+    Shards,
+    TensorData,
+)
 
 
 def samples(count=60, classes=3):
@@ -176,7 +188,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": [[1.0]] * 9, "targets": [1, 2, 3] * 3},
-            r"data.targets: the smallest class is 1; number the classes from 0 to C - 1",
+            r"data.targets: the classes of 9 samples are 1 to 3; number the classes from 0 to C - 1",
         ),
         (
             {"features": "table.csv", "targets": "outcome", "groups": "site", "partition": IID()},
@@ -208,8 +220,40 @@ def test_scikit_learns_tables():
             r"data.columns: column 1 of index.csv has no name, as pandas writes its index; name the feature columns",
         ),
         (
-            {"features": "unknown.csv", "targets": ["dose", "outcome"]},
-            r"data.targets: line 3 of unknown.csv has NA for outcome, and all others are numbers; fill in",
+            {"features": "unknown.csv", "targets": ["dose", "outcome"], "columns": ["age"]},
+            r"data.targets: line 3 of unknown.csv has NA for outcome, which stands for a missing value; fill in",
+        ),
+        (
+            {"features": "unknown.csv", "targets": "answer", "columns": ["age"]},
+            r"data.targets: line 2 of unknown.csv has N/A for answer, which stands for a missing value; .* if it is a name",
+        ),
+        (
+            {"features": "unknown.csv", "targets": "grade", "columns": ["age"]},
+            r"data.targets: line 4 of unknown.csv has none for grade",
+        ),
+        (
+            {"features": "unknown.csv", "targets": "dose", "columns": ["outcome"]},
+            r"data.columns: outcome of unknown.csv is no column of numbers \(.*'NA'\); fill in missing values",
+        ),
+        (
+            {"features": [[1.0]] * 3, "targets": [0, 1, 0], "groups": ["a", "b", float("nan")]},
+            r"data.groups: one group is nan, which stands for a missing value",
+        ),
+        (
+            {"features": [[1.0]] * 3, "targets": [0, 1, 20_240_101]},
+            r"data.targets: the classes of 3 samples are 0 to 20240101; number the classes",
+        ),
+        (
+            {"features": "separated.csv", "targets": "outcome"},
+            r"data.columns: age of separated.csv is no column of numbers \(.*'1_0'\)",
+        ),
+        (
+            {"features": "groups.npz", "partition": IID()},
+            r"data.groups: groups would be ignored by the partition IID",
+        ),
+        (
+            {"features": "groups.npz", "groups": [1, 2]},
+            r"data.groups: groups.npz holds groups; leave data.groups out",
         ),
     ],
 )
@@ -221,10 +265,70 @@ def test_bad_tables_are_one_line(settings, words):
     Path("short.csv").write_text("age,outcome\n1,yes\n2\n")
     Path("twice.csv").write_text("age,age\n1,2\n")
     Path("index.csv").write_text(",age,outcome\n0,1,yes\n1,2,no\n")
-    Path("unknown.csv").write_text("age,dose,outcome\n1,1,0.5\n2,2,NA\n3,3,2\n")
+    Path("unknown.csv").write_text(
+        "age,dose,outcome,answer,grade\n1,1,0.5,N/A,1\n2,2,NA,no,2\n3,3,2,yes,none\n"
+    )
+    Path("separated.csv").write_text("age,outcome\n1_0,yes\n2,no\n")
+    np.savez("groups.npz", features=np.zeros((4, 1)), targets=[0, 1, 0, 1], groups=[0, 0, 1, 1])
     np.savez("empty.npz", x=np.zeros(3))
     with pytest.raises(ConfigurationError, match=words):
         TensorData(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "encoding"),
+    [
+        ("age,dose,outcome\n1,2,cat\n3,4,dog\n", ["cat", "dog"], "utf-8-sig"),
+        ("age, dose , outcome\n1,2,cat\n3, 4,cat \n5,6, dog\n", ["cat", "dog"], "utf-8"),
+        ("age,dose,outcome\n1,2,1_0\n3,4,0_0\n", ["0_0", "1_0"], "utf-8"),
+        ("age,dose,outcome\n1,2,none\n3,4,mild\n", ["mild", "none"], "utf-8"),
+        ("age,dose,outcome\n1,2,0\n3,4, 1\n", None, "utf-8"),
+    ],
+)
+def test_a_csv_of_a_spreadsheet_gives_its_columns_and_classes(text, names, encoding):
+    Path("sheet.csv").write_text(text, encoding=encoding)
+    data = TensorData("sheet.csv", "outcome", columns=["age", "dose"])
+    assert (data.class_names, data.num_classes) == (names, 2)
+    assert data._data["features"][:2].tolist() == [[1, 2], [3, 4]]
+
+
+def test_labels_of_more_than_64_bits_are_no_classes():
+    Path("large.csv").write_text("age,outcome\n1,0\n2,99999999999999999999\n")
+    assert TensorData("large.csv", "outcome").num_classes is None
+
+
+@pytest.mark.parametrize("drawn", ["test_fraction", "val_fraction"])
+def test_a_group_that_keeps_no_training_sample_is_refused(drawn):
+    features, labels = samples(40, classes=2)
+    groups = ["a"] * 39 + ["lonely"]
+    settings = {"groups": groups, "batch_size": 1}
+    for fraction in (0.2, 0.9):
+        data = TensorData(features, labels, **settings, **{drawn: fraction})
+        taken = "hold all samples of group lonely; leave the group out"
+        with nullcontext() if fraction < 0.9 else pytest.raises(ConfigurationError, match=taken):
+            data.setup("fit")
+            assert data.num_clients == 2
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64, np.complex64])
+def test_a_model_that_converts_its_inputs_takes_any_type(kind, tmp_path):
+    class Converts(torch.nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs.double())
+
+    class Fails(torch.nn.Linear):
+        def forward(self, inputs):
+            raise ValueError("of the model")
+
+    features = np.arange(80).reshape(40, 2).astype(kind)
+    data = TensorData(features, np.arange(40) % 2, num_clients=2, batch_size=4)
+    if kind is not np.complex64:
+        train(Converts(2, 2), data, 1, trainer={"limit_val_batches": 1.0})
+    with pytest.raises(ValueError, match="of the model"):
+        train(Fails(2, 2), data, 1, trainer={"limit_val_batches": 1.0})
+    first = kind(1).dtype.name
+    words = f"{first} [2] from 1 to 2" if kind is not np.complex64 else "complex64 [2]"
+    assert describe_batch(torch.from_numpy(np.array([1, 2], dtype=kind))) == words
 
 
 def test_groups_beside_the_clients_of_a_file_are_refused(tmp_path):
@@ -252,3 +356,68 @@ def test_the_data_decide_the_classes_of_a_metric_that_requires_them(tmp_path):
     )
     assert cli.model.task.measured["macro"].num_classes == 2
     assert "test/macro" in cli.trainer.callback_metrics
+
+
+def test_labels_with_a_decimal_point_are_refused_with_a_remedy(capsys):
+    Path("point.csv").write_text("age,outcome\n" + "".join(f"{i},{i % 2}.0\n" for i in range(40)))
+    command = [
+        "fit",
+        "--config",
+        "configs/breast_cancer_fixbn.yaml",
+        "--data=TensorData",
+        "--data.features=point.csv",
+    ]
+    command += ["--data.targets=outcome", "--data.num_clients=2", "--data.batch_size=4"]
+    line = message_of(capsys, lambda: main([*command, "--model.metrics=null"]))
+    assert "are torch.float32; write labels as integers (1, not 1.0), or set model.task" in line
+    line = message_of(capsys, lambda: main(command))
+    assert line.endswith("The data have no classes (integer targets).\n")
+
+
+def test_messages_name_the_clients_of_a_table(capsys):
+    features, labels = torch.randn(30, 4), torch.arange(30) % 2
+    sites = np.repeat(["Bergen", "Oslo"], [11, 19])
+    data = TensorData(
+        features, labels, groups=sites, test_features=features, test_targets=labels, batch_size=12
+    )
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^batch_size=12 is more than the 11 samples of client 0 \(Bergen\) in Natural",
+    ):
+        data.setup("fit")
+    data = TensorData(
+        features, labels, groups=sites, test_features=features, test_targets=labels, batch_size=4
+    )
+
+    class Breaks(torch.nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) * (float("nan") if bool((inputs[:, 0] > 9).any()) else 1)
+
+    features[11:, 0] += 100
+    data = TensorData(
+        features, labels, groups=sites, test_features=features, test_targets=labels, batch_size=4
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"update of client 1 \(Oslo\) is not finite, first in layer"
+    ):
+        train(Breaks(4, 2), data, 1)
+    train(Breaks(4, 2), data, 1, on_divergence="drop")
+    assert "update of client 1 (Oslo) is not finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("attackers", [1, 2])
+def test_attackers_beside_groups_have_test_data_and_names(attackers):
+    features, labels = samples()
+    groups = np.repeat(["a", "b", "c"], 20)
+    tests = {"test_features": features, "test_targets": labels, "test_groups": groups}
+    partition = HonestOnly(Natural(), attackers)
+    data = TensorData(features, labels, groups=groups, **tests, partition=partition, batch_size=4)
+    data.setup("fit")
+    assert data.client_names == ["a", "b", "c", "a", "b"][: 3 + attackers]
+    for client in range(3 + attackers):
+        ((inputs, _),) = data.own_dataloader(client, "test")
+        assert torch.equal(inputs, features[groups == data.client_names[client]])
+    with pytest.raises(
+        ConfigurationError, match=r"data.groups: groups would be ignored by the partition HonestOnly"
+    ):
+        TensorData(features, labels, groups=groups, partition=HonestOnly(IID(), 1))

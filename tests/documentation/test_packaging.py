@@ -10,12 +10,14 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from command_line import TINY
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,3 +186,26 @@ def test_the_packages_of_the_readmes_command_suffice_to_collect_the_tests():
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [x.name for x in node.names])
     }
     assert not {(path, name) for path, name in imports if name in others - {"fl_lightning"}}
+
+
+@pytest.mark.parametrize("version", ["2.6.1", "2.6.2", "2.6.3", "2.6.5"])
+def test_versions_with_malware_or_code_in_checkpoints_are_excluded(version):
+    lightning = requirements()["lightning"]
+    assert not lightning.contains(version)
+    assert lightning.contains("2.6.6")
+
+
+def test_the_page_on_reliability_states_the_bounds_of_the_requirements():
+    rows = re.findall(r"(?m)^\| `([\w-]+)` \| ([\d.]+) \|", (ROOT / "docs" / "reliability.md").read_text())
+    assert len(rows) == 6
+    assert {name: f">={bound}" for name, bound in rows} == {
+        name: str(requirements()[name]) for name, _ in rows
+    }
+
+
+def requirements():
+    """The versions that ``pyproject.toml`` accepts, by package."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = settings["project"]["optional-dependencies"].values()
+    lines = [*settings["build-system"]["requires"], *settings["project"]["dependencies"], *chain(*extras)]
+    return {line.name: line.specifier for line in map(Requirement, lines)}

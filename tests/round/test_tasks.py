@@ -161,7 +161,8 @@ def test_predictions_smaller_than_the_labels_are_written_in_their_size(tmp_path)
 def test_targets_that_are_numbers_need_a_task_but_probabilities_do_not():
     scores, task = torch.zeros(4, 3), Classification()
     with pytest.raises(
-        ConfigurationError, match=r"^model\.task: .* targets \[4\] are torch\.float32; set model\.task"
+        ConfigurationError,
+        match=r"^model\.task: .* targets \[4\] are torch\.float32; write labels as integers .* or set model\.task",
     ):
         task.loss(scores, torch.zeros(4))
     assert task.loss(scores, torch.full((4, 3), 1 / 3)).isfinite()

@@ -255,3 +255,16 @@ def test_environment_record_names_versions_and_commit(tmp_path, monkeypatch):
     assert describe_environment()["git_commit"] == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "")
     assert describe_environment()["git_commit"] is None
+
+
+@pytest.mark.parametrize("link", ["runs/mine", "runs"])
+def test_a_link_to_a_missing_folder_is_named(link, tmp_path):
+    (tmp_path / link).parent.mkdir(exist_ok=True)
+    (tmp_path / link).symlink_to("/nowhere/scratch")
+    root = tmp_path / "runs" / "mine"
+    with pytest.raises(ConfigurationError) as error:
+        RunDirectory(root, "1234-s0").new_attempt()
+    assert str(error.value) == (
+        f"{root / '1234-s0'} cannot be written: {tmp_path / link} is a link to /nowhere/scratch, which does not exist; "
+        "free space or choose another folder"
+    )

@@ -258,7 +258,7 @@ def test_a_caption_names_the_options_that_decide():
 @pytest.mark.slow
 def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/acuracy": "test too"})
-    line = "metrics: no run can have test/acuracy; did you mean test/accuracy?; every name has one of accuracy, loss"
+    line = "metrics: no run can have test/acuracy; did you mean test/accuracy?; every number has one of accuracy, loss in its name"
     assert message_of(capsys, lambda: study("--dry-run")) == f"error: {line}\n"
     assert ran == []
 

@@ -78,6 +78,8 @@ class Run:
         threads: int | None = None,
         **trainer: Any,
     ) -> None:
+        if not isinstance(module, FederatedModule):
+            raise ConfigurationError(f"module: {type(module).__name__}; give a FederatedModule(model, ...)")
         if threads is not None and not (type(threads) is int and 1 <= threads <= MOST_THREADS):
             raise ConfigurationError(f"threads: {threads} must be a whole number from 1 to {MOST_THREADS}")
         self.module, self.data, self.callbacks = module, data, list(callbacks)

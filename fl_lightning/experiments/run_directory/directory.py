@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import locked, unwritable, user_path
+from fl_lightning.files import broken_link, locked, unwritable, user_path
 
 Config = dict[str, Any]
 """Settings of a run as in its YAML file, including defaults."""
@@ -187,10 +187,10 @@ class RunDirectory:
             path = self.root / (self.stem if number == 1 else f"{self.stem}.{number}")
             try:
                 path.mkdir(parents=True)
-            except FileExistsError:
-                number += 1
             except OSError as error:
-                raise unwritable(path, error) from error
+                if not isinstance(error, FileExistsError) or broken_link(path):
+                    raise unwritable(path, error) from error
+                number += 1
             else:
                 return Attempt(path)
 

@@ -2,11 +2,15 @@
 
 import json
 import re
+import warnings
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from pydoc import locate
 from typing import Any
+
+import torch
 
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run_directory.description import class_path
@@ -16,6 +20,7 @@ from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.choosing import metric_of, trials
 from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.found import Labels
+from fl_lightning.round.metrics import MetricSetting, make_metrics
 from fl_lightning.round.module import FederatedModule
 
 _SHIPPED = ("fl_lightning.", "lightning.")
@@ -113,7 +118,7 @@ def logged(cell: Cell, state: State) -> set[str]:
     return set()
 
 
-def texts(module: FederatedModule, config: Config) -> set[str]:
+def texts(module: FederatedModule, config: Config, num_classes: int | None) -> set[str]:
     """Return parts of metric names, such as ``accuracy``.
 
     The name of each evaluation metric of a cell contains one of these parts. For example,
@@ -124,7 +129,17 @@ def texts(module: FederatedModule, config: Config) -> set[str]:
         return {""}
     logs = chain(*(getattr(locate(class_path(entry)), "logs", ()) for entry in _callbacks(config)))
     evaluated = {name for name in logs if name.startswith(("val/", "test/"))}
-    return {*module.task.best, *module.task_metrics, *evaluated}
+    numbers = [name for name, made in module.task_metrics.items() if not _is_array(made, num_classes)]
+    return {*module.task.best, *numbers, *evaluated}
+
+
+def _is_array(setting: MetricSetting, num_classes: int | None) -> bool:
+    """Return whether a metric has several values even without samples, as a confusion matrix."""
+    with warnings.catch_warnings(), suppress(Exception):  # other metrics may need samples
+        warnings.simplefilter("ignore")
+        (metric,) = make_metrics({"": setting}, num_classes).values()
+        return torch.as_tensor(metric.compute()).numel() > 1
+    return False
 
 
 def check_columns_exist(metrics: Iterable[str], known: Collection[str]) -> None:
@@ -142,7 +157,7 @@ def check_columns_exist(metrics: Iterable[str], known: Collection[str]) -> None:
         if split in ("val", "test") and not any(text in metric for text in known):
             near = nearest(metric, [text if "/" in text else f"{split}/{text}" for text in known])
             raise ConfigurationError(
-                f"metrics: no run can have {metric}{near}; every name has one of {', '.join(sorted(known))}"
+                f"metrics: no run can have {metric}{near}; every number has one of {', '.join(sorted(known))} in its name"
             )
 
 

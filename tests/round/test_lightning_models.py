@@ -1,0 +1,110 @@
+"""A LightningModule with training code of its own is refused as the model. A LightningModule without such code is a network."""
+
+import sys
+from copy import deepcopy
+
+import lightning as L
+import pytest
+import torch
+from command_line import message_of, run
+from helpers import SGD, blobs, small_cnn, train
+from torch import nn
+
+from fl_lightning import ConfigurationError, FederatedModule, Run
+from fl_lightning.execution.vectorized import VectorizedExecutor
+
+
+class Network(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = small_cnn()
+
+    def forward(self, inputs):
+        return self.network(inputs)
+
+
+class Trains(Network):
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).square().mean()
+
+
+class Inherits(Trains):
+    pass
+
+
+class OtherPackage(nn.Module):
+    """The same base class of the package pytorch_lightning, which is not installed."""
+
+    LightningModule = type("LightningModule", (nn.Module,), {"training_step": lambda self: None})
+
+
+class TrainsThere(OtherPackage.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = small_cnn()
+
+    def training_step(self):
+        return 1.0
+
+
+WAY_OUT = (
+    "overrides LightningModule.training_step, which clients never call; give its network as model, its loss as loss and its "
+    "optimizer as client_optimizer"
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Trains, "Trains"),
+        (Inherits, "Inherits"),
+        (TrainsThere, "TrainsThere"),
+        (lambda: nn.Sequential(Trains(), nn.Identity()), "Trains"),
+        (lambda: nn.Sequential(nn.Sequential(Network(), Inherits())), "Inherits"),
+        (lambda: FederatedModule(small_cnn(), SGD, local_steps=1), "FederatedModule"),
+    ],
+)
+def test_a_training_step_that_would_be_ignored_is_refused(make, name):
+    with pytest.raises(ConfigurationError) as error:
+        FederatedModule(make(), SGD, local_steps=1)
+    assert str(error.value) == f"model: {name} {WAY_OUT}"
+
+
+def test_a_run_from_python_refuses_a_module_that_is_not_federated(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"module: Trains; give a FederatedModule"):
+        Run(Trains(), blobs(), run_root=tmp_path)
+
+
+CODE = """
+import lightning as L
+from torch import nn
+
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        return None
+"""
+
+
+def test_the_command_line_refuses_the_class(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lit.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = message_of(capsys, lambda: run("--model.model", "lit.Lit"))
+    sys.modules.pop("lit")
+    assert line == f"error: model: Lit {WAY_OUT}\n"
+
+
+@pytest.mark.parametrize("executor", [None, VectorizedExecutor()])
+def test_a_lightning_module_without_a_training_step_trains_as_its_network(executor):
+    plain = small_cnn()
+    wrapped = Network()
+    wrapped.network = deepcopy(plain)
+    expected = train(plain, blobs(), 2)
+    found = train(wrapped, blobs(), 2, executor=executor)
+    assert all(
+        torch.allclose(found[f"network.{name}"], value, atol=1e-12) for name, value in expected.items()
+    )
