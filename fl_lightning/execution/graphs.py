@@ -169,10 +169,12 @@ class GraphExecutor(SequentialExecutor):
         if self._instead is None:
             try:
                 return self._replayed(module, cohort, batch, list(rows))
-            except _NotRecordable as reason:
-                self._drop()
-                self._instead = VectorizedExecutor(where_possible=True)
-                _log.warning("no CUDA graphs, VectorizedExecutor computes the local steps: %s", reason)
+            except (_NotRecordable, torch.OutOfMemoryError) as error:
+                reason = str(error).partition("\n")[0]
+            self._drop()
+            torch.cuda.empty_cache()
+            self._instead = VectorizedExecutor(where_possible=True)
+            _log.warning("no CUDA graphs, VectorizedExecutor computes the local steps: %s", reason)
         return self._instead.backward(module, cohort, batch, rows)
 
     def _replayed(
@@ -251,6 +253,8 @@ class GraphExecutor(SequentialExecutor):
                 replay = self._lanes.record(
                     lambda: loss.copy_(self._passes(module, cohort, row, client.batch)), lane
                 )
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise _NotRecordable(_cause(module.model, error)) from error
         return _Graph(replay, loss, lane, draws, cohort.left_out(row))

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -164,3 +165,25 @@ def test_a_graph_that_computes_something_else_is_found(monkeypatch, caplog):
     found = outcome(small_cnn(), blobs(), RecordingExecutor())
     assert distance(reference, found) == 0
     assert "of a replayed local step of Sequential differ" in caplog.text
+
+
+def test_without_memory_for_graphs_the_vectorized_executor_computes_the_run(monkeypatch, caplog):
+    record = RecordedCalls.record
+
+    def full(self, passes, lane):
+        if self.recorded == 2:  # before any client of the step has changed
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand advice")
+        return record(self, passes, lane)
+
+    monkeypatch.setattr(RecordedCalls, "record", full)
+    reference = outcome(small_cnn(), blobs(), VectorizedExecutor())
+    assert distance(reference, outcome(small_cnn(), blobs(), RecordingExecutor())) == 0
+    assert caplog.text.count("local steps: CUDA out of memory. Tried to allocate 2 GiB\n") == 1
+
+
+def test_mutation_a_failure_after_a_client_has_stepped_changes_the_run(monkeypatch):
+    monkeypatch.setattr(graphs, "_unchanged", lambda cohort, row: nullcontext())
+    monkeypatch.setattr(RecordedCalls, "record", lambda *args: lambda: None)
+    reference = outcome(small_cnn(), blobs(), VectorizedExecutor(), check_first_steps=False)
+    found = outcome(small_cnn(), blobs(), RecordingExecutor(), check_first_steps=False)
+    assert distance(reference, found) > 1e-6
