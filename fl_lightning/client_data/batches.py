@@ -50,11 +50,13 @@ class BatchStack:
         """Return the batches as one tree of stacked tensors ``[C, b, ...]``.
 
         Raises:
-            CannotVectorize: The clients' batches differ in shape.
+            CannotVectorize: The clients' batches differ in shape, or have parts that are no tensors.
         """
         if self._stack is None:
             assert self._batches is not None
             flat = [tree_flatten(batch) for batch in self._batches]
+            for part in (part for leaves, _ in flat for part in leaves if not isinstance(part, torch.Tensor)):
+                raise CannotVectorize(f"the clients' batches have a {type(part).__name__} beside tensors")
             require_one([tuple(tuple(leaf.shape) for leaf in leaves) for leaves, _ in flat])
             columns = zip(*(leaves for leaves, _ in flat), strict=True)
             self._stack = tree_unflatten([torch.stack(column) for column in columns], flat[0][1])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
@@ -154,6 +154,7 @@ class GraphExecutor(SequentialExecutor):
         self._graphs: dict[Any, _Graph] = {}
         self._places: dict[Any, list[Tensor]] = {}
         self._blocks: list[Tensor] = []
+        self._layers: list[nn.Module] = []
         self._settings: tuple[Any, ...] = ()
 
     def clients_together(self, clients: int) -> int | None:
@@ -169,7 +170,7 @@ class GraphExecutor(SequentialExecutor):
         if self._instead is None:
             try:
                 return self._replayed(module, cohort, batch, list(rows))
-            except (_NotRecordable, torch.OutOfMemoryError) as error:
+            except (_NotRecordable, CannotVectorize, torch.OutOfMemoryError) as error:
                 reason = str(error).partition("\n")[0]
             self._drop()
             torch.cuda.empty_cache()
@@ -211,17 +212,16 @@ class GraphExecutor(SequentialExecutor):
 
     def _conditions(self, module: ClientTask, cohort: RoundCohort) -> Any:
         """Return everything outside of the rows and batches that the Python code of layers may read."""
-        layers = list(module.model.modules())
-        if cohort.step == 0 or not self._settings:
-            self._settings = tuple(value for layer in layers for value in _plain(layer))
-        return tuple(cohort.trained_names), tuple(layer.training for layer in layers), self._settings
+        if cohort.step == 0 or not self._layers:
+            self._layers = list(module.model.modules())
+            settings = tuple(value for layer in self._layers for value in _plain(layer))
+            self._settings = tuple(cohort.trained_names), settings
+        return tuple(layer.training for layer in self._layers), self._settings
 
     def _fill(
         self, cohort: RoundCohort, batch: BatchStack, rows: list[int], conditions: Any
     ) -> list[_Client]:
         """Copy the batches to fixed places."""
-        if odd := next((x for x in tree_leaves(batch.batches()) if not isinstance(x, Tensor)), None):
-            raise _NotRecordable(f"a batch has a {type(odd).__name__} beside tensors")
         try:
             stacks = [(rows, batch.stack())]
         except CannotVectorize:
@@ -271,12 +271,12 @@ class GraphExecutor(SequentialExecutor):
         with _unchanged(cohort, client.row):
             with doing(f"computing client {cohort.client_ids[client.row]}"):
                 loss = self._client(module, cohort, client.row, client.batch)
-            computed = [("the loss", loss), *((n, x.clone()) for n, x in _results(cohort, client.row))]
+            computed = [("losses", loss), *((n, x.clone()) for n, x in _results(cohort, client.row))]
         with _unchanged(cohort, client.row):
             self._replay(module, cohort, client, graph)
             self._lanes.join([graph.lane])
             replayed = [
-                ("the loss", graph.loss.clone()),
+                ("losses", graph.loss.clone()),
                 *((n, x.clone()) for n, x in _results(cohort, client.row)),
             ]
         norm = max(float(x.double().norm()) for name, x in computed if name == "gradients")
@@ -325,9 +325,8 @@ def _unchanged(cohort: RoundCohort, row: int) -> Iterator[None]:
 
 def _cause(model: nn.Module, error: BaseException) -> str:
     """Describe why recording has failed: the line of code, and PyTorch's reason."""
-    while isinstance(
-        error.__context__, RuntimeError
-    ):  # the first error; leaving the recording raises another
+    # find the first error: leaving the recording raises another one
+    while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     frames = traceback.extract_tb(error.__traceback__)
     place = [x for x in frames if not x.filename.startswith(_TORCH)][-1]

@@ -7,13 +7,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from contract import EVERY_ROW, run
-from helpers import blobs, distance, small_cnn
+from helpers import SGD, blobs, distance, fit, small_cnn
 from outcomes import outcome
 from recorded_calls import RecordedCalls, RecordingExecutor
 from torch import nn
 
-from fl_lightning import FederatedCallback, SequentialExecutor, VectorizedExecutor
+from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FixBN
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.execution import graphs
 
 
@@ -138,6 +139,23 @@ REFUSED = {
     "a count": (Counts, "of a replayed local step of Counts differ"),
     "a random number that is read": (Random, "Random: .*: operation not permitted"),
 }
+
+
+class IgnoresNames(FederatedModule):
+    def client_loss(self, batch):
+        return super().client_loss(batch[:2])
+
+
+def test_batches_with_other_parts_than_tensors_are_computed(caplog, monkeypatch):
+    data = blobs()
+    drawn = data.cohort_batch
+    named = lambda *args: BatchStack(batches=[(*batch, "name") for batch in drawn(*args).batches()])
+    monkeypatch.setattr(data, "cohort_batch", named)
+    module = IgnoresNames(
+        small_cnn(), SGD, local_steps=2, executor=RecordingExecutor(), check_first_steps=False
+    )
+    fit(module, data, 2)
+    assert "local steps: the clients' batches have a str beside tensors" in caplog.text
 
 
 @pytest.mark.parametrize("name", REFUSED)
