@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from contract import EVERY_ROW, run
-from helpers import SGD, blobs, distance, fit, small_cnn
-from outcomes import outcome
+from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
+from outcomes import MOMENTUM, assert_same, outcome, states
 from recorded_calls import RecordedCalls, RecordingExecutor
 from torch import nn
 
@@ -49,6 +49,21 @@ def test_replayed_steps_equal_computed_ones(name, caplog):
 
     assert distance(trained(eager()), trained(RecordingExecutor())) == 0
     assert "no CUDA graphs" not in caplog.text
+
+
+def test_replayed_steps_equal_computed_ones_on_two_ranks():
+    assert_same(states(1, executor=eager()), states(2, executor=RecordingExecutor()))
+
+
+def test_a_resumed_run_records_anew_and_equals_the_whole_run(tmp_path):
+    def trained(rounds, **settings):
+        model = small_cnn("bn", dropout=0.5)
+        module = FederatedModule(model, MOMENTUM, local_steps=3, executor=RecordingExecutor())
+        fit(module, blobs(), rounds, [FixBN(freeze_round=3), SaveRounds(tmp_path)], **settings)
+        return module.state_dict()
+
+    whole = trained(5)
+    assert distance(whole, trained(5, ckpt_path=tmp_path / "2.ckpt")) == 0
 
 
 def test_later_steps_run_no_python_code_of_the_model():
