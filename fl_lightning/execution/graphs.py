@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
@@ -243,7 +243,7 @@ class GraphExecutor(SequentialExecutor):
     def _record(self, module: ClientTask, cohort: RoundCohort, client: _Client) -> _Graph:
         """Compute a client's passes once, as a warm-up, and then record the passes."""
         row = client.row
-        with _unchanged(cohort, row):
+        with _unchanged(cohort, client):
             self._lanes.seed(_seed(module, cohort, row))
             loss = self._passes(module, cohort, row, client.batch).clone()
             draws = self._lanes.has_drawn()
@@ -268,11 +268,11 @@ class GraphExecutor(SequentialExecutor):
     def _compare(self, module: ClientTask, cohort: RoundCohort, client: _Client) -> None:
         """Compare a replay with a computation, for the current batch and state."""
         graph = self._graphs[client.key]
-        with _unchanged(cohort, client.row):
+        with _unchanged(cohort, client):
             with doing(f"computing client {cohort.client_ids[client.row]}"):
                 loss = self._client(module, cohort, client.row, client.batch)
             computed = [("losses", loss), *((n, x.clone()) for n, x in _results(cohort, client.row))]
-        with _unchanged(cohort, client.row):
+        with _unchanged(cohort, client):
             self._replay(module, cohort, client, graph)
             self._lanes.join([graph.lane])
             replayed = [
@@ -313,9 +313,10 @@ def _results(cohort: RoundCohort, row: int) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _unchanged(cohort: RoundCohort, row: int) -> Iterator[None]:
-    """Restore a client's parameters and buffers at the end of the ``with`` block."""
-    saved = [(x, x.clone()) for name, x in _results(cohort, row) if name != "gradients"]
+def _unchanged(cohort: RoundCohort, client: _Client) -> Iterator[None]:
+    """Restore a client's parameters, buffers and batch at the end of the ``with`` block."""
+    state = [x for name, x in _results(cohort, client.row) if name != "gradients"]
+    saved = [(x, x.clone()) for x in (*state, *tree_leaves(client.batch))]
     try:
         yield
     finally:

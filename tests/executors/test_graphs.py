@@ -116,6 +116,22 @@ def test_mutation_without_conditions_a_changed_number_is_missed(monkeypatch):
     assert distance(reference, found) > 1e-3
 
 
+class Shifts(nn.Sequential):
+    """Changes its input in place."""
+
+    def forward(self, x):
+        return super().forward(x.sub_(1.0))
+
+
+def test_inputs_that_change_in_place_are_filled_again_in_every_step(caplog):
+    found = [
+        outcome(Shifts(*small_cnn()), blobs(), executor, rounds=3, check_first_steps=False)
+        for executor in (eager(), RecordingExecutor())
+    ]
+    assert distance(*found) == 0
+    assert "no CUDA graphs" not in caplog.text
+
+
 class Draws(nn.Sequential):
     def forward(self, x):
         return super().forward(x + 0.1 * torch.randn_like(x))
@@ -215,7 +231,7 @@ def test_without_memory_for_graphs_the_vectorized_executor_computes_the_run(monk
 
 
 def test_mutation_a_failure_after_a_client_has_stepped_changes_the_run(monkeypatch):
-    monkeypatch.setattr(graphs, "_unchanged", lambda cohort, row: nullcontext())
+    monkeypatch.setattr(graphs, "_unchanged", lambda cohort, client: nullcontext())
     monkeypatch.setattr(RecordedCalls, "record", lambda *args: lambda: None)
     reference = outcome(small_cnn(), blobs(), VectorizedExecutor(), check_first_steps=False)
     found = outcome(small_cnn(), blobs(), RecordingExecutor(), check_first_steps=False)
