@@ -1,11 +1,9 @@
 """The executor that replays each client's passes as a CUDA graph."""
 
 import logging
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +14,12 @@ from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, doing
 from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.execution.cuda_graphs import LANES, CudaGraphs, NotRecordable, cause_of
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
-from fl_lightning.randomness import derive_seed, seed_global
-
-_TORCH = str(Path(torch.__file__).parent)
+from fl_lightning.randomness import derive_seed
 
 _log = logging.getLogger("fl_lightning")
-
-_LANES = 8
-"""Number of streams. On an H200, more than eight save no time."""
 
 _TRIALS = 2
 """Number of first uses of a graph in which its results are compared with computed results."""
@@ -35,60 +29,6 @@ _TOLERANCE = 0.01
 
 _MOST_GRAPHS = 8
 """Largest number of graphs of a client. All graphs are dropped if there are more."""
-
-
-class CudaGraphs:
-    """Recorder of CUDA graphs. Graphs in different lanes (streams) run at the same time.
-
-    Args:
-        device: The GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._streams = [torch.cuda.Stream(device) for _ in range(_LANES)]  # type: ignore[no-untyped-call]  # torch gives it no types
-        # graphs that run at the same time cannot share memory
-        self._pools = [torch.cuda.graph_pool_handle() for _ in self._streams]
-        self._device = device
-        self._generator = torch.cuda.default_generators[device.index or 0]
-
-    def record(self, passes: Callable[[], None], lane: int) -> Callable[[], None]:
-        """Record the GPU operations of a function, and return a function that replays them."""
-        graph = torch.cuda.CUDAGraph()
-        stream, pool = self._streams[lane], self._pools[lane]
-        try:
-            # thread_local: threads of data loaders may use the GPU meanwhile
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                passes()
-        except RuntimeError:
-            # after a failure, PyTorch's generator still expects to be recorded, and could draw no number
-            self._generator.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())
-            raise
-        return graph.replay
-
-    @contextmanager
-    def lane(self, lane: int) -> Iterator[None]:
-        """Run the GPU operations of the ``with`` block in a lane, after all earlier operations."""
-        self._streams[lane].wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._streams[lane]):
-            yield
-
-    def join(self, lanes: Sequence[int]) -> None:
-        """Let later GPU operations wait for the operations in some lanes."""
-        for lane in lanes:
-            torch.cuda.current_stream().wait_stream(self._streams[lane])
-
-    def seed(self, seed: int) -> None:
-        """Seed PyTorch's generators of the CPU and the GPU."""
-        seed_global(seed, self._device)
-        self._seeded = torch.default_generator.get_state()
-
-    def has_drawn(self) -> bool:
-        """Return whether random numbers of the GPU were drawn since :meth:`seed`."""
-        if not torch.equal(torch.default_generator.get_state(), self._seeded):
-            raise _NotRecordable(
-                "the forward pass draws random numbers of the CPU; draw them on the inputs' device"
-            )
-        return self._generator.get_offset() > 0
 
 
 @dataclass
@@ -107,10 +47,6 @@ class _Client(NamedTuple):
     row: int
     batch: Any
     key: Any
-
-
-class _NotRecordable(Exception):
-    """The reason why a client's passes cannot be replayed."""
 
 
 class GraphExecutor(SequentialExecutor):
@@ -170,7 +106,7 @@ class GraphExecutor(SequentialExecutor):
         if self._instead is None:
             try:
                 return self._replayed(module, cohort, batch, list(rows))
-            except (_NotRecordable, CannotVectorize, torch.OutOfMemoryError) as error:
+            except (NotRecordable, CannotVectorize, torch.OutOfMemoryError) as error:
                 reason = str(error).partition("\n")[0]
             self._drop()
             torch.cuda.empty_cache()
@@ -248,7 +184,7 @@ class GraphExecutor(SequentialExecutor):
             loss = self._passes(module, cohort, row, client.batch).clone()
             draws = self._lanes.has_drawn()
             # graphs that draw cannot overlap, because the generator's seed is at one place in memory
-            lane = 0 if draws else row % _LANES
+            lane = 0 if draws else row % LANES
             try:
                 replay = self._lanes.record(
                     lambda: loss.copy_(self._passes(module, cohort, row, client.batch)), lane
@@ -256,7 +192,7 @@ class GraphExecutor(SequentialExecutor):
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                raise _NotRecordable(_cause(module.model, error)) from error
+                raise NotRecordable(cause_of(module.model, error)) from error
         return _Graph(replay, loss, lane, draws, cohort.left_out(row))
 
     def _replay(self, module: ClientTask, cohort: RoundCohort, client: _Client, graph: _Graph) -> None:
@@ -285,7 +221,7 @@ class GraphExecutor(SequentialExecutor):
             same = (first == second) | (first.isnan() & second.isnan())
             off = float(torch.where(same, 0.0, first - second).norm())
             if not off <= _TOLERANCE * float(first.norm()) + 1e-4 * norm * (name == "gradients"):
-                raise _NotRecordable(
+                raise NotRecordable(
                     f"{name} of a replayed local step of {type(module.model).__name__} differ from computed ones"
                 )
 
@@ -322,13 +258,3 @@ def _unchanged(cohort: RoundCohort, client: _Client) -> Iterator[None]:
     finally:
         for place, value in saved:
             place.copy_(value)
-
-
-def _cause(model: nn.Module, error: BaseException) -> str:
-    """Describe why recording has failed: the line of code, and PyTorch's reason."""
-    # find the first error: leaving the recording raises another one
-    while isinstance(error.__context__, RuntimeError):
-        error = error.__context__
-    frames = traceback.extract_tb(error.__traceback__)
-    place = [x for x in frames if not x.filename.startswith(_TORCH)][-1]
-    return f"{type(model).__name__}: {place.line} ({Path(place.filename).name}, line {place.lineno}): {str(error).splitlines()[0]}"
