@@ -6,7 +6,8 @@ from dataclasses import replace
 import lightning as L
 import yaml
 
-from fl_lightning.batch_norm.kinds import KINDS, state_label
+from fl_lightning.batch_norm.kinds import KINDS, STATISTICS, state_label
+from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.cohort.parts import match_parts
 from fl_lightning.console import print_table
 from fl_lightning.experiments.run_directory.continuation import Start
@@ -123,7 +124,7 @@ class RunStart(L.Callback):
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
     """Print the policy. Print the executor and compilation if the run has chosen them."""
     rows = {
-        state_label(kind): f"{stages_in_words(stages)}{_tensors(module, kind)}"
+        state_label(kind): _with_modes(module, kind, f"{stages_in_words(stages)}{_tensors(module, kind)}")
         for kind, stages in policy.items()
     }
     print_table("State of the model", rows)
@@ -135,6 +136,17 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
         rows["compiled" if compilation.compiled else "not compiled"] = compilation.reason
     if rows:
         print_table("Executor", rows)
+
+
+def _with_modes(module: FederatedModule, kind: str, stages: str) -> str:
+    """Add the number of BN layers by mode, if some layers are in eval mode."""
+    layers = [x for x in batch_norm_layers(module.model).values() if x.running_mean is not None]
+    resting = sum(layer not in module.tracking_layers for layer in layers)
+    if kind not in STATISTICS or not resting:
+        return stages
+    trained = len(layers) - resting
+    words = f"{stages} ({trained} layer{'s' * (trained > 1)}), " if trained else ""
+    return f"{words}in eval mode ({resting})"
 
 
 def _tensors(module: FederatedModule, kind: str) -> str:
