@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fl_lightning.batch_norm.freezing import freeze_statistics
-from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.cohort.parts import treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
@@ -94,7 +94,7 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
         executor = run.executor if joint is None else joint_executor(joint)
         rows = part.begin_step(step)
         with doing(f"round {cohort.round}, local step {step + 1}"):
-            executor.backward(run, part, batch, rows)
+            executor.backward(run, part, batch.map(copied), rows)
         rate = rate or _rate(part)
         for group in part.optimizer.param_groups:
             group["lr"] = rate
@@ -129,7 +129,7 @@ def _by_torch(
                 layer.key.copy_(key)
         seed_global(derive_seed(run.seed, "model", cohort.round, client, step), run.device)
         with doing("plain PyTorch, in the check of the first steps"):
-            client_losses(run, batch.batches()[row])[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+            client_losses(run, copied(batch.batches()[row]))[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         optimizer.step()
         optimizer.zero_grad()
 
