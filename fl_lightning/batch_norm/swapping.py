@@ -113,13 +113,11 @@ def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
             layer.training, layer.track_running_stats = training, tracking
 
 
-def overriding_train(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that override ``train``, but no modules inside of such a module."""
+def overriding_train(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that override ``train``, without modules inside of such a module."""
     if getattr(module.train, "__func__", None) is not nn.Module.train:
-        yield module
-    else:
-        for child in module.children():
-            yield from overriding_train(child)
+        return [module]
+    return [layer for child in module.children() for layer in overriding_train(child)]
 
 
 @contextmanager
@@ -133,7 +131,7 @@ def evaluating(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     Yield the original values of the changed tensors by name.
     """
     modes = {module: module.training for module in model.modules()}
-    overriding = [*overriding_train(model)]
+    overriding = overriding_train(model)
     tensors = [*model.named_parameters(), *model.named_buffers()] if overriding else []
     before = [(name, x, x.data, x.detach().clone()) for name, x in tensors if not is_lazy(x)]
     merged = []

@@ -681,6 +681,9 @@ class FederatedModule(Recorded, L.LightningModule):
         self._eval_mode.close()
         self.merged = {}
 
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+    on_test_model_train = on_validation_model_train
+
     def refuse_merged(self, user: str, tensors: Mapping[str, Tensor]) -> None:
         """Check that an evaluation with other weights has no layer that has merged the server's.
 
@@ -694,9 +697,6 @@ class FederatedModule(Recorded, L.LightningModule):
                     f"{user}: eval() changes {next(iter(self.merged))!r} of the model {type(self.model).__name__}, which would be "
                     f"evaluated without the other {name!r} of {user}; use layers that merge no weights in eval()"
                 )
-
-    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
-    on_test_model_train = on_validation_model_train
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation of the server model, and measure its duration."""

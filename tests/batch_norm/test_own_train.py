@@ -257,8 +257,8 @@ def test_frozen_statistics_do_not_wake_a_layer_in_eval_mode():
     ("make", "words"),
     [
         (NormEval, "averaged (1 layer), in eval mode (1)"),
-        (Frozen, "in eval mode (2)"),
-        (lambda: small_cnn().eval(), "in eval mode (2)"),
+        (Frozen, "averaged (0 layers), in eval mode (2)"),
+        (lambda: small_cnn().eval(), "averaged (0 layers), in eval mode (2)"),
         (small_cnn, "averaged"),
     ],
 )

@@ -124,7 +124,7 @@ class RunStart(L.Callback):
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
     """Print the policy. Print the executor and compilation if the run has chosen them."""
     rows = {
-        state_label(kind): _with_modes(module, kind, f"{stages_in_words(stages)}{_tensors(module, kind)}")
+        state_label(kind): f"{stages_in_words(stages)}{_tensors(module, kind)}"
         for kind, stages in policy.items()
     }
     print_table("State of the model", rows)
@@ -138,18 +138,11 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
         print_table("Executor", rows)
 
 
-def _with_modes(module: FederatedModule, kind: str, stages: str) -> str:
-    """Add the number of BN layers by mode, if some layers are in eval mode."""
-    layers = [x for x in batch_norm_layers(module.model).values() if x.running_mean is not None]
-    resting = sum(layer not in module.tracking_layers for layer in layers)
-    if kind not in STATISTICS or not resting:
-        return stages
-    trained = len(layers) - resting
-    words = f"{stages} ({trained} layer{'s' * (trained > 1)}), " if trained else ""
-    return f"{words}in eval mode ({resting})"
-
-
 def _tensors(module: FederatedModule, kind: str) -> str:
+    layers = [x for x in batch_norm_layers(module.model).values() if x.running_mean is not None]
+    trained = sum(layer in module.tracking_layers for layer in layers)
+    if kind in STATISTICS and trained < len(layers):
+        return f" ({trained} layer{'s' * (trained != 1)}), in eval mode ({len(layers) - trained})"
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])
