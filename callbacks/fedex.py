@@ -299,8 +299,8 @@ def held_out_losses(pl_module: FederatedModule, cohort: Cohort, rows: Sequence[i
         (batch,) = pl_module.data.cohort_batch([client], [position]).batches()
         state = {**cohort.params.row(row), **cohort.buffers.row(row)}
         seed = derive_seed(pl_module.seed, "FedEx loss", cohort.round, client)
-        with seeded(seed), pl_module.slots.filled(state):
+        # evaluating last: layers that merge weights in eval mode must merge the client's
+        with seeded(seed), pl_module.slots.filled(state), evaluating(pl_module.model):
             return pl_module.client_loss(pl_module.on_device(batch)).double()
 
-    with evaluating(pl_module.model):
-        return torch.stack([loss(row) for row in rows])
+    return torch.stack([loss(row) for row in rows])

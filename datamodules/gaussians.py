@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from fl_lightning.client_data.batches import copied
 from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.in_memory import EpochSampler
@@ -100,7 +101,7 @@ class Gaussians(FederatedDataModule):
     def _evaluation_loader(self, purpose: str) -> DataLoader[Batch]:
         labels = torch.arange(len(self.centres)).repeat_interleave(self.eval_samples_per_class)
         points = sample_points(labels, self.centres, self.std, generator(self.seed, purpose))
-        return DataLoader([points], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
+        return DataLoader([points], batch_size=None, collate_fn=copied)  # type: ignore[arg-type]  # a list is a map-style dataset
 
 
 class GaussianClient(ClientDataModule):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.client_data.federated import ClientDataModule
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.datamodules.distribution import Distribution, PartitionedDataModule, images_at
@@ -230,7 +230,7 @@ class InMemorySamples(PartitionedDataModule):
     def _evaluation_loader(self, images: Any) -> DataLoader[Batch]:
         size = self.eval_batch_size
         batches = [slice(x, min(x + size, len(images))) for x in range(0, len(images), size)]
-        return DataLoader(images, sampler=batches, batch_size=None)
+        return DataLoader(images, sampler=batches, batch_size=None, collate_fn=copied)
 
 
 class InMemoryDataModule(InMemorySamples):

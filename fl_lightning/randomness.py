@@ -48,13 +48,15 @@ def permutation(n: int, seed: int, purpose: str, *coordinates: int) -> Tensor:
 
 
 def seed_global(seed: int, device: torch.device) -> None:
-    """Seed only torch's generators of the CPU and of ``device``.
+    """Seed the global generators of numpy, of Python, and of torch for the CPU and ``device``.
 
     This is faster than ``torch.manual_seed``, which seeds all devices.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 _has_accelerator = cache(torch.accelerator.is_available)
@@ -62,12 +64,9 @@ _has_accelerator = cache(torch.accelerator.is_available)
 
 def seed_everything(seed: int) -> None:
     """Seed the global generators of torch (all devices), numpy and Python from one integer."""
-    if _has_accelerator():
+    seed_global(seed, torch.device("cpu"))
+    if _has_accelerator():  # without an accelerator, torch.manual_seed would only be slow
         torch.manual_seed(seed)
-    else:  # torch.manual_seed would be slow: it stores a traceback for each device
-        torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 @contextmanager

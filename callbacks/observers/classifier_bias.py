@@ -125,7 +125,9 @@ class ClassifierBias(FederatedCallback):
         with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
             self._log(pl_module, split)
             if models:  # no models are stored if ``mean_of`` is 1
-                with slots.filled(_mean(models, pl_module.model.state_dict())):
+                mean = _mean(models, pl_module.model.state_dict())
+                pl_module.refuse_merged(type(self).__name__, mean)
+                with slots.filled(mean):
                     self._log(pl_module, split, "_mean_model")
 
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fl_lightning import Dropout, FederatedModule
 from fl_lightning.batch_norm import averaging_by, batch_norm_layers, evaluating, has_statistics, mean_of_all
-from fl_lightning.client_data import BatchStack
+from fl_lightning.client_data import BatchStack, copied
 from fl_lightning.cohort import Cohort, RoundCohort, StateSlots
 from fl_lightning.execution import Executor, SequentialExecutor, VectorizedExecutor, joint_executor
 
@@ -71,7 +71,7 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
                 if rows != everyone:
                     part = BatchStack(batches=[batches.batches()[row] for row in rows])
                 if rows:
-                    _executor(pl_module).backward(pl_module, clients, part, rows)
+                    _executor(pl_module).backward(pl_module, clients, part.map(copied), rows)
 
             ranks.exchange(compute)
             if not joint:

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from fl_lightning.batch_norm.layers import batch_norm_layers, require_batch_norm
 from fl_lightning.errors import ConfigurationError
@@ -112,13 +113,36 @@ def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
             layer.training, layer.track_running_stats = training, tracking
 
 
+def overriding_train(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that override ``train``, without modules inside of such a module."""
+    if getattr(module.train, "__func__", None) is not nn.Module.train:
+        return [module]
+    return [layer for child in module.children() for layer in overriding_train(child)]
+
+
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set a model to eval mode until the ``with`` block ends, then restore every module's mode."""
+def evaluating(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Set a model to eval mode until the ``with`` block ends, then restore every module's mode.
+
+    If a module overrides ``train``, the mode is restored by a call of ``train``. Such a module may
+    also change tensors. For example, LoRA layers merge weights in eval mode. These tensors are
+    restored bit for bit.
+
+    Yield the original values of the changed tensors by name.
+    """
     modes = {module: module.training for module in model.modules()}
+    overriding = overriding_train(model)
+    tensors = [*model.named_parameters(), *model.named_buffers()] if overriding else []
+    before = [(name, x, x.data, x.detach().clone()) for name, x in tensors if not is_lazy(x)]
+    merged = []
     try:
         model.eval()
-        yield
+        merged = [each for each in before if not torch.equal(each[1].nan_to_num(), each[3].nan_to_num())]
+        yield {name: value for name, _, _, value in merged}
     finally:
+        for module in overriding:
+            module.train(modes[module])
         for module, training in modes.items():
             module.training = training
+        for _, tensor, place, value in merged:
+            tensor.data = place.copy_(value)

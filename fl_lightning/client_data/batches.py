@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from fl_lightning.errors import CannotVectorize, doing
 
@@ -87,8 +87,13 @@ def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequ
     batches = []
     for client_id, step in zip(client_ids, steps, strict=True):
         with doing(f"drawing the batch of client {client_id}"):
-            batches.append(source(client_id).train_batch(step))
+            batches.append(copied(source(client_id).train_batch(step)))
     return BatchStack(batches=batches)
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch with copies of the tensors, because a forward pass may change its inputs."""
+    return tree_map_only(torch.Tensor, torch.clone, batch)
 
 
 def require_one(shapes: Iterable[Any]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import nn
@@ -173,11 +174,13 @@ def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iter
         "accumulated_recompile_limit": 1_000_000,
         "fail_on_recompile_limit_hit": True,
     }
-    eager_draws = {"fallback_random": True}  # draw the same random numbers as without compilation
+    draws = {"fallback_random": True}  # draw the same random numbers as without compilation
     before = model._compiled_call_impl
     model._compiled_call_impl = compiled
     try:
-        with torch._dynamo.config.patch(settings), torch._inductor.config.patch(eager_draws):
+        with torch._dynamo.config.patch(settings), torch._inductor.config.patch(draws), catch_warnings():
+            # the compiler itself reads this attribute, and fails if warnings are errors
+            filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise ConfigurationError(

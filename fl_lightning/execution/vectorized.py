@@ -63,7 +63,8 @@ class VectorizedExecutor(Executor):
             one_by_one = False
             try:
                 stack = self._stacked(batch)
-                part = stack if size == len(rows) else tree_map(lambda x: x[done : done + size], stack)  # noqa: B023  # used at once
+                # clone: a block that is repeated needs the same batch
+                part = tree_map(lambda x: x[done : done + size].clone(), stack)  # noqa: B023  # used at once
                 ids = [cohort.client_ids[row] for row in (rows[done], rows[done + size - 1])]
                 with doing(f"computing clients {ids[0]} to {ids[1]} at once"):
                     losses.append(self._block(module, cohort, part, rows[done : done + size]))

@@ -48,15 +48,15 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     report or remain, the round is skipped. In a skipped round, ``on_round_skipped(trainer,
     pl_module)`` is called instead of the remaining hooks.
 
-    Before each hook, torch's global generator is seeded from the run's seed, the class, the hook,
-    the round and the step. Random numbers therefore do not depend on the executor, on earlier draws
+    Before each hook, the global generators of torch, NumPy and Python are seeded from the run's seed,
+    the class, the hook, the round and the step. Random numbers therefore do not depend on the executor, on earlier draws
     or on a resume. A run gives the same numbers on one rank and on several ranks if hooks follow
     these rules:
 
     - Four hooks get the entire cohort: ``on_round_start``, ``on_before_aggregate``,
       ``on_after_aggregate`` and ``on_round_end``. The four hooks and Lightning's hooks must do the
       same on every rank. These hooks must therefore not use clocks or rank numbers, and must draw
-      random numbers only from torch's global generator.
+      random numbers only from the global generators.
     - Two hooks get only the rows of their rank: ``on_after_local_backward`` and
       ``on_local_step_end``. ``cohort.rows`` has the indices of the rows. A rank may have no rows.
       The two hooks may change only these rows. They must not call ``cohort.mean``, which would

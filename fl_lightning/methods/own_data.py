@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batch_norm.moments import merge_, moments
 from fl_lightning.batch_norm.swapping import batch_statistics
+from fl_lightning.client_data.batches import copied
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
 
@@ -47,8 +47,8 @@ def adapted_state(
         for batch in loader:
             batch = pl_module.on_device(batch)
             batch = batch[0] if isinstance(batch, list | tuple) else batch
-            # clone: autograd rejects tensors that a loader has cached in inference mode
-            yield tree_map_only(Tensor, torch.clone, batch)
+            # copy: autograd rejects tensors that a loader has cached in inference mode
+            yield copied(batch)
 
     with (
         torch.inference_mode(False),
@@ -113,7 +113,7 @@ def evaluate_client(
         if loader is None:
             return None
         for batch in loader:
-            evaluate(pl_module.on_device(batch), evaluation)
+            evaluate(copied(pl_module.on_device(batch)), evaluation)
     evaluation.finish()
     return evaluation
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batch_norm.moments import merge_, moments, total_variance
 from fl_lightning.batch_norm.swapping import batch_statistics, evaluating
+from fl_lightning.client_data.batches import copied
 from fl_lightning.execution.base import client_loss
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -186,7 +187,7 @@ def _measuring(
         # a model may draw random numbers, but must not change the global generators
         with seeded(derive_seed(pl_module.seed, "statistics pass", index)):
             for batch in batches:
-                forward(pl_module.on_device(batch))
+                forward(copied(pl_module.on_device(batch)))
         return {name: _on_cpu(*values) for name, values in sums.items()}
 
     with (

@@ -103,6 +103,8 @@ class VariantEvaluation(FederatedCallback):
             else {key: value.to(server[key]) for key, value in variant.items()}
             for name, variant in variants.items()
         }
+        for tensors in self._tensors.values():
+            pl_module.refuse_merged(type(self).__name__, tensors)
         self._batches = 0
         self._evaluations = {name: ServerEvaluation() for name in self._tensors}
 

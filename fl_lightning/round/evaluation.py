@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from fl_lightning.client_data.batches import copied
 from fl_lightning.errors import doing
 from fl_lightning.execution.base import computing
 from fl_lightning.randomness import derive_seed, seed_everything
@@ -91,7 +92,7 @@ class ServerEvaluation:
         try:
             seed_everything(seed)
             with doing(place), computing(run, batch):
-                evaluate(batch, self)
+                evaluate(copied(batch), self)
         except Exception as error:
             if ranks.size == 1:
                 raise

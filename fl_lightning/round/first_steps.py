@@ -1,16 +1,24 @@
 """Check that two local steps of an executor agree with plain PyTorch."""
 
+import pickle
+import random
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.batch_norm.freezing import freeze_statistics
-from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.cohort.parts import treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
@@ -24,6 +32,7 @@ from fl_lightning.round.policy import resolve_policy
 _MOVE = 0.1  # norm of the first local step, divided by the norm of the parameters
 _TOLERANCE = 0.01  # allowed error of a tensor, relative to the change in two steps
 _NOISE = 20  # additional allowed error, relative to the measured effect of rounding
+_EXACT = (int, str, set, np.ndarray, np.generic, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def check_first_steps(run: RunContext) -> None:
@@ -52,7 +61,7 @@ def check_first_steps(run: RunContext) -> None:
     assert isinstance(run, nn.Module)
     with isolate_rng(), _restored(run):
         freeze_statistics(run.model, run.tracking_layers, treatments(run.model, policy))
-        before = _tensors(run.model)
+        before, attributes = _tensors(run.model), _attributes(run)
         clients, last = clients[:2], min(steps[:2]) - 1
         cohort = RoundCohort(run.model, len(clients), parts=run.parts)
         cohort.broadcast(
@@ -74,6 +83,9 @@ def check_first_steps(run: RunContext) -> None:
             with _restored(run):
                 _by_torch(run, cohort, row, batches, rate)
                 torchs = _tensors(run.model)
+                written = [*_differing(run, attributes, _attributes(run))]
+            if written:
+                _refuse_memory(run, written, [x for batch in batches for x in batch.batches()][:2])
             with _restored(run):
                 _change_by_rounding(run)
                 _by_torch(run, cohort, row, batches, rate)
@@ -94,7 +106,7 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
         executor = run.executor if joint is None else joint_executor(joint)
         rows = part.begin_step(step)
         with doing(f"round {cohort.round}, local step {step + 1}"):
-            executor.backward(run, part, batch, rows)
+            executor.backward(run, part, batch.map(copied), rows)
         rate = rate or _rate(part)
         for group in part.optimizer.param_groups:
             group["lr"] = rate
@@ -128,8 +140,15 @@ def _by_torch(
             if isinstance(layer, Dropout):
                 layer.key.copy_(key)
         seed_global(derive_seed(run.seed, "model", cohort.round, client, step), run.device)
+        drawn = pickle.dumps((random.getstate(), np.random.get_state()))
         with doing("plain PyTorch, in the check of the first steps"):
-            client_losses(run, batch.batches()[row])[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+            client_losses(run, copied(batch.batches()[row]))[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+        draws = pickle.dumps((random.getstate(), np.random.get_state())) != drawn
+        if draws and (executor := run.joint_method or type(run.executor).__name__) != "SequentialExecutor":
+            raise ConfigurationError(
+                f"model: {type(model).__name__} draws random numbers of NumPy or Python, which {executor} cannot draw per client; use "
+                "SequentialExecutor, and no method that needs a joint forward pass (FedTAN)"
+            )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -140,16 +159,14 @@ def _restored(module: nn.Module) -> Iterator[None]:
     parts = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
     values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors if not is_lazy(x)]
-    stores = [
-        store for part in parts for store in (vars(part), part._parameters, part._buffers, part._modules)
-    ]
-    entries = [(store, dict(store)) for store in stores]
+    held_by_parts = [x for part in parts for x in (vars(part), *vars(part).values())]
+    entries = [(x, copy(x)) for x in held_by_parts if type(x) in (dict, list, set, deque)]
     try:
         yield
     finally:
         for store, held in entries:
             store.clear()
-            store.update(held)
+            (store.update if isinstance(store, dict | set) else store.extend)(held)
         for tensor, place, value, gradient in values:
             place.copy_(value)
             tensor.data, tensor.grad = place, gradient
@@ -166,6 +183,71 @@ def _refuse_hooks(model: nn.Module) -> None:
                 f"model: {name!r} has a gradient hook, which clients' copies of the parameter do not call; change gradients in a "
                 "method's on_after_local_backward"
             )
+
+
+def _refuse_memory(run: Any, written: Sequence[str], batches: Sequence[Any]) -> None:
+    """Refuse attributes by which a client's batch may affect another client.
+
+    Each of two batches is computed first, and after the other batch. Both times, attributes and loss
+    must be equal. Caches pass this test, but counters and generators do not.
+
+    Args:
+        run: The run.
+        written: Names of the attributes that a forward pass writes.
+        batches: Two batches, if possible of two clients.
+    """
+    tensors = [*run.model.named_parameters(), *run.model.named_buffers()]
+    left = []
+    for order in (batches, batches[::-1]):
+        with _restored(run):
+            for batch in order:
+                state = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in tensors}
+                seed_global(derive_seed(run.seed, "attributes"), run.device)
+                with run.slots.filled(state):
+                    objective = client_losses(run, copied(batch))[1]
+                    objective.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+                left.append({"": _values([objective]), **_attributes(run)})
+    for name in (*_differing(run, left[0], left[3]), *_differing(run, left[2], left[1])):
+        raise ConfigurationError(
+            f"model: a forward pass of {type(run.model).__name__} writes the attribute {name or written[0]!r}, which all clients share and "
+            "no checkpoint contains; keep it in a buffer (register_buffer), and draw random numbers from torch's global generator"
+        )
+
+
+def _attributes(run: nn.Module) -> dict[str, tuple[list[Any], Tensor]]:
+    """Return the values in attributes of the model, the loss and the task, by name."""
+    parts = {n: vars(x) for n, x in run.named_modules() if not isinstance(x, Metric | MetricCollection)}
+    parts |= {"loss": getattr(run.loss, "__dict__", {}), "task": vars(run.task)}
+    return {
+        f"{part}.{name}": _values(tree_leaves(value))
+        for part, attributes in parts.items()
+        for name, value in attributes.items()
+        if name not in ("_parameters", "_buffers", "_modules")
+    }
+
+
+def _values(leaves: Sequence[Any]) -> tuple[list[Any], Tensor]:
+    """Return a list of the values that are exact, and a tensor of the values that may be rounded."""
+    leaves = [leaf.get_state() if isinstance(leaf, torch.Generator) else leaf for leaf in leaves]
+    exact = [pickle.dumps(leaf) if isinstance(leaf, _EXACT) else type(leaf) for leaf in leaves]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, float) or _is_dense(leaf)]
+    rounded = [torch.as_tensor(x, dtype=torch.float64).detach().flatten().cpu() for x in numbers]
+    return exact, torch.cat(rounded) if rounded else torch.empty(0)
+
+
+def _is_dense(leaf: Any) -> bool:
+    # a failed run may have left a tensor of vmap, which cannot be read
+    return isinstance(leaf, Tensor) and not is_batchedtensor(leaf) and leaf.layout == torch.strided
+
+
+def _differing(run: RunContext, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the attributes that differ. A GPU may round differently in each pass."""
+    allowed = 1e-6 if run.device.type == "cpu" else 100 * _rounding(run)
+    for name in {**first, **second}:
+        (exact, one), (others, other) = (x.get(name, ((), torch.empty(0))) for x in (first, second))
+        same = exact == others and one.shape == other.shape
+        if not same or _distance(one, other) > allowed * float(other.nan_to_num().norm()):
+            yield name
 
 
 def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
@@ -224,11 +306,11 @@ def _compare(
     if off:
         name, executor = max(off, key=lambda tensor: off[tensor]), type(run.executor).__name__
         share = f" by {off[name]:.0%} of its change" if off[name] < float("inf") else ""
-        remedy = (
-            "keep what a forward pass changes in buffers, and change them in place"
-            if executor == "SequentialExecutor"
-            else "use SequentialExecutor"
-        )
+        remedy = "keep what a forward pass changes in buffers, and change them in place"
+        if executor != "SequentialExecutor":
+            remedy = "use SequentialExecutor"
+        elif run.executor.compilation.compiled:
+            remedy = "set compile: false"
         raise ConfigurationError(
             f"model: after two local steps {name!r} differs from plain PyTorch{share} under {executor}, as the forward pass of "
             f"{type(run.model).__name__} has side effects: {remedy} (model.check_first_steps: false trains without this check)"

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from torchmetrics import Metric
 from fl_lightning.aggregation import Aggregator, Domain, StatisticsAggregator, WeightedMean
 from fl_lightning.batch_norm.freezing import freeze_statistics
 from fl_lightning.batch_norm.layers import batch_norm_layers, refuse_synchronised, set_momentum
-from fl_lightning.batch_norm.swapping import restore_batch_norm
+from fl_lightning.batch_norm.swapping import evaluating, overriding_train, restore_batch_norm
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.cohort.client_memory import locate, saved
@@ -135,6 +136,8 @@ class FederatedModule(Recorded, L.LightningModule):
         communication: Bytes and exchanges of the newest round.
         tracking_layers: BN layers that update running statistics in training. BN layers in eval
             mode are not included.
+        merged: Tensors that the model's ``eval()`` has changed, with their values in training.
+            Outside of evaluations, the dict is empty.
 
     Raises:
         ConfigurationError: A setting is invalid or contradicts another setting, or the model cannot
@@ -248,9 +251,11 @@ class FederatedModule(Recorded, L.LightningModule):
         self.communication = Communication()
         self.accept_data = False
         self.tracking_layers: list[_BatchNorm] = []
+        self.merged: dict[str, Tensor] = {}
         self._cohort: RoundCohort | None = None
         self._parts: tuple[str, ...] | None = None
         self._modes: dict[nn.Module, bool] = {}
+        self._eval_mode = ExitStack()
         self._resumed = False
         self._evaluate_every: int | None = None
 
@@ -411,8 +416,11 @@ class FederatedModule(Recorded, L.LightningModule):
                 # metrics need no exchange between ranks: every rank has every batch
                 metric.sync_on_compute = metric._to_sync = False
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        self.on_validation_model_train()  # after an exception, a layer may still be in eval mode
         for layer, training in self._modes.items():
-            layer.training = training  # after an exception, a layer may still be in eval mode
+            layer.training = training
+        for layer in overriding_train(self.model):
+            layer.train(layer.training)
         self._parts = None
         layers = batch_norm_layers(self.model).values()
         self.tracking_layers = [layer for layer in layers if layer.training] or list(layers)
@@ -518,7 +526,8 @@ class FederatedModule(Recorded, L.LightningModule):
         self.executor.close()
 
     def teardown(self, stage: str) -> None:
-        """Restore the trainer's ``check_val_every_n_epoch``, which the last round may change."""
+        """Restore the train mode, and ``check_val_every_n_epoch``, which the last round may change."""
+        self.on_validation_model_train()
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
@@ -546,6 +555,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the planned number of rounds, the run's record and the methods' client state."""
+        checkpoint["state_dict"] |= self.merged
         checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}), self.trainer.global_step)
         checkpoint["fl_lightning"] = {
             "total_rounds": self.total_rounds,
@@ -662,6 +672,33 @@ class FederatedModule(Recorded, L.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the server model's outputs on a batch."""
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
+
+    def on_validation_model_eval(self) -> None:
+        """Set the module to eval mode."""
+        merged = self._eval_mode.enter_context(evaluating(self))
+        self.merged = {name.removeprefix("model."): value for name, value in merged.items()}
+
+    def on_validation_model_train(self) -> None:
+        """Restore the train mode, and tensors that ``eval()`` has changed."""
+        self._eval_mode.close()
+        self.merged = {}
+
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+    on_test_model_train = on_validation_model_train
+
+    def refuse_merged(self, user: str, tensors: Mapping[str, Tensor]) -> None:
+        """Check that an evaluation with other weights has no layer that has merged the server's.
+
+        Raises:
+            ConfigurationError: ``eval()`` has changed the model, and ``tensors`` has other
+                parameters than the server.
+        """
+        for name, value in self.model.named_parameters() if self.merged else ():
+            if name in tensors and not torch.equal(tensors[name].to(value), value):
+                raise ConfigurationError(
+                    f"{user}: eval() changes {next(iter(self.merged))!r} of the model {type(self.model).__name__}, which would be "
+                    f"evaluated without the other {name!r} of {user}; use layers that merge no weights in eval()"
+                )
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation of the server model, and measure its duration."""

@@ -77,6 +77,43 @@ def test_counting_changes_neither_the_model_nor_random_numbers(compiler):
     assert torch.equal(state, torch.get_rng_state())
 
 
+def cumulative():
+    model = small_cnn()
+    model[1].momentum = model[4].momentum = None
+    return model
+
+
+def spectral():
+    model = small_cnn()
+    nn.utils.parametrizations.spectral_norm(model[8])
+    return model
+
+
+@pytest.mark.parametrize("make", [cumulative, spectral])
+def test_a_model_that_the_compiler_runs_in_parts_trains_as_without_it(compiler, make):
+    settings = {"precision": "64-true"}
+    states = []
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        module = FederatedModule(make(), SGD, local_steps=3, executor=SequentialExecutor(compiled))
+        fit(module, blobs(num_clients=2), rounds=2, **settings)
+        states.append(module.state_dict())
+    assert distance(*states) < 1e-9
+
+
+@needs_compiler
+def test_wrong_numbers_of_the_compiler_are_refused():
+    """torch.compile gives other numbers for the old spectral norm."""
+    torch._dynamo.reset()
+    model = small_cnn()
+    nn.utils.spectral_norm(model[8])
+    module = FederatedModule(model, SGD, local_steps=3, executor=SequentialExecutor(compile=True))
+    with pytest.raises(
+        ConfigurationError, match=r"'8\.weight_.*' differs from plain PyTorch .*: set compile: false"
+    ):
+        fit(module, blobs(num_clients=2), rounds=2)
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_resumed_run_goes_on_as_before(compiler, before):
     assert decision(ResNet8(), 10**9 if not before else 1, before).compiled == before

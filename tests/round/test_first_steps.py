@@ -1,8 +1,11 @@
 """Models whose forward pass does more than compute: they train as in plain PyTorch, or are refused before round 1."""
 
 import copy
+import random
+from collections import deque
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -11,12 +14,16 @@ from outcomes import outcome, same
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.callbacks import FBN, MaintainedMomentum
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.experiments.run_directory.description import config_hash
+from fl_lightning.randomness import derive_seed, seed_everything
+
+pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
 
 STEPS = 5
 ALL = (SequentialExecutor, VectorizedExecutor)
@@ -263,6 +270,265 @@ class Warming(Net):
         return super().forward(x) * (1 + 0.1 * self.calls)
 
 
+class Waiting(Net):
+    """A part of the model begins after four forward passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls = min(self.calls + 1, 4)
+        out = super().forward(x)
+        return out * 2 if self.calls == 4 else out
+
+
+class Annealed(Net):
+    def __init__(self):
+        super().__init__()
+        self.head.temperature = 1.0
+
+    def forward(self, x):
+        self.head.temperature *= 0.9999
+        return super().forward(x) / self.head.temperature
+
+
+class Queue(Net):
+    """Keeps the last five batches' features."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = deque(maxlen=5)
+
+    def forward(self, x):
+        features = self.body(x)
+        self.kept.append(features.detach().mean(0))
+        return self.head(features - 1e-4 * torch.stack([*self.kept]).mean(0))
+
+
+class Average(Net):
+    """A moving average in a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = torch.zeros(4 * 36, dtype=torch.float64)
+
+    def forward(self, x):
+        features = self.body(x)
+        self.average = 0.999 * self.average + 0.001 * features.detach().mean(0)
+        return self.head(features - self.average)
+
+
+class AverageInPlace(Average):
+    def forward(self, x):
+        features = self.body(x)
+        self.average.lerp_(features.detach().mean(0), 0.001)
+        return self.head(features - self.average)
+
+
+class Largest(Net):
+    """Scales by the largest value of all batches."""
+
+    largest = 0.0
+
+    def forward(self, x):
+        self.largest = max(self.largest, float(x.max()))
+        return super().forward(x) * (1 + 1e-4 * self.largest)
+
+
+class Smallest(Net):
+    smallest = float("inf")
+
+    def forward(self, x):
+        self.smallest = min(self.smallest, float(x.std()))
+        return super().forward(x) * (1 + 1e-4 * self.smallest)
+
+
+class Previous(Net):
+    """Adds a trifle of the previous batch's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.previous = torch.zeros(3, dtype=torch.float64)
+
+    def forward(self, x):
+        out = super().forward(x)
+        previous, self.previous = self.previous, out.detach().mean(0)
+        return out + 1e-3 * previous
+
+
+class Initialised(Net):
+    """Takes its shift from the first batch."""
+
+    shift = None
+
+    def forward(self, x):
+        if self.shift is None:
+            self.shift = x.mean((0, 2, 3), keepdim=True)
+        return super().forward(x - 1e-3 * self.shift)
+
+
+class Listed(Net):
+    """Takes its shift from the first batch, and keeps the shift in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = []
+
+    def forward(self, x):
+        if not self.shift:
+            self.shift.append(float(x.mean()))
+        return super().forward(x - 1e-3 * self.shift[0])
+
+
+class Seen(Net):
+    """Counts the classes that it has given, in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = {"classes": [0, 0, 0]}
+
+    def forward(self, x):
+        out = super().forward(x)
+        for label in out.argmax(1).tolist():
+            self.given["classes"][label] += 1
+        return out
+
+
+class Smoothing(nn.Module):
+    """A loss that counts its calls."""
+
+    calls = 0
+
+    def forward(self, outputs, targets):
+        self.calls += 1
+        return cross_entropy(outputs, targets, label_smoothing=0.1 if self.calls > 6 else 0)
+
+
+class Schedule:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return cross_entropy(outputs, targets) * (1 + 1e-6 * self.calls)
+
+
+class Caching(Net):
+    """Keeps what it has computed, to be looked at: shapes, features, positions, and the accuracy."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape, self.features, self.each, self.positions, self.tables = None, None, [], None, {}
+        self.metric = MeanMetric()
+
+    def forward(self, x):
+        self.shape = tuple(x.shape[-2:])
+        if self.positions is None:
+            self.positions = torch.linspace(0, 1, x.shape[-1], dtype=x.dtype)
+        if self.shape not in self.tables:
+            self.tables[self.shape] = self.positions * 0.1
+        self.each.clear()
+        for layer in self.body:
+            x = layer(x + self.tables[self.shape] if layer is self.body[0] else x)
+            self.each.append(x)
+        self.features = x
+        self.metric.update(x.detach().mean())
+        return self.head(self.features.view(len(x), -1))
+
+
+class Whitened(Net):
+    """Changes its input in place."""
+
+    def forward(self, x):
+        x -= 0.4
+        with torch.no_grad():
+            x.div_(1.7).clamp_(-3, 3)
+        return super().forward(x)
+
+
+class Rectified(Net):
+    def __init__(self):
+        super().__init__()
+        self.body.insert(0, nn.ReLU(inplace=True))
+
+
+class WhitenedAndHooked(Whitened, Padded):
+    """Changes its input, and does what the executor for all clients cannot."""
+
+
+class NoiseOfTorch(Net):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+class NoiseOfNumPy(Net):
+    def forward(self, x):
+        return super().forward(x + 1e-4 * float(np.random.randn()))
+
+
+class SkippedLayer(Net):
+    """Stochastic depth with Python's random numbers."""
+
+    def forward(self, x):
+        features = self.body(x)
+        return self.head(features if random.random() < 0.5 else features.square())
+
+
+class OwnGenerator(Net):
+    """Draws from a generator of its own."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.body[2].draws = make()
+
+    def forward(self, x):
+        draws = self.body[2].draws
+        if isinstance(draws, torch.Generator):
+            noise = float(torch.randn((), generator=draws))
+        else:
+            noise = draws.gauss(0, 1) if isinstance(draws, random.Random) else draws.normal()
+        return super().forward(x + 1e-5 * noise)
+
+
+class Unused(OwnGenerator):
+    """Has a generator, for its first weights."""
+
+    def __init__(self):
+        super().__init__(torch.Generator)
+        nn.init.normal_(self.head.weight, generator=self.body[2].draws)
+
+    def forward(self, x):
+        return Net.forward(self, x)
+
+
+class NormEval(Net):
+    """BN layers in eval mode, by the model's own ``train()``."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+
+class Merging(Net):
+    """A head with an addition that is merged in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.added, self.merged = nn.Parameter(torch.full((3, 4 * 36), 0.01)), False
+
+    def train(self, mode=True):
+        if self.merged == mode:
+            self.head.weight.data += -self.added.data if mode else self.added.data
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        features = self.body(x)
+        return self.head(features) if self.merged else self.head(features) + features @ self.added.T
+
+
 EQUAL = {
     "an embedding with padding": (Padded, (SequentialExecutor,)),
     "plain": (Net, ALL),
@@ -285,6 +551,15 @@ EQUAL = {
     "an orthogonal weight": (orthogonal, (SequentialExecutor,)),
     "an observer of the range": (Observed, (SequentialExecutor,)),
     "a running quantile": (Quantile, ALL),
+    "an input changed in place": (Whitened, ALL),
+    "a rectifier in place first": (Rectified, ALL),
+    "noise of torch": (NoiseOfTorch, (SequentialExecutor,)),
+    "noise of NumPy": (NoiseOfNumPy, (SequentialExecutor,)),
+    "a layer skipped by Python's random numbers": (SkippedLayer, (SequentialExecutor,)),
+    "a generator for the first weights": (Unused, ALL),
+    "caches in attributes": (Caching, (SequentialExecutor,)),
+    "BN in eval mode by its own train()": (NormEval, ALL),
+    "weights that are merged in eval mode": (Merging, ALL),
 }  # fmt: skip
 
 
@@ -308,10 +583,12 @@ def module_of(model, executor, **settings):
 
 
 def by_hand(model, clients, client, optimizer=optimizer):
+    model.train()
     steps = optimizer([x for x in model.parameters() if x.requires_grad])
     for step in range(STEPS):
         inputs, targets = client_batch(clients, client, step)
         steps.zero_grad()
+        seed_everything(derive_seed(0, "model", 1, client, step))
         cross_entropy(model(inputs), targets).backward()
         steps.step()
     return model
@@ -347,7 +624,27 @@ REFUSED = {
     "a buffer that grows": (Growing, SequentialExecutor, r"the forward pass changes the shape of 'seen' from \[1\] to \[3\]"),
     "parameters without gradient": (Momentum, SequentialExecutor, "changes 'slow.weight' of the server's model"),
     "a hook on a gradient": (Hooked, SequentialExecutor, "'head.weight' has a gradient hook"),
-    "a count in an attribute": (Warming, SequentialExecutor, "differs from plain PyTorch"),
+    "a count in an attribute": (Warming, SequentialExecutor, "attribute 'model.calls'"),
+    "a count that waits": (Waiting, SequentialExecutor, "attribute 'model.calls'"),
+    "a count at once": (Waiting, VectorizedExecutor, "attribute 'model.calls'"),
+    "a temperature": (Annealed, SequentialExecutor, "attribute 'model.head.temperature'"),
+    "a queue": (Queue, SequentialExecutor, "attribute 'model.kept'"),
+    "a moving average": (Average, SequentialExecutor, "attribute 'model.average'"),
+    "a moving average in place": (AverageInPlace, SequentialExecutor, "attribute 'model.average'"),
+    "a maximum": (Largest, SequentialExecutor, "attribute 'model.largest'"),
+    "a minimum": (Smallest, SequentialExecutor, "attribute 'model.smallest'"),
+    "a previous output": (Previous, SequentialExecutor, "attribute 'model.previous'"),
+    "a shift by the first batch": (Initialised, SequentialExecutor, "attribute 'model.shift'"),
+    "a shift in a list": (Listed, SequentialExecutor, "attribute 'model.shift'"),
+    "counts in a dict": (Seen, SequentialExecutor, "attribute 'model.given'"),
+    "a generator of torch": (partial(OwnGenerator, torch.Generator), SequentialExecutor, "attribute 'model.body.2.draws'"),
+    "a generator of NumPy": (partial(OwnGenerator, np.random.default_rng), SequentialExecutor, "attribute 'model.body.2.draws'"),
+    "an old generator of NumPy": (partial(OwnGenerator, np.random.RandomState), SequentialExecutor, "attribute 'model.body.2.draws'"),
+    "a generator of Python": (partial(OwnGenerator, random.Random), VectorizedExecutor, "attribute 'model.body.2.draws'"),
+    "noise of NumPy at once": (NoiseOfNumPy, VectorizedExecutor, "NoiseOfNumPy draws random numbers of NumPy or Python"),
+    "skipped layers at once": (SkippedLayer, VectorizedExecutor, "SkippedLayer draws random numbers of NumPy or Python"),
+    "noise of torch at once": (NoiseOfTorch, VectorizedExecutor, "draws random numbers"),
+    "a padding row and an input in place": (WhitenedAndHooked, VectorizedExecutor, "'words.weight' differs from plain PyTorch"),
     "a padding row at once": (Padded, VectorizedExecutor, "'words.weight' differs from plain PyTorch"),
     "checkpointing at once": (Checkpointed, VectorizedExecutor, None),
     "max norm at once": (MaxNorm, VectorizedExecutor, None),
@@ -355,6 +652,20 @@ REFUSED = {
     "set_ at once": (BufferSet, VectorizedExecutor, None),
     "hooks at once": (Reversed, VectorizedExecutor, None),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", [Smoothing, Schedule])
+def test_a_loss_that_counts_its_calls_is_refused(loss):
+    with pytest.raises(ConfigurationError, match=r"attribute 'loss\.calls'"):
+        fit(module_of(made(Net), SequentialExecutor, loss=loss()), data(), rounds=1)
+
+
+def test_a_run_of_one_client_and_one_step_finds_a_count():
+    module = FederatedModule(
+        made(Waiting), optimizer, local_steps=1, participation=1, executor=SequentialExecutor()
+    )
+    with pytest.raises(ConfigurationError, match=r"attribute 'model\.calls'"):
+        fit(module, data(), rounds=1)
 
 
 @pytest.mark.filterwarnings("ignore:.*There is a performance drop because:UserWarning")
@@ -447,14 +758,20 @@ def test_the_check_leaves_a_run_as_it_was_bit_for_bit(executor):
     assert same(*found)
 
 
-class Counts(Net):
-    """Counts in an attribute, keeps a tensor in another, and draws random numbers."""
+CALLS = []
 
-    calls, last = 0, None
+
+class Counts(Net):
+    """Keeps a tensor and a number in attributes, and draws random numbers."""
+
+    last, length = None, 0
 
     def forward(self, x):
-        self.calls += 1
-        self.last = super().forward(x + torch.rand(()))
+        CALLS.append(self.length)
+        self.last, self.length = (
+            super().forward(x + torch.rand(()) + random.random() + np.random.rand()),
+            len(x),
+        )
         return self.last
 
 
@@ -463,10 +780,11 @@ def test_the_check_leaves_attributes_and_generators_as_they_were():
     assert same(*found)
     calls = []
     for check in (True, False):
+        CALLS.clear()
         module = module_of(made(Counts), SequentialExecutor, check_first_steps=check)
         fit(module, data(), rounds=1, precision="64-true")
-        calls.append(module.model.calls)
-    assert calls[0] == calls[1] > 0
+        calls.append(CALLS[-2 * STEPS :])
+    assert calls[0] == calls[1] == [0, *[8] * (2 * STEPS - 1)]
 
 
 def test_without_the_check_such_a_model_is_trained():

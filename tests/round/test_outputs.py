@@ -46,7 +46,9 @@ def data(classes=3, server=True):
 
 
 def module(outputs=5, kind=FederatedModule, **settings):
-    return kind(nn.Sequential(Passes(), small_cnn(classes=outputs)), SGD, local_steps=1, **settings)
+    # a model with a list of its passes does not pass the check of the first steps
+    settings = {"local_steps": 1, "check_first_steps": False, **settings}
+    return kind(nn.Sequential(Passes(), small_cnn(classes=outputs)), SGD, **settings)
 
 
 def refused(call):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import lightning as L
 import yaml
 
-from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, state_label
+from fl_lightning.batch_norm.kinds import KINDS, STATISTICS, buffer_kinds, state_label
+from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.cohort.parts import match_parts
 from fl_lightning.console import print_table
 from fl_lightning.experiments.run_directory.continuation import Start
@@ -141,6 +142,10 @@ def _tensors(module: FederatedModule, kind: str) -> str:
     if kind == "buffer":
         names = (name for name, its_kind in buffer_kinds(module.model).items() if its_kind == kind)
         return f" ({', '.join(dict.fromkeys(_class_of(module, name) for name in names))})"
+    layers = [x for x in batch_norm_layers(module.model).values() if x.running_mean is not None]
+    trained = sum(layer in module.tracking_layers for layer in layers)
+    if kind in STATISTICS and trained < len(layers):
+        return f" ({trained} layer{'s' * (trained != 1)}), in eval mode ({len(layers) - trained})"
     if kind in KINDS:
         return ""
     first, *others = match_parts(module.model, [kind])
