@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from fl_lightning.batch_norm.layers import batch_norm_layers, require_batch_norm
 from fl_lightning.errors import ConfigurationError
@@ -133,7 +132,7 @@ def evaluating(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     modes = {module: module.training for module in model.modules()}
     overriding = overriding_train(model)
     tensors = [*model.named_parameters(), *model.named_buffers()] if overriding else []
-    before = [(name, x, x.data, x.detach().clone()) for name, x in tensors if not is_lazy(x)]
+    before = [(name, x, x.data, x.detach().clone()) for name, x in tensors]
     merged = []
     try:
         model.eval()

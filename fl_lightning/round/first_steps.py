@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
@@ -55,8 +54,6 @@ def check_first_steps(run: RunContext) -> None:
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
     policy = resolve_policy(run.federated_callbacks, run.round, run.planned_rounds)
-    if any(map(is_lazy, run.model.parameters())):
-        return
     _refuse_hooks(run.model)
     assert isinstance(run, nn.Module)
     with isolate_rng(), _restored(run):
@@ -158,7 +155,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
     """Restore a module's attributes and tensors at the end of the ``with`` block."""
     parts = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
-    values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors if not is_lazy(x)]
+    values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors]
     held_by_parts = [x for part in parts for x in (vars(part), *vars(part).values())]
     entries = [(x, copy(x)) for x in held_by_parts if type(x) in (dict, list, set, deque)]
     try:
