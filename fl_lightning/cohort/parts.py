@@ -9,11 +9,7 @@ from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError, nearest
 
 LAST_LAYER = "last layer"
-"""Name of the part that holds the last layer.
-
-The last layer is the last module in ``named_modules`` with trainable parameters of its own, not
-only in submodules.
-"""
+"""Name of the part that holds the last layer in ``named_modules`` with own trainable parameters."""
 
 
 def match_parts(

@@ -41,9 +41,7 @@ class LoadedRun:
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
-        """The rows of ``metrics.jsonl``, one for each logged round.
-
-        Row 0 has the metrics of the initial model.
+        """The rows of ``metrics.jsonl``, one for each logged round. Row 0 is the initial model.
 
         Raises:
             ConfigurationError: The file is missing or damaged.

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fl_lightning.client_data.fingerprint import digest
@@ -164,7 +163,7 @@ def _layer(layer: nn.Module, walk: Walk) -> Any:
         # in eval mode, BN layers do not update running statistics, and Dropout layers drop no values
         settings["training"] = layer.training
     tensors = {
-        name: None if x is None or is_lazy(x) else [list(x.shape), str(x.dtype), x.requires_grad]
+        name: None if x is None else [list(x.shape), str(x.dtype), x.requires_grad]
         for name, x in (*layer._parameters.items(), *layer._buffers.items())
     }
     settings |= {f"buffer {name}": layer._buffers[name] for name in sorted(layer._non_persistent_buffers_set)}
@@ -270,8 +269,7 @@ def _state(thing: Any, walk: Walk) -> Any:
     if isinstance(thing, types.ModuleType):
         return thing.__name__
     if isinstance(thing, nn.Module):
-        lazy = any(map(is_lazy, thing.parameters()))
-        return [layers(thing, walk), None if lazy else digest(dict(thing.state_dict()))]
+        return [layers(thing, walk), digest(dict(thing.state_dict()))]
     known = isinstance(
         thing,
         Tensor | np.ndarray | np.generic | bytes | set | frozenset | functools.partial | type | enum.Enum,
