@@ -1,5 +1,6 @@
 """The executor that replays each client's passes as a CUDA graph."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fl_lightning.client_data.batches import BatchStack
@@ -90,8 +91,6 @@ class GraphExecutor(SequentialExecutor):
         self._graphs: dict[Any, _Graph] = {}
         self._places: dict[Any, list[Tensor]] = {}
         self._blocks: list[Tensor] = []
-        self._layers: list[nn.Module] = []
-        self._settings: tuple[Any, ...] = ()
 
     def clients_together(self, clients: int) -> int | None:
         """Return None, because each client has a separate pass, unless graphs were not possible."""
@@ -118,9 +117,10 @@ class GraphExecutor(SequentialExecutor):
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: list[int]
     ) -> Tensor:
         self._use(cohort)
-        clients = self._fill(cohort, batch, rows, self._conditions(module, cohort))
         if len(self._graphs) > _MOST_GRAPHS * len(cohort):
             self._graphs.clear()
+            self._places.clear()
+        clients = self._fill(cohort, batch, rows, self._conditions(module, cohort))
         # record and compare before any client takes the step: a failure must leave all rows unchanged
         for client in clients:
             if client.key not in self._graphs:
@@ -147,12 +147,9 @@ class GraphExecutor(SequentialExecutor):
             self._lanes = self.recorder(blocks[0].device)
 
     def _conditions(self, module: ClientTask, cohort: RoundCohort) -> Any:
-        """Return everything outside of the rows and batches that the Python code of layers may read."""
-        if cohort.step == 0 or not self._layers:
-            self._layers = list(module.model.modules())
-            settings = tuple(value for layer in self._layers for value in _plain(layer))
-            self._settings = tuple(cohort.trained_names), settings
-        return tuple(layer.training for layer in self._layers), self._settings
+        """Return everything outside of the rows and batches that the Python code of a pass may read."""
+        parts = [*module.model.modules(), module.loss, getattr(module.loss, "__self__", None)]
+        return tuple(cohort.trained_names), *(value for part in parts for value in _settings(part))
 
     def _fill(
         self, cohort: RoundCohort, batch: BatchStack, rows: list[int], conditions: Any
@@ -230,13 +227,18 @@ def _seed(module: ClientTask, cohort: RoundCohort, row: int) -> int:
     return derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
 
 
-def _plain(layer: nn.Module) -> Iterator[Any]:
-    """Yield the numbers and texts among a layer's public attributes, and the addresses of tensors."""
-    for name, value in vars(layer).items():
-        if isinstance(value, bool | int | float | str) and not name.startswith("_"):
-            yield value
-        elif isinstance(value, Tensor):
+def _settings(part: Any) -> Iterator[Any]:
+    """Yield a layer's or loss's type, its hooks, its public settings, and the addresses of tensors."""
+    yield id(part) if inspect.isroutine(part) else type(part)
+    for name, value in getattr(part, "__dict__", {}).items():
+        if isinstance(value, Tensor):
             yield value.data_ptr()
+        elif name.endswith("_hooks") and value:
+            yield tuple(map(id, value.values()))
+        elif name == "_buffers":  # of a loss; the buffers of layers stay at their places
+            yield from (x.data_ptr() for x in value.values() if x is not None)
+        elif isinstance(value, bool | int | float | str | tuple | list) and not name.startswith("_"):
+            yield str(value)
 
 
 def _results(cohort: RoundCohort, row: int) -> Iterator[tuple[str, Tensor]]:

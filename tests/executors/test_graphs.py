@@ -93,27 +93,67 @@ def test_a_client_optimizer_and_its_rate_are_not_part_of_a_graph():
     assert distance(trained(eager()), trained(RecordingExecutor(), Halved())) > 1e-3
 
 
-class Momentum(FederatedCallback):
-    """Changes a number that the forward pass reads."""
+class Changes(FederatedCallback):
+    """Changes something that a forward pass reads, in a round or in a local step."""
+
+    def __init__(self, change, in_steps=False):
+        self.change, self.in_steps = change, in_steps
 
     def on_round_start(self, trainer, pl_module, cohort):
-        for layer in pl_module.model.modules():
-            if isinstance(layer, nn.BatchNorm2d):
-                layer.momentum = 1 / cohort.round
+        if cohort.round == 3 and not self.in_steps:
+            self.change(pl_module)
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        if cohort.round == 3 and step == 0 and self.in_steps:
+            self.change(pl_module)
 
 
-def test_a_number_that_a_method_changes_is_recorded_anew():
-    def trained(executor):
-        return outcome(small_cnn(), blobs(), executor, [Momentum()], rounds=4)
-
-    assert distance(trained(eager()), trained(RecordingExecutor())) == 0
+def bn(module):
+    return next(layer for layer in module.model.modules() if isinstance(layer, nn.BatchNorm2d))
 
 
-def test_mutation_without_conditions_a_changed_number_is_missed(monkeypatch):
-    monkeypatch.setattr(graphs, "_plain", lambda layer: [])
-    reference = outcome(small_cnn(), blobs(), eager(), [Momentum()], rounds=4)
-    found = outcome(small_cnn(), blobs(), RecordingExecutor(), [Momentum()], rounds=4)
-    assert distance(reference, found) > 1e-3
+def double(layer, inputs, output):
+    return 2 * output
+
+
+CHANGES = {
+    "momentum": lambda module: setattr(bn(module), "momentum", 0.5),
+    "padding": lambda module: setattr(module.model[0], "padding", (1, 1)),
+    "layer": lambda module: module.model.__setitem__(2, nn.Sigmoid()),
+    "hook": lambda module: bn(module).register_forward_hook(double),
+    "loss setting": lambda module: setattr(module.loss, "label_smoothing", 0.5),
+    "loss": lambda module: setattr(module, "loss", nn.CrossEntropyLoss(label_smoothing=0.5)),
+    "loss weights": lambda module: setattr(module.loss, "weight", torch.tensor([3.0, 1.0, 1.0]).double()),
+}
+
+
+def changed(executor, name, in_steps=False):
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3).double())
+    # adaptive pooling: another padding changes the size of the features
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    ).double()  # fmt: skip
+    return outcome(
+        model, blobs(), executor, [Changes(CHANGES[name], in_steps)], rounds=4, local_steps=3, loss=loss
+    )
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_pass_reads_and_a_method_changes_is_recorded_anew(name, in_steps):
+    torch.manual_seed(0)
+    reference = changed(eager(), name, in_steps)
+    torch.manual_seed(0)
+    assert distance(reference, changed(RecordingExecutor(), name, in_steps)) == 0
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_mutation_without_conditions_a_change_is_missed(name, monkeypatch):
+    monkeypatch.setattr(graphs, "_settings", lambda part: [])
+    torch.manual_seed(0)
+    reference = changed(eager(), name)
+    torch.manual_seed(0)
+    assert distance(reference, changed(RecordingExecutor(), name)) > 1e-3
 
 
 class Shifts(nn.Sequential):
