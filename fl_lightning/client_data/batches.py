@@ -1,12 +1,13 @@
 """The batches of a local step, with one batch per client."""
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fl_lightning.errors import CannotVectorize, doing
+from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
 
 
 class BatchStack:
@@ -93,7 +94,7 @@ def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequ
 
 def copied(batch: Any) -> Any:
     """Return a batch with copies of the tensors, because a forward pass may change its inputs."""
-    return tree_map_only(torch.Tensor, torch.clone, batch)
+    return tree_map(lambda part: part.clone() if isinstance(part, torch.Tensor) else deepcopy(part), batch)
 
 
 def require_one(shapes: Iterable[Any]) -> None:
@@ -120,4 +121,9 @@ def _describe(leaf: Any) -> str:
 
 def _first_shape(batch: Any) -> torch.Size:
     """Return the shape of a batch's first tensor."""
-    return next(leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            return leaf.shape
+    raise ConfigurationError(
+        f"data: a training batch is a {type(batch).__name__} without tensors; use a tensor, or a tuple, list or dict of tensors"
+    )

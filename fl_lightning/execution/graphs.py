@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fl_lightning.client_data.batches import BatchStack
@@ -27,6 +27,9 @@ _TRIALS = 2
 
 _TOLERANCE = 0.01
 """Largest accepted difference between replayed and computed results, relative to their norm."""
+
+_PLAIN = (bool, int, float, str, tuple, list)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MOST_GRAPHS = 8
 """Largest number of graphs of a client. All graphs are dropped if there are more."""
@@ -149,7 +152,9 @@ class GraphExecutor(SequentialExecutor):
     def _conditions(self, module: ClientTask, cohort: RoundCohort) -> Any:
         """Return everything outside of the rows and batches that the Python code of a pass may read."""
         parts = [*module.model.modules(), module.loss, getattr(module.loss, "__self__", None)]
-        return tuple(cohort.trained_names), *(value for part in parts for value in _settings(part))
+        weights = module.loss.buffers() if isinstance(module.loss, nn.Module) else ()
+        read = (value for part in parts for value in _settings(part))
+        return tuple(cohort.trained_names), *read, *(weight.data_ptr() for weight in weights)
 
     def _fill(
         self, cohort: RoundCohort, batch: BatchStack, rows: list[int], conditions: Any
@@ -231,14 +236,12 @@ def _settings(part: Any) -> Iterator[Any]:
     """Yield a layer's or loss's type, its hooks, its public settings, and the addresses of tensors."""
     yield id(part) if inspect.isroutine(part) else type(part)
     for name, value in getattr(part, "__dict__", {}).items():
-        if isinstance(value, Tensor):
+        if name in _HOOKS:
+            yield from map(id, value.values())
+        elif isinstance(value, Tensor):
             yield value.data_ptr()
-        elif name.endswith("_hooks") and value:
-            yield tuple(map(id, value.values()))
-        elif name == "_buffers":  # of a loss; the buffers of layers stay at their places
-            yield from (x.data_ptr() for x in value.values() if x is not None)
-        elif isinstance(value, bool | int | float | str | tuple | list) and not name.startswith("_"):
-            yield str(value)
+        elif type(value) in _PLAIN and not name.startswith("_"):
+            yield value if type(value) in _PLAIN[:4] else str(value)
 
 
 def _results(cohort: RoundCohort, row: int) -> Iterator[tuple[str, Tensor]]:

@@ -11,22 +11,23 @@ def check_layers(model: nn.Module) -> None:
 
     This is a lazy layer, an embedding with sparse gradients, or a LightningModule with a training step.
     """
+    network = getattr(model, "_orig_mod", model)  # torch.compile wraps the model
+    kinds = type(network).__mro__
+    owner = next((kind.__name__ for kind in kinds if "training_step" in vars(kind)), None)
+    # compare names: the package pytorch_lightning has the same class once more
+    if owner and "LightningModule" in {kind.__name__ for kind in kinds} - {owner}:
+        raise ConfigurationError(
+            f"model: {type(network).__name__} overrides LightningModule.training_step, which clients never call; give its "
+            "network as model, its loss as loss and its optimizer as client_optimizer"
+        )
     for name, layer in model.named_modules():
-        kinds = type(layer).__mro__
-        owner = next((kind.__name__ for kind in kinds if "training_step" in vars(kind)), None)
-        # compare names: the package pytorch_lightning has the same class once more
-        if owner and "LightningModule" in {kind.__name__ for kind in kinds} - {owner}:
-            raise ConfigurationError(
-                f"model: {type(layer).__name__} overrides LightningModule.training_step, which clients never call; give its "
-                "network as model, its loss as loss and its optimizer as client_optimizer"
-            )
         lazy = any(map(is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False))))
-        if lazy or (isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse):
+        sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+        if lazy or (sparse and layer.weight.requires_grad):
             fault = "no sizes yet; give it sizes, or first call the model on a batch"
-            sparse = "sparse=True; use sparse=False, with which SGD takes the same steps"
-            raise ConfigurationError(
-                f"model: layer {name!r} ({type(layer).__name__}) has {fault if lazy else sparse}"
-            )
+            if not lazy:
+                fault = "sparse=True; use sparse=False, with which SGD takes the same steps"
+            raise ConfigurationError(f"model: layer {name!r} ({type(layer).__name__}) has {fault}")
 
 
 def require_images(images: Tensor, in_channels: int, image_size: int | None = None) -> None:

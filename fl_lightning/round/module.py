@@ -419,8 +419,11 @@ class FederatedModule(Recorded, L.LightningModule):
         self.on_validation_model_train()  # after an exception, a layer may still be in eval mode
         for layer, training in self._modes.items():
             layer.training = training
+        frozen = [layer for layer in self.model.modules() if not layer.training]
         for layer in overriding_train(self.model):
             layer.train(layer.training)
+        for layer in frozen:
+            layer.training = False
         self._parts = None
         layers = batch_norm_layers(self.model).values()
         self.tracking_layers = [layer for layer in layers if layer.training] or list(layers)

@@ -117,7 +117,6 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
             row = statistics.rule(block, cohort.weights)
         else:
             row = _aggregate_changed(block, cohort.weights, aggregator)
-            _restore_lengths(row, block, names)
         cohort.buffer_aggregate.blocks[name][0].copy_(row)
         aggregates = cohort.buffer_aggregate.row(0)
         torch._foreach_copy_(
@@ -148,20 +147,6 @@ def _aggregate_changed(rows: Tensor, weights: Tensor, rule: Aggregator) -> Tenso
     if changed.any():
         result[changed] = rule(rows[:, changed], weights)
     return result
-
-
-def _restore_lengths(mean: Tensor, rows: Tensor, shapes: Mapping[str, torch.Size]) -> None:
-    """Scale means of unit vectors to length 1, such as code vectors on a sphere.
-
-    Vectors lie along the last dimension. The mean of different unit vectors is shorter than 1.
-    """
-    blocks = split_columns(rows, shapes), split_columns(mean, shapes)
-    for name in (name for name, shape in shapes.items() if shape and shape[-1] > 1):
-        clients, vectors = blocks[0][name], blocks[1][name]
-        lengths = vectors.norm(dim=-1)
-        far = (clients.norm(dim=-1) - 1).abs() > torch.finfo(rows.dtype).eps ** 0.5  # False for NaN
-        differ = (clients != clients[0]).any(-1).any(0)
-        vectors /= lengths.where(~far.any(0) & differ & (lengths > 0), 1).unsqueeze(-1)
 
 
 def converge_spectral_norm(cohort: RoundCohort, model: nn.Module) -> None:

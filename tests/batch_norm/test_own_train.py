@@ -272,3 +272,29 @@ def test_the_state_table_counts_norm_layers_by_mode(make, words, capsys):
         assert [x for x in lines if x.startswith(label)] == [f"{label:<21}{words}"]
     (counter,) = [x for x in lines if x.startswith("BN batch counter")]
     assert counter.split(maxsplit=3)[3] == words.replace("averaged", "max")
+
+
+class FrozenTeacher(nn.Module):
+    """Overrides ``train()`` for a part other than its BN layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.teacher = small_cnn(), nn.Linear(2, 2).requires_grad_(False)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_layers_that_arrive_in_eval_mode_stay_there_beside_an_own_train():
+    model = FrozenTeacher()
+    for layer in batch_norm_layers(model).values():
+        layer.eval()
+    state = federated_run(model=model, rounds=2, data=blobs()).module.state_dict()
+    counts = [value for name, value in state.items() if name.endswith("num_batches_tracked")]
+    assert counts
+    assert not any(map(bool, counts))

@@ -239,6 +239,23 @@ def test_an_attack_in_two_callbacks_is_the_attack_in_one(attack, rule):
     assert distance(together, trained([7])) > 1e-6
 
 
+class OwnAttack(Byzantine):
+    """Replaces the messages by a hook of its own."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        for row in self.rows(cohort):
+            cohort.params.row(row)["8.bias"].zero_()
+
+
+def test_an_attack_with_a_hook_of_its_own_leaves_other_attacks_as_they_are():
+    def trained(*attacks):
+        return train(small_cnn(), blobs(**FIVE), 1, list(attacks))
+
+    own, flip = (lambda: OwnAttack(SignFlip(), [4])), (lambda: Byzantine(SignFlip(), [3], "parameters"))
+    assert distance(trained(own(), flip()), trained(own())) > 1e-3
+    assert distance(trained(own(), flip()), trained(flip(), own())) == 0
+
+
 def test_a_second_attack_of_the_same_clients_changes_the_messages_of_the_first():
     before, after = Sent("method"), Sent()
     attacks = [

@@ -1,16 +1,18 @@
 """A forward pass that changes its input in place leaves the data, and the batches of others, as they are."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
-from helpers import Rows, blobs, fit
+from helpers import Rows, blobs, fit, small_cnn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from fl_lightning import (
     ClientDataModule,
+    ConfigurationError,
     FederatedDataModule,
     FederatedModule,
     SequentialExecutor,
@@ -18,6 +20,7 @@ from fl_lightning import (
 )
 from fl_lightning.callbacks import AdaBN, ClassifierBias, ClientEvaluation, FedBN, StatisticsSources
 from fl_lightning.callbacks.observers.batch_norm_diagnostics import BatchNormDiagnostics
+from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.datamodules import Gaussians, TensorData
 
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
@@ -179,3 +182,34 @@ def test_a_block_that_ran_out_of_memory_is_repeated_with_the_same_batch(monkeypa
 def test_clients_that_cannot_be_vectorized_get_the_same_batch():
     executor = partial(VectorizedExecutor, where_possible=True)
     equal_states(*(outcome(Unbatchable, table, x, executor=executor) for x in (True, False)))
+
+
+@dataclass
+class Sample:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+class TakesSamples(FederatedModule):
+    def client_loss(self, batch):
+        return super().client_loss((batch.inputs, batch.targets))
+
+
+def test_a_copy_of_a_batch_that_is_an_object_has_tensors_of_its_own():
+    batch = Sample(torch.ones(2), torch.zeros(2))
+    again = copied({"samples": [batch], "name": "x"})
+    again["samples"][0].inputs.zero_()
+    assert batch.inputs.tolist() == [1.0, 1.0]
+    assert again["name"] == "x"
+
+
+def test_training_batches_without_tensors_are_refused_in_one_line(monkeypatch):
+    data = blobs()
+    drawn = data.cohort_batch
+    objects = lambda *args: BatchStack(batches=[Sample(*x) for x in drawn(*args).batches()])
+    monkeypatch.setattr(data, "cohort_batch", objects)
+    module = TakesSamples(small_cnn(), SGD, local_steps=1, check_first_steps=False)
+    with pytest.raises(
+        ConfigurationError, match="a training batch is a Sample without tensors; use a tensor, or a tuple"
+    ):
+        fit(module, data, 1)
