@@ -31,7 +31,6 @@ from fl_lightning.round.policy import resolve_policy
 _MOVE = 0.1  # norm of the first local step, divided by the norm of the parameters
 _TOLERANCE = 0.01  # allowed error of a tensor, relative to the change in two steps
 _NOISE = 20  # additional allowed error, relative to the measured effect of rounding
-_EXACT = (int, str, set, np.ndarray, np.generic, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def check_first_steps(run: RunContext) -> None:
@@ -204,46 +203,75 @@ def _refuse_memory(run: Any, written: Sequence[str], batches: Sequence[Any]) -> 
                     objective = client_losses(run, copied(batch))[1]
                     objective.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
                 left.append({"": _values([objective]), **_attributes(run)})
-    for name in (*_differing(run, left[0], left[3]), *_differing(run, left[2], left[1])):
+    pairs = ((left[0], left[3]), (left[2], left[1]))
+    for name in (name for pair in pairs for name in _differing(run, *pair, caches=True)):
         raise ConfigurationError(
             f"model: a forward pass of {type(run.model).__name__} writes the attribute {name or written[0]!r}, which all clients share and "
             "no checkpoint contains; keep it in a buffer (register_buffer), and draw random numbers from torch's global generator"
         )
 
 
-def _attributes(run: nn.Module) -> dict[str, tuple[list[Any], Tensor]]:
+def _attributes(run: nn.Module) -> dict[str, tuple[list[Any], list[Tensor]]]:
     """Return the values in attributes of the model, the loss and the task, by name."""
     parts = {n: vars(x) for n, x in run.named_modules() if not isinstance(x, Metric | MetricCollection)}
-    parts |= {"loss": getattr(run.loss, "__dict__", {}), "task": vars(run.task)}
+    parts |= {"loss": {**getattr(run.loss, "__dict__", {}), "state": run.loss}, "task": vars(run.task)}
     return {
         f"{part}.{name}": _values(tree_leaves(value))
         for part, attributes in parts.items()
         for name, value in attributes.items()
-        if name not in ("_parameters", "_buffers", "_modules")
+        if name not in ("_parameters", "_buffers", "_modules", "_made_with") and (part or name not in parts)
     }
 
 
-def _values(leaves: Sequence[Any]) -> tuple[list[Any], Tensor]:
-    """Return a list of the values that are exact, and a tensor of the values that may be rounded."""
+def _values(leaves: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
+    """Return the values that are exact, and the values that may be rounded."""
     leaves = [leaf.get_state() if isinstance(leaf, torch.Generator) else leaf for leaf in leaves]
-    exact = [pickle.dumps(leaf) if isinstance(leaf, _EXACT) else type(leaf) for leaf in leaves]
-    numbers = [leaf for leaf in leaves if isinstance(leaf, float) or _is_dense(leaf)]
-    rounded = [torch.as_tensor(x, dtype=torch.float64).detach().flatten().cpu() for x in numbers]
-    return exact, torch.cat(rounded) if rounded else torch.empty(0)
+    rounded = [leaf for leaf in leaves if isinstance(leaf, float) or _is_dense(leaf)]
+    numbers = [torch.as_tensor(x, dtype=torch.float64).detach().flatten().cpu().clone() for x in rounded]
+    return [_exact(leaf) for leaf in leaves if not (isinstance(leaf, float) or _is_dense(leaf))], numbers
+
+
+def _exact(leaf: Any) -> Any:
+    """Return the state of an object as bytes, or the type of an object that has no such form.
+
+    Only the type counts of modules, whose tensors each client has, and of objects of the framework.
+    """
+    home = type(leaf).__module__.partition(".")[0]
+    if isinstance(leaf, nn.Module) or home in ("fl_lightning", "lightning", "torch", "torchmetrics"):
+        return type(leaf)
+    try:
+        return pickle.dumps(leaf)
+    except Exception:  # noqa: BLE001  # pickle calls the object's own code
+        return type(leaf)
 
 
 def _is_dense(leaf: Any) -> bool:
     # a failed run may have left a tensor of vmap, which cannot be read
-    return isinstance(leaf, Tensor) and not is_batchedtensor(leaf) and leaf.layout == torch.strided
+    if not isinstance(leaf, Tensor) or is_batchedtensor(leaf):
+        return False
+    return leaf.layout == torch.strided and leaf.device.type != "meta" and not leaf.is_complex()
 
 
-def _differing(run: RunContext, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the attributes that differ. A GPU may round differently in each pass."""
+def _differing(
+    run: RunContext, first: Mapping[str, Any], second: Mapping[str, Any], *, caches: bool = False
+) -> Iterator[str]:
+    """Yield the names of the attributes that differ. A GPU may round differently in each pass.
+
+    Args:
+        run: The run.
+        first: Values by name.
+        second: Values by name.
+        caches: Whether to leave out attributes with another number or shape of tensors. Caches of
+            masks and positions grow with the lengths of batches.
+    """
     allowed = 1e-6 if run.device.type == "cpu" else 100 * _rounding(run)
     for name in {**first, **second}:
-        (exact, one), (others, other) = (x.get(name, ((), torch.empty(0))) for x in (first, second))
-        same = exact == others and one.shape == other.shape
-        if not same or _distance(one, other) > allowed * float(other.nan_to_num().norm()):
+        (exact, one), (others, other) = (x.get(name, ([], [])) for x in (first, second))
+        alike = [x.shape for x in one] == [x.shape for x in other]
+        far = alike and any(
+            _distance(x, y) > allowed * float(y.nan_to_num().norm()) for x, y in zip(one, other, strict=True)
+        )
+        if exact != others or far or not (alike or caches):
             yield name
 
 

@@ -1,6 +1,7 @@
 """Models whose forward pass does more than compute: they train as in plain PyTorch, or are refused before round 1."""
 
 import copy
+import itertools
 import random
 from collections import deque
 from functools import partial
@@ -893,3 +894,71 @@ def test_real_models_train_as_in_plain_pytorch(what, executor, precision):
     else:
         fit(module, FederatedDataModule([client]), rounds=1, precision=precision)
         assert module.record.samples
+
+
+class Slotted:
+    """Counts calls, in an object without ``__dict__``."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+    def scale(self):
+        self.calls += 1
+        return 1 + 0.004 * self.calls
+
+
+class Scheduled(Net):
+    def __init__(self):
+        super().__init__()
+        self.schedule = Slotted()
+
+    def forward(self, x):
+        return super().forward(x) * self.schedule.scale()
+
+
+class Iterated(Net):
+    def __init__(self):
+        super().__init__()
+        self.steps = itertools.count()
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 0.004 * next(self.steps))
+
+
+@pytest.mark.parametrize(("model", "name"), [(Scheduled, "schedule"), (Iterated, "steps")])
+def test_state_in_an_object_is_found(model, name):
+    with pytest.raises(ConfigurationError, match=rf"attribute 'model\.{name}'"):
+        fit(module_of(model(), SequentialExecutor), blobs(), 1)
+
+
+class Held(Net):
+    """Has attributes that have no form as bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.choose, self.meta, self.turns = lambda x: x, torch.empty(2, device="meta"), torch.ones(2) * 1j
+
+    def forward(self, x):
+        return super().forward(self.choose(x))
+
+
+class Lengths(Net):
+    """Keeps a mask for each number of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = {}
+
+    def forward(self, x):
+        if len(x) not in self.masks:
+            self.masks[len(x)] = x.new_ones(len(x), 1)
+        return super().forward(x) * self.masks[len(x)]
+
+
+@pytest.mark.parametrize("model", [Held, Lengths])
+def test_attributes_that_change_no_number_are_accepted(model):
+    data = blobs()
+    data.clients[1].batch_size = 4
+    fit(module_of(model(), SequentialExecutor), data, 1)
