@@ -170,8 +170,8 @@ class TensorData(InMemorySamples):
             lowest, highest = int(every.min()), int(every.max())
             if lowest != 0 or highest >= len(every):
                 raise ConfigurationError(
-                    f"data.targets: the classes of {len(every)} samples are {lowest} to {highest}; number the classes from 0 to C - 1, give names in a "
-                    "CSV, or floating-point targets if they are no classes"
+                    f"data.targets: the classes of {len(every)} samples are {lowest} to {highest}; number the classes from 0 to C - 1, with at "
+                    "least as many samples as classes, give names in a CSV, or floating-point targets if they are no classes"
                 )
             self.num_classes = highest + 1
         self.in_features = self._data["features"][0].numel()

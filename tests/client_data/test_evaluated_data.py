@@ -205,7 +205,7 @@ def test_test_samples_that_a_table_draws_are_those_of_training(folder):
             evaluate_table(command, table(1.0, 40), path)
     assert evaluate_table("test", table(1.0, 40), path, accept=True)
     with pytest.raises(
-        ConfigurationError, match=r"or give new samples as separate test data, beside its training data$"
+        ConfigurationError, match=r"or give new samples as separate test data, beside its training data"
     ):
         evaluate_table("predict", table(1.0, 40), path, accept=True)
 
