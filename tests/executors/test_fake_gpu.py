@@ -211,12 +211,11 @@ def test_an_evaluation_waits_for_the_gpu_at_its_end_only(task, scores, targets):
     assert gpu.waits
 
 
-def test_a_choice_is_to_compute_all_clients_at_once():
+def test_a_choice_is_to_replay_graphs():
     module = FederatedModule(model(), SGD, local_steps=1)
     fit(module, digits(), 1)
-    assert isinstance(module.executor, VectorizedExecutor)
-    assert isinstance(module.executor, VectorizedExecutor)
-    assert module.executor_choice.reason == "4 clients at once on cuda:0"
+    assert isinstance(module.executor, GraphExecutor)
+    assert module.executor_choice.reason == "each client's passes are a CUDA graph on cuda:0"
 
 
 def test_mixed_precision_keeps_to_the_device(monkeypatch):

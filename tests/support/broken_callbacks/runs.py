@@ -63,11 +63,14 @@ class SavedGenerator(NoisyGradients):
 
 
 @fails("observers", "resume")
-class GlobalNumpy(NoisyGradients):
-    """Draws from numpy's global generator."""
+class UnsavedGenerator(NoisyGradients):
+    """Draws from a generator that no checkpoint contains."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.generator = np.random.default_rng(0)
 
     def on_round_start(self, trainer, pl_module, cohort):
-        self.drawn = np.random.rand()
+        self.drawn = self.generator.random()
 
     def number(self, pl_module, cohort):
         return self.drawn
