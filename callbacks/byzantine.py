@@ -146,7 +146,7 @@ class Byzantine(FederatedCallback):
         another ``Byzantine`` would send without an attack.
         """
         attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
-        # a subclass with a hook of its own attacks by itself
+        # a subclass that overrides this hook attacks alone
         hook = Byzantine.on_before_aggregate
         alike = [one for one in attacks if type(one).on_before_aggregate is hook]
         if self not in alike:
