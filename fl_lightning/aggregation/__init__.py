@@ -3,18 +3,6 @@
 from fl_lightning.aggregation.centers import CenteredClipping, GeometricMedian
 from fl_lightning.aggregation.coordinates import MeanAroundMedian, Median, TrimmedMean, median
 from fl_lightning.aggregation.distances import NNM, Krum, MultiKrum
-from fl_lightning.aggregation.functions import (
-    bucketing,
-    centered_clipping,
-    geometric_median,
-    krum,
-    mean_around_median,
-    multi_krum,
-    nearest_neighbor_mixing,
-    trimmed_mean,
-    weighted_median,
-    weighted_trimmed_mean,
-)
 from fl_lightning.aggregation.mean import Aggregator, WeightedMean, weighted_mean
 from fl_lightning.aggregation.preaggregation import Bucketing, PreAggregator
 from fl_lightning.aggregation.robust import RobustAggregator
@@ -43,18 +31,8 @@ __all__ = [
     "StatisticsAggregator",
     "TrimmedMean",
     "WeightedMean",
-    "bucketing",
-    "centered_clipping",
-    "geometric_median",
-    "krum",
-    "mean_around_median",
     "median",
-    "multi_krum",
-    "nearest_neighbor_mixing",
     "require_weighted_mean",
     "sent_statistics",
-    "trimmed_mean",
     "weighted_mean",
-    "weighted_median",
-    "weighted_trimmed_mean",
 ]

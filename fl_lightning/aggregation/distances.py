@@ -167,7 +167,7 @@ class Distances(NamedTuple):
         squared: Squared distances between rows, float64 ``[n, n]``. Distances to rejected rows are
             infinite. The diagonal is 0.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
-        centres: For each block, the point ``[d_k]`` from which deviations are measured.
+        centres: For each block, the coordinate-wise median ``[d_k]``.
     """
 
     gram: Tensor
@@ -177,23 +177,21 @@ class Distances(NamedTuple):
 
 
 @torch.no_grad()
-def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Distances:
+def measure(blocks: Sequence[Tensor]) -> Distances:
     """Measure the distances between the clients' vectors, which span all blocks.
 
     The distances are computed in float64 from the inner products of the rows' deviations from the
-    centres. A single matrix product gives all inner products. It is ten times as fast as
+    coordinate-wise median. A single matrix product gives all inner products. It is ten times as fast as
     subtracting every pair of rows. With the median as centre, the deviations of most rows are
     small, even if a minority of rows are far outliers. Small deviations avoid cancellation in the
     distances between close rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        centres: For each block, the point ``[d_k]`` from which deviations are measured. Default:
-            the coordinate-wise median.
     """
     n = len(blocks[0])
     gram = torch.zeros(n, n, dtype=torch.float64, device=blocks[0].device)
-    centres = [median(block) for block in blocks] if centres is None else centres
+    centres = [median(block) for block in blocks]
     for block, centre in zip(blocks, centres, strict=True):
         for columns in chunks(block):
             deviation = block[:, columns].to(torch.float64, copy=True).sub_(centre[columns])

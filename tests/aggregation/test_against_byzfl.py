@@ -10,22 +10,28 @@ byzfl = part_of_byzfl("aggregators")
 if byzfl is None:
     pytest.skip("byzfl is not installed", allow_module_level=True)
 
+
+def from_the_median(rows):
+    return rows - ours.median(rows)
+
+
 # ours and ByzFL's, of rows [n, d] and f. Its geometric median stops after three iterations: another number.
 PAIRS = {
     "median": (lambda rows, f: ours.median(rows), lambda f: byzfl.Median()),
-    "trimmed mean": (ours.trimmed_mean, byzfl.TrMean),
-    "mean around median": (ours.mean_around_median, byzfl.Meamed),
-    "krum": (ours.krum, byzfl.Krum),
-    "multi-krum": (ours.multi_krum, byzfl.MultiKrum),
-    "nnm": (ours.nearest_neighbor_mixing, byzfl.NNM),
+    "trimmed mean": (lambda rows, f: ours.TrimmedMean(f)(rows), byzfl.TrMean),
+    "mean around median": (lambda rows, f: ours.MeanAroundMedian(f)(rows), byzfl.Meamed),
+    "krum": (lambda rows, f: ours.Krum(f)(rows), byzfl.Krum),
+    "multi-krum": (lambda rows, f: ours.MultiKrum(f)(rows), byzfl.MultiKrum),
+    "nnm": (lambda rows, f: ours.NNM()([rows], f)[0], byzfl.NNM),
     "nnm trimmed mean": (
         lambda rows, f: ours.TrimmedMean(f, ours.NNM())(rows),
         lambda f: lambda rows: byzfl.TrMean(f)(byzfl.NNM(f)(rows)),
     ),
     **{
         f"clipping {iterations}": (
-            lambda rows, f, k=iterations: ours.centered_clipping(rows, 4.0, k, rows.new_zeros(rows.shape[1])),
-            lambda f, k=iterations: byzfl.CenteredClipping(L=k, tau=4.0),
+            # ByzFL starts from 0, and our rule from the median
+            lambda rows, f, k=iterations: ours.CenteredClipping(4.0, k)(from_the_median(rows)),
+            lambda f, k=iterations: lambda rows: byzfl.CenteredClipping(L=k, tau=4.0)(from_the_median(rows)),
         )
         for iterations in (1, 5)
     },

@@ -1,36 +1,39 @@
 """Aggregation rules: hand-computed values, plain loops, symmetries, outliers and numbers that are none."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from fl_lightning import ConfigurationError
 from fl_lightning.aggregation import (
-    centered_clipping,
+    NNM,
+    CenteredClipping,
+    GeometricMedian,
+    Krum,
+    MeanAroundMedian,
+    MultiKrum,
+    TrimmedMean,
     coordinates,
     distances,
-    geometric_median,
-    krum,
-    mean_around_median,
     median,
-    multi_krum,
-    nearest_neighbor_mixing,
-    trimmed_mean,
 )
+
+
+def mixed_by_nnm(rows, f):
+    return NNM()([rows], f)[0]
+
 
 F = 3
 RULES = {
     "median": median,
-    "trimmed_mean": partial(trimmed_mean, f=F),
-    "mean_around_median": partial(mean_around_median, f=F),
-    "centered_clipping": partial(centered_clipping, tau=8.0, iterations=3),
-    "nnm": partial(nearest_neighbor_mixing, f=F),
-    "krum": partial(krum, f=F),
-    "krum_blanchard": partial(krum, f=F, score="blanchard"),
-    "multi_krum": partial(multi_krum, f=F),
-    "geometric_median": geometric_median,
-    "nnm_trimmed_mean": lambda rows: trimmed_mean(nearest_neighbor_mixing(rows, F), F),
+    "trimmed_mean": TrimmedMean(F),
+    "mean_around_median": MeanAroundMedian(F),
+    "centered_clipping": CenteredClipping(8.0, 3),
+    "nnm": lambda rows: mixed_by_nnm(rows, F),
+    "krum": Krum(F),
+    "krum_blanchard": Krum(F, score="blanchard"),
+    "multi_krum": MultiKrum(F),
+    "geometric_median": GeometricMedian(),
+    "nnm_trimmed_mean": TrimmedMean(F, NNM()),
 }
 EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 SQUARE = [[0, 0], [1, 0], [0, 1], [1, 1], [100, -100]]
@@ -140,14 +143,13 @@ def test_rules_agree_with_plain_loops(name, n):
         (lambda rows: rows.median(0).values, "median"),  # the lower of two middle values
         (lambda rows: rows.sort(0).values[F:].mean(0), "trimmed_mean"),  # one end only
         (lambda rows: rows.mean(0), "trimmed_mean"),
-        (lambda rows: mean_around_median(rows, F - 1), "mean_around_median"),
-        (lambda rows: trimmed_mean(rows, F), "mean_around_median"),
-        (lambda rows: centered_clipping(rows, 8.0, 2), "centered_clipping"),
-        (lambda rows: centered_clipping(rows, 8.0, 3, torch.zeros(37)), "centered_clipping"),
-        (lambda rows: nearest_neighbor_mixing(rows, F - 1), "nnm"),
+        (MeanAroundMedian(F - 1), "mean_around_median"),
+        (TrimmedMean(F), "mean_around_median"),
+        (CenteredClipping(8.0, 2), "centered_clipping"),
+        (lambda rows: mixed_by_nnm(rows, F - 1), "nnm"),
         (lambda rows: (8 * naive_nnm(rows) - rows) / 7, "nnm"),  # without itself
-        (lambda rows: krum(rows.flip(0).cumsum(0), F), "krum"),
-        (lambda rows: multi_krum(rows, F - 1), "multi_krum"),
+        (lambda rows: Krum(F)(rows.flip(0).cumsum(0)), "krum"),
+        (MultiKrum(F - 1), "multi_krum"),
         (lambda rows: rows.mean(0), "geometric_median"),
     ],
 )
@@ -158,40 +160,32 @@ def test_a_wrong_formula_is_seen_by_these_loops(broken, name):
 
 def test_values_computed_by_hand():
     square, scalars = rows_of(*SQUARE), rows_of(0, 1, 2, 3, 10)
-    mixed = nearest_neighbor_mixing(square, 1)
+    mixed = mixed_by_nnm(square, 1)
     close(mixed, rows_of(*[[0.5, 0.5]] * 4, [25.5, -24.75]))
     close(median(mixed), torch.tensor([0.5, 0.5]))
-    mixed = nearest_neighbor_mixing(scalars, 1)
+    mixed = mixed_by_nnm(scalars, 1)
     close(mixed, rows_of(1.5, 1.5, 1.5, 1.5, 4))
-    assert median(mixed) == trimmed_mean(mixed, 1) == 1.5
+    assert median(mixed) == TrimmedMean(1)(mixed) == 1.5
     assert median(rows_of(0, 1, 2, 9)) == 1.5
-    assert trimmed_mean(rows_of(*range(9), 1000), 3) == 4.5
+    assert TrimmedMean(3)(rows_of(*range(9), 1000)) == 4.5
     # 2 is the median; of 0 and 4, equally far, the lower one
-    assert mean_around_median(scalars, 1) == mean_around_median(rows_of(0, 1, 2, 3, 4), 1) == 1.5
-    assert mean_around_median(rows_of(0, 1, 2, 9), 1) == 1
+    assert MeanAroundMedian(1)(scalars) == MeanAroundMedian(1)(rows_of(0, 1, 2, 3, 4)) == 1.5
+    assert MeanAroundMedian(1)(rows_of(0, 1, 2, 9)) == 1
     # from 1.5 by (-1.5 - 0.5 + 0.5 + 3) / 4, and then by a quarter of that
-    assert centered_clipping(rows_of(0, 1, 2, 10), 3.0) == 1.875
-    assert centered_clipping(rows_of(0, 1, 2, 10), 3.0, 2) == 1.96875
-    assert centered_clipping(rows_of(0, 1, 2, 10), 3.0, start=torch.zeros(1)) == 1.5
+    assert CenteredClipping(3.0)(rows_of(0, 1, 2, 10)) == 1.875
+    assert CenteredClipping(3.0, 2)(rows_of(0, 1, 2, 10)) == 1.96875
     # squared distances to the three closest others: 1 + 4 + 9, 1 + 1 + 4, 1 + 1 + 4, ...
-    assert krum(scalars, 1) == 1
-    assert multi_krum(scalars, 1) == 1.5
+    assert Krum(1)(scalars) == 1
+    assert MultiKrum(1)(scalars) == 1.5
     # the corner of a flat triangle, and the centre of a regular one
-    close(geometric_median(rows_of([0, 0], [9, 1], [-9, 1])), torch.zeros(2), 1e-8)
-    close(geometric_median(rows_of([1, 0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)])), torch.zeros(2))
-
-
-def test_centered_clipping_moves_away_from_a_start_below_all_rows():
-    rows = rows_of([10, 1], [10, 2], [11, 3])
-    steps = 3 * rows / rows.norm(dim=1, keepdim=True)
-    close(centered_clipping(rows, 3.0, start=torch.zeros(2)), steps.mean(0))
-    close(centered_clipping(-rows, 3.0, start=torch.zeros(2)), -steps.mean(0))
+    close(GeometricMedian()(rows_of([0, 0], [9, 1], [-9, 1])), torch.zeros(2), 1e-8)
+    close(GeometricMedian()(rows_of([1, 0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)])), torch.zeros(2))
 
 
 def test_equal_distances_and_scores_go_to_the_lower_index():
-    close(nearest_neighbor_mixing(rows_of(0, 1, -1, -1), 1)[0], torch.zeros(1))
-    assert krum(rows_of(5, 5, 7, 7), 1) == 5
-    assert krum(rows_of(7, 7, 5, 5), 1) == 7
+    close(mixed_by_nnm(rows_of(0, 1, -1, -1), 1)[0], torch.zeros(1))
+    assert Krum(1)(rows_of(5, 5, 7, 7)) == 5
+    assert Krum(1)(rows_of(7, 7, 5, 5)) == 7
 
 
 @EVERY_RULE
@@ -229,10 +223,10 @@ def test_the_rows_stay_as_they_were(rule, shape):
 @pytest.mark.parametrize("n", [1, 2])
 def test_one_or_two_clients_are_enough(n):
     rows = normal(n)
-    for rule in (median, partial(trimmed_mean, f=0), partial(multi_krum, f=0), geometric_median):
+    for rule in (median, TrimmedMean(0), MultiKrum(0), GeometricMedian()):
         close(rule(rows), rows.mean(0))
-    close(nearest_neighbor_mixing(rows, 0), rows.mean(0).expand(n, -1))
-    assert torch.equal(krum(rows, 0), rows[0])
+    close(mixed_by_nnm(rows, 0), rows.mean(0).expand(n, -1))
+    assert torch.equal(Krum(0)(rows), rows[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -277,13 +271,13 @@ def test_distances_of_close_clients_are_exact_whatever_the_outliers(dtype, place
 
 def test_a_geometric_median_may_be_a_client():
     rows = normal(9, 20)
-    point = geometric_median(rows)
-    close(geometric_median(torch.cat([rows, point[None]])), point, 1e-14)
+    point = GeometricMedian()(rows)
+    close(GeometricMedian()(torch.cat([rows, point[None]])), point, 1e-14)
     rows[4] = (
         point  # the pull of the row that went is all that the others lack: the edge of the iteration's reach
     )
-    close(geometric_median(rows), point, 1e-14)
-    close(geometric_median(rows_of(8, 1, 3, 0)), torch.tensor([2.0]))
+    close(GeometricMedian()(rows), point, 1e-14)
+    close(GeometricMedian()(rows_of(8, 1, 3, 0)), torch.tensor([2.0]))
 
 
 def test_a_geometric_median_balances_the_directions_to_all_clients():
@@ -293,18 +287,18 @@ def test_a_geometric_median_balances_the_directions_to_all_clients():
         def pull(point, rows=rows):
             return float(torch.nn.functional.normalize(rows - point).sum(0).norm())
 
-        assert pull(geometric_median(rows)) < 1e-8
+        assert pull(GeometricMedian()(rows)) < 1e-8
         assert pull(rows.mean(0)) > 0.1
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda rows: trimmed_mean(rows, 5),
-         "trimmed_mean f: 5 must be less than half of a round's 10 clients; use at most 4, or at least 11 clients in a round"),
-        (lambda rows: krum(rows, 0.3), "krum f: 0.3 must be a whole number of at least 0"),
-        (lambda rows: multi_krum(rows, True), "multi_krum f: True must be a whole number of at least 0"),
-        (lambda rows: krum(rows[:3], 1, score="blanchard"),
+        (lambda rows: TrimmedMean(5)(rows),
+         "TrimmedMean.f: 5 must be less than half of a round's 10 clients; use at most 4, or at least 11 clients in a round"),
+        (lambda rows: Krum(0.3)(rows), "Krum.f: 0.3 must be a whole number of at least 0"),
+        (lambda rows: MultiKrum(True)(rows), "MultiKrum.f: True must be a whole number of at least 0"),
+        (lambda rows: Krum(1, score="blanchard")(rows[:3]),
          "Krum.score: blanchard needs at least f + 3 = 4 clients in a round, not 3; use byzfl"),
     ],
 )  # fmt: skip
