@@ -1,6 +1,7 @@
 """Runs whose ranks somebody else has started, and runs that go on with another number of ranks."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -230,14 +231,18 @@ def fault(what, ranks):
     write_config({"trainer.callbacks": [callback]})
 
 
+# rank 0 finds that rank 1 has ended, or torchrun stops rank 0 first
+LOST = "rank 1 has ended|stopped by SIGTERM; .* keeps round 1"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("what", "ranks", "lines"),
     [
-        ("mistake", [1], ["error: rank 1: my own mistake", "error: rank 1 has ended"]),
-        ("mistake", [0, 1], ["error: my own mistake"]),
-        ("kill", [1], ["error: rank 1 has ended"]),
+        ("mistake", [1], ["rank 1: my own mistake", LOST]),
+        ("mistake", [0, 1], ["my own mistake"]),
+        ("kill", [1], [LOST]),
     ],
 )
 def test_a_failure_under_torchrun_is_told_once_and_the_run_stays_whole(what, ranks, lines):
@@ -249,7 +254,7 @@ def test_a_failure_under_torchrun_is_told_once_and_the_run_stays_whole(what, ran
     told = [line for line in own_lines(errors) if not line.startswith("stopping after this round")]
     assert len(told) == len(lines)
     for line, expected in zip(told, lines, strict=True):
-        assert expected.removeprefix("error: ") in line
+        assert re.search(expected, line)
     assert [row["round"] for row in rows(only_attempt("launched"))] == [0, 1]
 
 
