@@ -14,7 +14,6 @@ from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.randomness import derive_seed, seed_global, seeded
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.declarations import ROLES, Declarations
-from fl_lightning.round.idle import is_watched, versions
 
 
 def in_order(callbacks: Iterable[Any]) -> list[Any]:
@@ -82,12 +81,7 @@ def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
         name = f"{type(method).__name__}.{hook}"
         with run.clock.part("callbacks"), doing(f"{name}, round {cohort.round}"):
             seed_global(derive_seed(run.seed, _purpose(name, number), cohort.round, *step), run.device)
-            before = versions(run, cohort) if (watched := is_watched(run, method)) else ()
             getattr(method, hook)(run.trainer, run, cohort, *step)
-            if watched and (
-                method.policy(cohort.round, run.planned_rounds) or versions(run, cohort) != before
-            ):
-                run.record.acting.add(type(method).__name__)
 
 
 def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:

@@ -44,17 +44,15 @@ from fl_lightning.round.communication import Communication
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
-from fl_lightning.round.idle import idle_methods
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.metrics import MetricSetting, check_names, make_metrics
-from fl_lightning.round.monitors import check_monitors, check_quality
 from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
 from fl_lightning.round.policy import check_together, declared_parts, resolve_policy
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.round import communication_round, skip_round
 from fl_lightning.round.survivors import RoundSkipped, too_few
-from fl_lightning.round.tasks import Classification, Task
+from fl_lightning.round.tasks import Classification, Task, check_quality
 from fl_lightning.round.trained import refuse_trained
 from fl_lightning.round.trainer import check_trainer
 
@@ -495,7 +493,6 @@ class FederatedModule(Recorded, L.LightningModule):
         """Check metrics, outputs and first local steps, and record digests of the data."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
-        check_monitors(self.trainer, self, row, self.data.fit_split)
         self.output_check.before_training(self)
         self.record.data = self.record.data or self.data.fingerprint()
         if self.check_first_steps:
@@ -510,15 +507,6 @@ class FederatedModule(Recorded, L.LightningModule):
     def on_train_epoch_end(self) -> None:
         """Pass the round's metrics to the loggers. Lightning saves a checkpoint afterwards."""
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
-
-    def on_train_end(self) -> None:
-        """Print the names of user-defined methods without effect, unless the run was resumed."""
-        began = self.trainer.ckpt_path is None and self.record.samples
-        for name in idle_methods(self) if began else ():
-            self.print(
-                f"{name} seems to have changed nothing: its policy is FedAvg's, and no hook wrote to a tensor or a learning rate; "
-                'check its patterns and conditions, or set role = "observer" if it only reads'
-            )
 
     def on_fit_end(self) -> None:
         """Restore the train mode and the original forward pass of the BN layers."""

@@ -54,8 +54,6 @@ class RunRecord:
             code adds an entry.
         compiled: Whether the clients' passes are compiled; None before the decision.
         continued_from: Checkpoints from which the run continued with changed settings or data.
-        acting: Names of user-defined methods that had an effect in this fit. The names are not
-            saved.
     """
 
     def __init__(self) -> None:
@@ -65,7 +63,6 @@ class RunRecord:
         self.provenance: list[dict[str, str]] = []
         self.compiled: bool | None = None
         self.continued_from: list[Origin] = []
-        self.acting: set[str] = set()
         self.metrics: dict[str, float] = {}
         self.samples = self.upload_bytes = self.download_bytes = 0
         self.seconds = 0.0
@@ -233,7 +230,7 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of the run and the newest metrics, to be saved in a checkpoint."""
-        saved = (name for name in vars(self) if not name.startswith("_") and name != "acting")
+        saved = (name for name in vars(self) if not name.startswith("_"))
         public = {name: copy(getattr(self, name)) for name in saved}
         return {"row" if name == "metrics" else name: value for name, value in public.items()}
 

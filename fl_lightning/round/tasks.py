@@ -330,3 +330,17 @@ def enlarged(scores: Tensor, targets: Tensor) -> Tensor:
     if scores.shape[-2:] == targets.shape[-2:]:
         return scores
     return interpolate(scores, targets.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def check_quality(task: Task, row: Mapping[str, float], split: str) -> None:
+    """Check that an evaluation has measured the main metric of a user-defined task.
+
+    Raises:
+        ConfigurationError: The task's ``quality`` is not a metric of the run.
+    """
+    evaluated = [name.partition("/")[2] for name in row if name.startswith(f"{split}/")]
+    if evaluated and task.quality not in evaluated and not type(task).__module__.startswith("fl_lightning."):
+        raise ConfigurationError(
+            f"model.task: the quality {task.quality!r} of {type(task).__name__} is no metric of this run; add it to "
+            f"model.metrics, or set quality to one of {', '.join(evaluated)}"
+        )
