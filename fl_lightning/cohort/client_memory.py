@@ -1,11 +1,11 @@
 """Memory that holds the clients' state between rounds, in RAM or in files."""
 
 import io
+import json
 import os
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import unwritable
+from fl_lightning.files import unwritable, write_text
 from fl_lightning.ranks import Ranks, checksums
 
 LIMIT = 256 * 2**20
 """Size in bytes above which a :class:`ClientMemory` stores its entries in files."""
 _RECORD = "files of a ClientMemory"
+_NOTES = "checkpoints.json"
 
 
 class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
@@ -35,9 +36,9 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     Entries are kept in RAM on every rank and saved in checkpoints. If the memory exceeds
     :data:`LIMIT` bytes, each client's entry is stored in a file instead. The files are in the
     folder ``memory`` of the trainer's ``default_root_dir``. All ranks must be able to read this
-    folder. At the end of a round, only changed entries are written to their files. Each file is
-    written by a single rank. Checkpoints use hard links to the files. Entries with negative ids
-    belong to the server and stay in RAM.
+    folder. At the end of a round, each changed entry is written to a new file, by a single rank. A
+    checkpoint lists the files of its entries, and a file that no checkpoint lists is deleted.
+    Entries with negative ids belong to the server and stay in RAM.
 
     Args:
         state: State from a checkpoint, or a mapping from client ids to entries. Default: empty.
@@ -54,22 +55,25 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     """
 
     def __init__(self, state: Mapping[Any, Any] = MappingProxyType({})) -> None:
-        self._label = ""
         self._entries: dict[int, Mapping[str, Tensor]] = {}
         self._sums: dict[int, int] = {}
+        self._files: dict[int, str] = {}
+        self._listed: set[str] = set()
         self._changed: set[int] = set()
         self._written: set[int] = set()
-        self._unsynced: set[int] = set()
-        self._bytes = 0
+        self._unsynced: set[Path] = set()
+        self._bytes = self._writes = 0
         self._folder: Path | None = None
-        self._live: Path | None = None
+        self._source: Path | None = None
         self._ranks = Ranks()
         if _RECORD in state:
             record = state[_RECORD]
-            self._folder, self._sums = Path(record["run"], record["folder"]), dict(record["sums"])
-            if not self._folder.is_dir():
+            self._source, self._sums = Path(record["run"], record["folder"]), dict(record["sums"])
+            self._files, self._writes = dict(record["files"]), record["writes"]
+            self._listed = set(self._files.values())
+            if not self._source.is_dir():
                 raise ConfigurationError(
-                    f"ckpt_path: the checkpoint's folder {self._folder} with the memory of {len(self._sums)} clients is missing; "
+                    f"ckpt_path: the checkpoint's folder {self._source} with the memory of {len(self._sums)} clients is missing; "
                     "keep the run's folder memory beside its folder checkpoints"
                 )
             state = record["kept"]
@@ -86,6 +90,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._changed.add(client)
 
     def __delitem__(self, client: int) -> None:
+        self._files.pop(client, None)
         known = self._sums.pop(client, None) is not None
         if client in self._entries:
             self._bytes -= _size(self._entries.pop(client))
@@ -117,11 +122,16 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             folder: Folder of the memory, created if needed.
             ranks: The ranks of the run.
         """
-        self._ranks, self._live = ranks, folder / "now"
-        if self._folder not in (None, self._live):
-            assert self._folder is not None
-            self._link(self._folder, self._live)
-            self._folder = self._live
+        self._ranks, self._folder, source = ranks, folder, self._source
+        if source is None:
+            return
+
+        def copy() -> None:
+            if ranks.rank == 0 and not (folder.is_dir() and source.samefile(folder)):
+                copy_files(source, folder, self._files.values())
+
+        ranks.exchange(copy)
+        self._source = folder
 
     def flush(self) -> None:
         """Write changed entries to files if the memory exceeds the limit.
@@ -129,66 +139,45 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         All ranks must call this method at the end of a round. Written entries stay in RAM until the
         next call, because other ranks may still be writing.
         """
-        if self._folder is None:
-            if self._live is None or self._bytes <= LIMIT:
+        if self._source is None:
+            if self._folder is None or self._bytes <= LIMIT:
                 return
-            self._folder, self._changed = self._live, set(self._entries)
+            self._source, self._changed = self._folder, set(self._entries)
         self._ranks.exchange(lambda: None)  # barrier: other ranks may still read the old files
         for client in self._written - self._changed:
             del self._entries[client]
         self._written = {client for client in self._changed if client >= 0}
+        self._writes += bool(self._written)
         for client in sorted(self._written):
+            before, self._files[client] = self._files.get(client), f"{client}-{self._writes}.pt"
             self._sums[client] = _sum(self._entries[client])
             if client % self._ranks.size == self._ranks.rank:
                 self._write(client)
+                if before is not None and before not in self._listed:
+                    self._remove(before)
         self._changed = set()
 
-    def saved(self, round_number: int) -> dict[Any, Any]:
-        """Make hard links to the memory's files, and return the state for a checkpoint.
-
-        All ranks must call this method.
-
-        Args:
-            round_number: The round of the checkpoint.
-        """
+    def saved(self) -> dict[Any, Any]:
+        """Return the state for a checkpoint. All ranks must call this method."""
         self.flush()
-        if self._folder is None or self._live is None:  # all entries are in RAM
+        if self._source is None or self._folder is None:  # all entries are in RAM
             return {client: dict(entry) for client, entry in self.items()}
-        for client in self._unsynced:
-            with self._file(client).open("rb") as file:
+        for path in self._unsynced:
+            with path.open("rb") as file:
                 os.fsync(file.fileno())
         self._unsynced = set()
-        target = self._live.with_name(f"{self._label or 'checkpoint'}_{round_number}")
-        self._link(self._folder, target)
-        run = self._live.parents[2]
+        self._ranks.exchange(lambda: None)  # barrier: all ranks have written their files
+        self._listed |= set(self._files.values())
+        run = self._folder.parents[1]
         record = {
             "run": str(run.absolute()),
-            "folder": str(target.relative_to(run)),
-            "sums": self._sums,
+            "folder": str(self._folder.relative_to(run)),
+            "files": dict(self._files),
+            "writes": self._writes,
+            "sums": dict(self._sums),
             "kept": {client: dict(entry) for client, entry in self._entries.items() if client < 0},
         }
         return {_RECORD: record}
-
-    @contextmanager
-    def labelled(self, label: str, round_number: int) -> Iterator[None]:
-        """Set the label of the checkpoint that is saved within the ``with`` block.
-
-        When the block ends, the memory files of earlier checkpoints with this label are removed.
-
-        Args:
-            label: Name of the checkpoint, such as ``"last"``.
-            round_number: The round of the checkpoint.
-        """
-        self._label = label  # an attribute: Lightning's hooks cannot pass arguments to ``saved``
-        try:
-            yield
-        finally:
-            self._label = ""
-        if self._folder is not None and self._ranks.rank == 0:
-            assert self._live is not None
-            for folder in self._live.parent.glob(f"{label}_*"):
-                if folder.name != f"{label}_{round_number}":
-                    shutil.rmtree(folder)
 
     def checksum(self) -> int:
         """Return a checksum of the memory.
@@ -199,13 +188,13 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         for client in self._entries.keys() - server.keys():
             if client in self._changed or client not in self._sums:
                 self._sums[client] = _sum(self._entries[client])
-        if self._folder is None:
+        if self._source is None:
             self._changed = set()
         return zlib.crc32(repr(sorted((self._sums | server).items())).encode())
 
     def _file(self, client: int) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{client}.pt"
+        assert self._source is not None
+        return self._source / self._files[client]
 
     def _read(self, client: int) -> Mapping[str, Tensor]:
         path = self._file(client)
@@ -216,7 +205,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             reason = "wrong checksum"
         except Exception as error:  # noqa: BLE001  # torch raises many types for a damaged file
             reason = type(error).__name__
-        raise _damaged(path, client, reason)
+        raise _damaged(path, reason)
 
     def _write(self, client: int) -> None:
         path, content = self._file(client), io.BytesIO()
@@ -225,30 +214,16 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_bytes(content.getbuffer())
-            os.replace(temporary, path)  # never change the old file: checkpoints link to it
+            os.replace(temporary, path)
         except OSError as error:
             raise unwritable(path, error) from error
-        self._unsynced.add(client)
+        self._unsynced.add(path)
 
-    def _link(self, source: Path, target: Path) -> None:
-        """Wait until all ranks have written their files, then link the files in ``target``."""
-
-        def link() -> None:
-            if self._ranks.rank:
-                return
-            lost = next((client for client in self._sums if not (source / f"{client}.pt").is_file()), None)
-            if lost is not None:
-                raise _damaged(source / f"{lost}.pt", lost, "FileNotFoundError")
-            shutil.rmtree(target, ignore_errors=True)
-            try:
-                target.mkdir(parents=True)
-                for client in self._sums:
-                    _link_file(source / f"{client}.pt", target / f"{client}.pt")
-            except OSError as error:
-                raise unwritable(target, error) from error
-
-        self._ranks.exchange(lambda: None)
-        self._ranks.exchange(link)
+    def _remove(self, name: str) -> None:
+        assert self._source is not None
+        path = self._source / name
+        path.unlink(missing_ok=True)
+        self._unsynced.discard(path)
 
 
 def is_finite(entry: Mapping[str, Tensor]) -> bool:
@@ -272,9 +247,9 @@ def contents(tree: Any) -> Any:
     return _each(tree, lambda memory: {client: dict(entry) for client, entry in memory.items()})
 
 
-def saved(tree: Any, round_number: int) -> Any:
+def saved(tree: Any) -> Any:
     """Copy nested dicts and lists, and replace each memory by its state for a checkpoint."""
-    return _each(tree, lambda memory: memory.saved(round_number))
+    return _each(tree, lambda memory: memory.saved())
 
 
 def locate(tree: Any, checkpoint: Any) -> None:
@@ -284,44 +259,91 @@ def locate(tree: Any, checkpoint: Any) -> None:
         tree: The checkpoint's state, which is changed in place.
         checkpoint: Path of the checkpoint; None if unknown.
     """
-    if not isinstance(tree, dict) or checkpoint is None:
-        return
-    record, run = tree.get(_RECORD), Path(checkpoint).absolute().parents[1]
-    if record is not None and (run / record["folder"]).is_dir():
-        record["run"] = str(run)
-    for inner in tree.values():
-        locate(inner, checkpoint)
+    run = None if checkpoint is None else Path(checkpoint).absolute().parents[1]
+    for record in _records(tree):
+        if run is not None and (run / record["folder"]).is_dir():
+            record["run"] = str(run)
 
 
-def link_files(run: Path, name: str, other: Path, other_name: str) -> None:
-    """Make hard links to a checkpoint's memory files, for a copy of the checkpoint.
+def keep_listed(path: Path, tree: Any) -> None:
+    """Note which memory files a checkpoint lists, and delete files that no checkpoint lists.
+
+    Call this function before the checkpoint is written. Files that the checkpoint's old version
+    lists stay until the next call, in case the new version cannot be written.
 
     Args:
-        run: Folder of the original checkpoint's run.
-        name: Name of the original's memory folder, ``<label>_<round>``.
-        other: Folder of the copy's run.
-        other_name: Name of the copy's memory folder.
+        path: The checkpoint.
+        tree: The checkpoint's state.
     """
-    for folder in run.glob(f"memory/*/{name}"):
-        target = other / "memory" / folder.parent.name / other_name
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(folder, target, copy_function=_link_file)
+    for record in _records(tree):
+        folder = Path(record["run"], record["folder"])
+        lists = _note(folder, path, [*record["files"].values()])
+        listed = {name for versions in lists.values() for names in versions for name in names}
+        for file in folder.glob("*.pt"):
+            if file.name not in listed:
+                file.unlink()
+
+
+def copy_listed(source: Path, target: Path) -> None:
+    """Copy the memory files that a checkpoint lists, for a copy of the checkpoint.
+
+    Args:
+        source: The checkpoint.
+        target: The copy of the checkpoint.
+    """
+    for notes in source.parents[1].glob(f"memory/*/{_NOTES}"):
+        name = os.path.relpath(source, notes.parent)
+        names = json.loads(notes.read_text()).get(name, [[]])[-1]
+        folder = target.parents[1] / notes.parent.relative_to(source.parents[1])
+        if folder != notes.parent:
+            copy_files(notes.parent, folder, names)
+        _note(folder, target, names)
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy memory files to another folder.
+
+    Raises:
+        ConfigurationError: A file is missing, or cannot be written.
+    """
+    for name in names:
+        if not (source / name).is_file():
+            raise _damaged(source / name, "FileNotFoundError")
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+        except OSError as error:
+            raise unwritable(target / name, error) from error
+
+
+def _note(folder: Path, checkpoint: Path, names: list[str]) -> dict[str, list[list[str]]]:
+    """Note the memory files of a checkpoint's last two versions, and return all such notes."""
+    notes = folder / _NOTES
+    lists = json.loads(notes.read_text()) if notes.is_file() else {}
+    lists = {path: versions for path, versions in lists.items() if (folder / path).is_file()}
+    key = os.path.relpath(checkpoint, folder)
+    lists[key] = [*lists.get(key, ())[-1:], names]
+    write_text(notes, json.dumps(lists))
+    return lists
+
+
+def _records(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield the states of memories with files in a checkpoint's state."""
+    if isinstance(tree, dict):
+        if _RECORD in tree:
+            yield tree[_RECORD]
+        for inner in tree.values():
+            yield from _records(inner)
 
 
 def _each(tree: Any, function: Any) -> Any:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, ClientMemory) else leaf, tree)
 
 
-def _link_file(source: str | Path, target: str | Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def _damaged(path: Path, client: int, reason: str) -> ConfigurationError:
+def _damaged(path: Path, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{path}, the memory of client {client}, is missing or damaged ({reason}); resume from another checkpoint"
+        f"{path}, the memory of client {path.stem.partition('-')[0]}, is missing or damaged ({reason}); resume from another "
+        "checkpoint"
     )
 
 

@@ -547,7 +547,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the planned number of rounds, the run's record and the methods' client state."""
         checkpoint["state_dict"] |= self.merged
-        checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}), self.trainer.global_step)
+        checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}))
         checkpoint["fl_lightning"] = {
             "total_rounds": self.total_rounds,
             "parts": self.parts,

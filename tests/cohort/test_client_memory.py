@@ -1,9 +1,11 @@
 """What methods keep of clients: the same in memory and in files, and what a checkpoint has of it."""
 
+import json
 import os
 import shutil
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -48,6 +50,16 @@ def train(method, root, rounds=6, ckpt_path=None, ranks=1):
     return module.state_dict(), metrics, callback, states.start
 
 
+def client_of(path):
+    return int(path.stem.partition("-")[0])
+
+
+def lists(folder):
+    """The files that the last two versions of each checkpoint list, by the checkpoint's name."""
+    noted = json.loads((folder / "checkpoints.json").read_text())
+    return {Path(path).name: versions for path, versions in noted.items()}
+
+
 def same(one, other):
     return checksums(contents(one.state_dict())) == checksums(contents(other.state_dict()))
 
@@ -65,7 +77,7 @@ def test_a_run_with_files_is_one_without_bit_for_bit_and_so_is_one_that_goes_on(
         assert again[1] == metrics
         assert same(again[2], callback)
         assert all(distance(again[3][r][c], start[r][c]) == 0 for r in (4, 5, 6) for c in start[r])
-        files = {int(path.stem) for path in (tmp_path / name).rglob("now/*.pt")}
+        files = {client_of(path) for path in (tmp_path / name).rglob("*.pt")}
         assert files == {client for clients in start.values() for client in clients}
 
 
@@ -80,14 +92,36 @@ def test_a_checkpoint_that_was_written_without_files_goes_on_with_them(tmp_path,
 def test_each_checkpoint_has_the_files_that_belong_to_it_and_no_others_stay(tmp_path):
     train("SCAFFOLD", tmp_path, rounds=3)
     folder = tmp_path / "memory" / "SCAFFOLD.memory"
-    before = {path.name: path.read_bytes() for path in (folder / "round_3_3").iterdir()}
+    before = {name: (folder / name).read_bytes() for name in lists(folder)["round_3.ckpt"][-1]}
     train("SCAFFOLD", tmp_path, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
-    assert {path.name for path in folder.iterdir()} == {"now", "round_3_3", "last_6"}
-    assert {path.name: path.read_bytes() for path in (folder / "round_3_3").iterdir()} == before
-    now = {path.name: path.read_bytes() for path in (folder / "now").iterdir()}
-    assert now == {path.name: path.read_bytes() for path in (folder / "last_6").iterdir()}
-    assert any(before[name] != now[name] for name in before)
-    assert (folder / "now" / "0.pt").stat().st_nlink == 2
+    files = {path.name: path.read_bytes() for path in folder.glob("*.pt")}
+    assert {name: files[name] for name in before} == before
+    listed = lists(folder)
+    assert set(listed) == {"round_3.ckpt", "last.ckpt"}
+    assert set(files) == {name for versions in listed.values() for names in versions for name in names}
+    assert not set(listed["last.ckpt"][-1]) <= set(before)
+    clients = [client_of(Path(name)) for name in listed["last.ckpt"][-1]]
+    assert len(clients) == len(set(clients))
+
+
+@pytest.mark.usefixtures("in_files")
+def test_a_checkpoint_in_another_folder_keeps_its_files_as_long_as_it_exists(tmp_path):
+    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    module = FederatedModule(small_cnn(), client_optimizer=MOMENTUM, local_steps=2, participation=2)
+    trainer = fit(
+        module, blobs(5, (24, 40, 32)), 6, [FedBN(), SaveRounds(elsewhere), RoundCheckpoint(every_n_rounds=1)],
+        default_root_dir=root, plugins=[AtomicCheckpointIO()],
+    )  # fmt: skip
+    state = torch.load(elsewhere / "1.ckpt", weights_only=True)["callbacks"]["FedBN"]["memory"]
+    clients = [client for client in contents(ClientMemory(state)) if client >= 0]
+    assert len(clients) == 2
+    folder = root / "memory" / "FedBN.memory"
+    before = {path.name for path in folder.glob("*.pt")}
+    (elsewhere / "1.ckpt").unlink()
+    trainer.save_checkpoint(root / "checkpoints" / "last.ckpt")
+    now = {path.name for path in folder.glob("*.pt")}
+    assert now < before
+    assert before - now <= {f"{client}-1.pt" for client in clients}
 
 
 @pytest.mark.usefixtures("in_files")
@@ -96,41 +130,22 @@ def test_a_run_that_was_moved_is_found_and_one_without_its_files_says_so(tmp_pat
     shutil.move(tmp_path / "here", tmp_path / "there")
     ckpt_path = tmp_path / "there/checkpoints/round_3.ckpt"
     assert distance(train("FedBN", tmp_path / "new", ckpt_path=ckpt_path)[0], state) == 0
-    files = tmp_path / "there/memory/FedBN.memory/round_3_3"
-    path = min(files.iterdir())
+    files = tmp_path / "there/memory/FedBN.memory"
+    path = files / min(lists(files)["round_3.ckpt"][-1])
+    client = client_of(path)
     whole = path.read_bytes()
     for damage in (whole[:-100], whole.replace(whole[700:702], b"\x07\x07", 1), b""):
         path.write_bytes(damage)
         with pytest.raises(
-            ConfigurationError, match=rf"{path.stem}\.pt, the memory of client {path.stem}, is missing"
+            ConfigurationError, match=rf"{path.stem}\.pt, the memory of client {client}, is missing"
         ):
             same(train("FedBN", tmp_path / "damaged", ckpt_path=ckpt_path)[2], FedBN())
     path.unlink()
-    with pytest.raises(ConfigurationError, match=rf"the memory of client {path.stem}, is missing"):
+    with pytest.raises(ConfigurationError, match=rf"the memory of client {client}, is missing"):
         train("FedBN", tmp_path / "damaged", ckpt_path=ckpt_path)
     shutil.rmtree(files)
-    with pytest.raises(ConfigurationError, match=r"round_3_3 with the memory of \d clients is missing"):
+    with pytest.raises(ConfigurationError, match=r"FedBN\.memory with the memory of \d clients is missing"):
         train("FedBN", tmp_path / "lost", ckpt_path=ckpt_path)
-
-
-@pytest.mark.usefixtures("in_files")
-def test_checkpoints_of_one_name_in_two_folders_keep_files_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    module = FederatedModule(small_cnn(), client_optimizer=MOMENTUM, local_steps=2, participation=2)
-    by_rounds = [
-        RoundCheckpoint(tmp_path / monitor, None, 1, monitor, mode)  # the highest and the lowest loss
-        for monitor, mode in (("train/loss", "max"), ("val/loss", "min"))
-    ]
-    fit(
-        module, blobs(5, (24, 40, 32)), 6, [FedBN(), *by_rounds], default_root_dir="run",
-        plugins=[AtomicCheckpointIO()], limit_val_batches=1.0, check_val_every_n_epoch=1,
-    )  # fmt: skip
-    assert by_rounds[0].best_round != by_rounds[1].best_round
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    for checkpoint in by_rounds:
-        state = torch.load(checkpoint.best_model_path, weights_only=True)["callbacks"]["FedBN"]["memory"]
-        assert contents(ClientMemory(state))
 
 
 def test_a_method_of_another_run_is_refused(tmp_path):
@@ -205,9 +220,9 @@ def test_ranks_write_a_client_once_and_read_each_others(size, tmp_path):
                 memory[client] = {**memory.get(client, {}), **entry(client, r)}
             memory.flush()
             ranks.exchange(memory.checksum)
-        written = {path: path.stat().st_ino for path in (work / "memory/method/now").iterdir()}
+        written = [*(work / "memory/method").glob("*.pt")]
         sums = ranks.exchange(memory.checksum)
-        record = saved({"memory": memory}, 3)["memory"]
+        record = saved({"memory": memory})["memory"]
         return sorted(memory._unsynced), len(written), sums, contents(ClientMemory(record))
 
     found = in_ranks(size, rounds, meet)
@@ -234,7 +249,7 @@ def test_a_round_reads_and_writes_its_own_clients_alone(tmp_path, monkeypatch):
         for client in clients:
             memory[client] = entry(client, round_number)
         memory.flush()
-        assert [int(path.stem) for path in seen[-2:]] == list(clients)
+        assert [client_of(path) for path in seen[-2:]] == list(clients)
         assert len(memory._entries) == 2
     assert len(seen) == 4
 
@@ -248,5 +263,5 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ConfigurationError, match=r"0\.pt cannot be written: No space left on device"):
+    with pytest.raises(ConfigurationError, match=r"0-1\.pt cannot be written: No space left on device"):
         memory.flush()

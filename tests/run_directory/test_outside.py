@@ -40,7 +40,7 @@ WAYS = {
     ],
     "checkpoints": [
         ["--checkpoint.every_n_rounds=1", "--checkpoint.monitor=val/loss", "--checkpoint.mode=min"],
-        ["--checkpoint.dirpath=elsewhere", "--checkpoint.every_n_seconds=null"],
+        ["--checkpoint.every_n_seconds=null"],
     ],
 }  # fmt: skip
 SLOW = ("devices",)

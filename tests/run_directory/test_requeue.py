@@ -70,60 +70,15 @@ def test_attempt_that_is_locked_or_has_something_to_keep_is_not_used_again(monke
     killed_in_round(1, monkeypatch)
     (name,) = attempts()
     with Attempt(Path("runs/tiny", name)).lock():
-        second = run("--checkpoint.dirpath", "elsewhere").attempt
+        second = run().attempt
     assert second.path.name == f"{name}.2"
-    second.result.unlink()  # its checkpoint, which lies elsewhere, is what it keeps
+    second.result.unlink()  # its checkpoint is what it keeps
     assert run().attempt.path.name == f"{name}.3"
 
 
 def test_killed_after_its_first_round_a_run_has_a_checkpoint(monkeypatch):
     killed_in_round(2, monkeypatch)
     assert [row["round"] for row in rows(run("--ckpt_path", "last").attempt)] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.slow
-def test_last_finds_the_checkpoints_that_lie_elsewhere_and_goes_on_in_the_same_attempt(monkeypatch):
-    whole = rows(run("--name", "whole").attempt)
-    killed_in_round(3, monkeypatch, "--checkpoint.dirpath", "elsewhere", "--checkpoint.every_n_rounds", 1)
-    (folder,) = Path("elsewhere/tiny").iterdir()
-    assert folder.name == Path("runs/tiny", folder.name).name
-    assert {path.name for path in folder.iterdir()} == {"last.ckpt", "run.txt"}
-    resumed = run("--ckpt_path", "last", "--checkpoint.dirpath", "elsewhere").attempt
-    assert rows(resumed) == whole
-    assert len(list(Path("runs/tiny").iterdir())) == 1
-    run("--ckpt_path", folder / "last.ckpt", "--trainer.max_epochs", 5, "--checkpoint.dirpath", "elsewhere")
-    assert [row["round"] for row in rows(resumed)] == list(range(6))
-
-
-@pytest.mark.slow
-def test_a_folder_of_checkpoints_that_two_runs_share_knows_whose_they_are(capsys):
-    shared = ("--checkpoint.dirpath", "ck", "--trainer.max_epochs", 1)
-    first = run(*shared).attempt
-    second = run(*shared, "--model.client_optimizer.lr", 0.5).attempt
-    again = run(*shared).attempt
-    assert len({one.checkpoints for one in (first, second, again)}) == 3
-    for one in (first, second, again):
-        assert (one.checkpoints / "last.ckpt").is_file()
-    longer = ("--checkpoint.dirpath", "ck", "--trainer.max_epochs", 2, "--ckpt_path", "last")
-    assert run(*longer, "--model.client_optimizer.lr", 0.5).attempt.path == second.path
-    assert run(*longer).attempt.path == again.path
-    assert [len(rows(one)) for one in (first, second, again)] == [2, 3, 3]
-    message = message_of(capsys, lambda: run(*shared, "--run_root", "other"))
-    assert "holds the checkpoints of" in message
-    assert not Path("other").exists()
-
-
-def test_trained_rounds_are_never_discarded_for_want_of_a_checkpoint(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    killed_in_round(3, monkeypatch, "--checkpoint.dirpath", "~/ck", "--checkpoint.every_n_rounds", 1)
-    (killed,) = [Attempt(path) for path in Path("runs/tiny").iterdir()]
-    before = killed.metrics.read_bytes()
-    assert run("--name", "tiny", "--trainer.max_epochs", 1).attempt.path != killed.path
-    assert killed.metrics.read_bytes() == before
-    path = f"~/ck/tiny/{killed.path.name}/last.ckpt"
-    resumed = run("--ckpt_path", path, "--checkpoint.dirpath", "~/ck").attempt
-    assert resumed.path == killed.path
-    assert [row["round"] for row in rows(resumed)] == list(range(5))
 
 
 def test_trained_rounds_whose_checkpoints_are_gone_are_kept(monkeypatch):

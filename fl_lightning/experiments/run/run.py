@@ -95,12 +95,7 @@ class Run:
         """Describe the run's objects. The run's hash is computed from this description."""
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
         self._made = built_in_python(self.module, self.data, settings)
-        dirpath = None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)
-        self.config: Config = {
-            **self._place,
-            "checkpoint": {"dirpath": dirpath},
-            **without_decided(self._made, self.data),
-        }
+        self.config: Config = {**self._place, **without_decided(self._made, self.data)}
 
     def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> Result:
         """Train the model, and evaluate the final model; write and print the result.

@@ -288,7 +288,7 @@ class Training:
         # RunStart is the first callback, so that it prints before the progress bar opens its line
         beginning = RunStart(self.start, self.config, self.made, self.header)
         callbacks = [beginning, *callbacks, interruption, self.keeper]
-        self.keeper.attempt = attempt = self.start.attempt
+        attempt = self.start.attempt
         if attempt is None:
             return {"callbacks": callbacks, "logger": loggers or False}
         loggers.append(JSONLinesLogger(attempt.path))

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
+from fl_lightning.cohort.client_memory import keep_listed
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, unwritable, user_path
 from fl_lightning.models.weights import load_whole, misfit_error, misfits
@@ -38,6 +39,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 written.
         """
         target = user_path("checkpoint", path)
+        keep_listed(target.absolute(), checkpoint.get("callbacks"))
         try:
             with atomic_write(target) as file:
                 torch.save(checkpoint, file)

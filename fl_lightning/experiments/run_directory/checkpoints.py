@@ -3,24 +3,21 @@
 import contextlib
 import io
 import math
-import os
 import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
-from zlib import crc32
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
-from fl_lightning.cohort.client_memory import link_files, memories
+from fl_lightning.cohort.client_memory import copy_listed
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.files import atomic_write, unwritable, user_path, write_text
+from fl_lightning.files import atomic_write, unwritable
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.directions import best_is
 from fl_lightning.round.module import FederatedModule
@@ -35,13 +32,11 @@ class RoundCheckpoint(Recorded, Checkpoint):
     - A round has ended, and ``every_n_seconds`` or ``every_n_rounds`` have passed.
     - An exception or a termination signal stops the fit between two rounds.
 
-    An interrupted round is not saved; a resumed fit computes the round again. ``fast_dev_run``
-    writes no checkpoints.
+    The files are in the folder ``checkpoints`` of the trainer's ``default_root_dir``, which is the
+    run's folder. An interrupted round is not saved; a resumed fit computes the round again.
+    ``fast_dev_run`` writes no checkpoints.
 
     Args:
-        dirpath: Folder of the checkpoints. Default: ``checkpoints`` in the trainer's
-            ``default_root_dir``. If the folder is given, each attempt at a run has the subfolder
-            ``<name>/<hash>-s<seed>``.
         every_n_seconds: Minimum time between two saves in seconds, >= 0. 0 saves every round; None
             disables saving by time.
         every_n_rounds: Period of saving in rounds, >= 1; None disables saving by rounds.
@@ -54,8 +49,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             is set, ``round_<r>_best.ckpt`` is a copy of ``best.ckpt`` after round r.
 
     Attributes:
-        in_the_run: Whether the checkpoints are in the run's folder (default True).
-        attempt: Folder of the run; None without a run directory.
+        dirpath: Folder of the checkpoints; None before the trainer has set up the callback.
         weights_only: Whether the run's checkpoints are loaded without code; None means True.
         best_score: Best value of the monitored metric; None before its first value.
         best_round: Round of ``best_score``.
@@ -68,14 +62,14 @@ class RoundCheckpoint(Recorded, Checkpoint):
         >>> from tempfile import TemporaryDirectory
         >>> from fl_lightning.testing import blobs, small_cnn, train
         >>> with TemporaryDirectory() as folder:
-        ...     state = train(small_cnn(), blobs(), rounds=2, callbacks=[RoundCheckpoint(folder)])
-        ...     sorted(path.name for path in Path(folder).iterdir())
+        ...     keeper, place = RoundCheckpoint(), {"default_root_dir": folder}
+        ...     state = train(small_cnn(), blobs(), rounds=2, callbacks=[keeper], trainer=place)
+        ...     sorted(path.name for path in keeper.dirpath.iterdir())
         ['last.ckpt']
     """
 
     def __init__(
         self,
-        dirpath: str | os.PathLike[str] | None = None,
         every_n_seconds: float | None = 60.0,
         every_n_rounds: int | None = None,
         monitor: str | None = None,
@@ -88,10 +82,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             raise ConfigurationError(f"every_n_rounds must be >= 1 or null, found {every_n_rounds}")
         if mode not in ("max", "min", None):
             raise ConfigurationError(f"mode must be 'max', 'min' or None, found {mode!r}")
-        self.dirpath = None if dirpath is None else user_path("checkpoint.dirpath", dirpath)
-        self._given_dirpath = self.dirpath
-        self.in_the_run = dirpath is None
-        self.attempt: Attempt | None = None
+        self.dirpath: Path | None = None
         self.weights_only: bool | None = None
         self.every_n_seconds = every_n_seconds
         self.every_n_rounds = every_n_rounds
@@ -141,7 +132,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         if missing and trainer.is_global_zero and self._active(trainer):
             source = self._best_until(path, state) if state and _same_data(checkpoint, pl_module) else None
             if source is not None:
-                _copy(source, target, state["best_round"])
+                _copy(source, target)
             else:
                 print(
                     f"best.ckpt: the best checkpoint before {path} is missing; only rounds after {checkpoint['global_step']} count",
@@ -190,38 +181,16 @@ class RoundCheckpoint(Recorded, Checkpoint):
             raise ConfigurationError(
                 f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
-        if self.dirpath is None or (self.in_the_run and stage == "fit"):
+        if self.dirpath is None or stage == "fit":
             self.dirpath = Path(trainer.strategy.broadcast(trainer.default_root_dir)) / "checkpoints"
-        elif stage == "fit" and self._given_dirpath is not None:
-            given = self._given_dirpath
-            folder = given if self.attempt is None else self.attempt.below(given)
-            self.dirpath = Path(trainer.strategy.broadcast(str(folder)))
         if stage == "fit":
             # reset the values of an earlier fit; if the run resumes, the checkpoint sets new values
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
             try:
                 self.dirpath.mkdir(parents=True, exist_ok=True)
-                self._claim()
             except OSError as error:
                 raise unwritable(self.dirpath, error) from error
-
-    def _claim(self) -> None:
-        """Write the path of this run to ``run.txt`` in the checkpoint folder.
-
-        Raises:
-            ConfigurationError: The folder belongs to a different run.
-        """
-        if self.attempt is None or self.in_the_run:
-            return
-        assert self.dirpath is not None
-        note, this_run = self.dirpath / "run.txt", str(self.attempt.path.resolve())
-        owner = note.read_text().strip() if note.is_file() else this_run
-        if owner != this_run and Attempt(Path(owner)).config.is_file():
-            raise ConfigurationError(
-                f"checkpoint.dirpath: {self.dirpath} holds the checkpoints of {owner}; use another folder, or another name of the run"
-            )
-        write_text(note, f"{this_run}\n")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check that a checkpoint could be loaded, and start the clock of ``every_n_seconds``.
@@ -288,7 +257,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         if rounds in self.keep_rounds:
             path = Path(self._save(trainer, kept_name(rounds)))
             if self.best_round is not None and trainer.is_global_zero:
-                _copy(Path(self.best_model_path), path.with_name(_best_name(path.stem)), self.best_round)
+                _copy(Path(self.best_model_path), path.with_name(_best_name(path.stem)))
         if self._due(trainer):
             self._save_last(trainer)
 
@@ -356,21 +325,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
             logger.save()
         assert self.dirpath is not None
         path = str(self.dirpath / name)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
-        with contextlib.ExitStack() as labels:
-            for memory in memories(callbacks).values():
-                labels.enter_context(memory.labelled(self._label(name), trainer.global_step))
-            trainer.save_checkpoint(path, weights_only=False)
+        trainer.save_checkpoint(path, weights_only=False)
         return path
-
-    def _label(self, name: str) -> str:
-        """Return the label in the names of a checkpoint's client memory files.
-
-        Checkpoints with the same name in different folders need different labels.
-        """
-        if self.in_the_run:
-            return Path(name).stem
-        return f"{Path(name).stem}-{crc32(os.fsencode(os.path.abspath(str(self.dirpath)))):08x}"
 
 
 def kept_name(round_number: int) -> str:
@@ -382,14 +338,9 @@ def _best_name(stem: str) -> str:
     return f"{stem}_best.ckpt"
 
 
-def _copy(source: Path, target: Path, round_number: int) -> None:
-    """Copy a checkpoint to another folder, and link its client memory files into that folder."""
-    link_files(
-        source.parents[1],
-        f"{source.stem}_{round_number}",
-        target.parents[1],
-        f"{target.stem}_{round_number}",
-    )
+def _copy(source: Path, target: Path) -> None:
+    """Copy a checkpoint, and the client memory files that it lists if the folder is another."""
+    copy_listed(source.absolute(), target.absolute())
     with source.open("rb") as file, atomic_write(target) as copy:
         shutil.copyfileobj(file, copy)
 

@@ -64,13 +64,8 @@ class Attempt:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints.
-
-        This is ``checkpoints`` in the run's folder unless ``checkpoint.dirpath`` is set.
-        """
-        config = self.read_config() if self.config.is_file() else {}
-        elsewhere = (config.get("checkpoint") or {}).get("dirpath")
-        return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
+        """Folder of the run's checkpoints."""
+        return self.path / "checkpoints"
 
     def read_config(self) -> Config:
         """Return all settings of the run, as in ``config.yaml``.
@@ -92,10 +87,6 @@ class Attempt:
         """Return the last line of the traceback in ``error.txt``."""
         lines = self.error.read_text(errors="replace").strip().splitlines()
         return (lines or ["no message"])[-1]
-
-    def below(self, folder: Path) -> Path:
-        """Return this attempt's subfolder of a folder that several runs share."""
-        return folder / self.path.parent.name / self.path.name
 
     @contextmanager
     def lock(self, certain: bool = False) -> Iterator[None]:
