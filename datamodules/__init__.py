@@ -10,10 +10,10 @@ from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryClient, InMemoryDataModule, InMemorySamples
 from fl_lightning.datamodules.leaf import FEMNIST
+from fl_lightning.datamodules.partition_file import FromFile
 from fl_lightning.datamodules.partitions import (
     IID,
     Dirichlet,
-    FromFile,
     GammaSimilarity,
     HonestOnly,
     Natural,

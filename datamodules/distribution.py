@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import Batch, ImageData, balanced_subset
-from fl_lightning.datamodules.partition import natural
-from fl_lightning.datamodules.partitions import FORMAT, IID, FromFile, Natural, Partition, labels_sha256
+from fl_lightning.datamodules.partition_file import FORMAT, FromFile, labels_sha256
+from fl_lightning.datamodules.partitions import IID, Natural, Partition
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
 
@@ -46,7 +46,7 @@ class Distribution:
     def as_file(self, dataset: str, origin: dict[str, object]) -> dict[str, object]:
         """Return the content of a partition file.
 
-        :class:`~fl_lightning.datamodules.partitions.FromFile` reads such a file.
+        :class:`~fl_lightning.datamodules.partition_file.FromFile` reads such a file.
 
         Args:
             dataset: Name of the data set.
@@ -315,7 +315,8 @@ class PartitionedDataModule(FederatedDataModule):
                 honest = torch.unique(groups).tolist()
                 found = [honest[client % len(honest)] for client in range(len(clients))]
                 if test_groups is not None:
-                    of = dict(zip(torch.unique(test_groups).tolist(), natural(test_groups), strict=True))
+                    samples = Natural()(test_labels, len(found), draws, test_groups)
+                    of = dict(zip(torch.unique(test_groups).tolist(), samples, strict=True))
                     own["test"] = [num_train + of.get(group, val[:0]) for group in found]
         return Distribution(labels, num_train, clients, val, test, own, found)
 

@@ -10,7 +10,7 @@ from fl_lightning.client_data.batches import copied
 from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.in_memory import EpochSampler
-from fl_lightning.datamodules.partition import check_gamma
+from fl_lightning.datamodules.partitions import GammaSimilarity
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
 
@@ -60,7 +60,7 @@ class Gaussians(FederatedDataModule):
             raise ConfigurationError(f"radius must be at least 0 and finite, found {radius}")
         if not 0 < std < inf:
             raise ConfigurationError(f"std must be positive and finite, found {std}")
-        check_gamma(gamma)
+        self.gamma = GammaSimilarity(gamma).gamma
         angles = (2 * pi * torch.arange(1, num_clients + 1) - 1) / num_clients
         self.centres = radius * torch.stack([angles.cos(), angles.sin()], dim=1)
         mixed = round(gamma * samples_per_client)
@@ -70,7 +70,6 @@ class Gaussians(FederatedDataModule):
         self.loaded = "drawn by the seed"  # points come from no file, so they need no digest
         self.std = std
         self.batch_size = samples_per_client
-        self.gamma = gamma
         self.eval_samples_per_class = eval_samples_per_class
 
     def val_dataloader(self) -> DataLoader[Batch]:

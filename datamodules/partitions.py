@@ -1,32 +1,27 @@
-"""Partitions of the training data over the clients, by a rule or from a file."""
+"""Partitions of the training data over the clients, by a rule."""
 
-import hashlib
-import json
-from collections import Counter
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import pairwise
+from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Generator, Tensor
 
-from fl_lightning.datamodules import partition
-from fl_lightning.datamodules.partition import Assignment as Assigned
-from fl_lightning.datamodules.partition import Balance
 from fl_lightning.errors import ConfigurationError, check_choice
-from fl_lightning.files import user_path
 from fl_lightning.recorded import Recorded
 
+Counts = npt.NDArray[np.int64]
+Incidence = npt.NDArray[np.bool_]
 Groups = Tensor | Sequence[str] | Sequence[int] | None
+Balance = Literal["client", "class"]
+ClassAssignment = Literal["random", "consecutive", "modulo"]
 
 
 class Partition(Recorded):
-    """A rule that assigns the training samples to the clients.
-
-    The subclasses call the functions of ``fl_lightning.datamodules.partition``.
-    """
+    """A rule that assigns the training samples to the clients."""
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
@@ -40,7 +35,7 @@ class Partition(Recorded):
             groups: Group of each sample, shape ``[N]``. None: no groups.
 
         Returns:
-            Indices of each client's samples, int64, ascending.
+            Indices of each client's samples, int64, ascending. Every client has at least one sample.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define __call__(labels, num_clients, generator, groups)"
@@ -52,28 +47,52 @@ class Partition(Recorded):
 
 
 class IID(Partition):
-    """Random partition with equal sizes (:func:`~fl_lightning.datamodules.partition.iid`)."""
+    """Random partition. Client sizes differ by at most one."""
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`."""
-        return partition.iid(labels, num_clients, generator)
+        _check_num_clients(num_clients, len(labels))
+        owner = torch.empty(len(labels), dtype=torch.int64)
+        owner[torch.randperm(len(labels), generator=generator)] = torch.arange(len(labels)) % num_clients
+        return _index_lists(owner, num_clients)
 
 
 class Dirichlet(Partition):
     """Partition with class proportions from a Dirichlet distribution.
 
-    See :func:`~fl_lightning.datamodules.partition.dirichlet`.
+    - ``balance="client"``: Hsu et al. 2019, "Measuring the Effects of Non-Identical Data
+      Distribution for Federated Visual Classification", section 3. Client m draws class proportions
+      ``q_m ~ Dir(alpha * prior)``, with the class frequencies as ``prior``. Then it draws samples
+      without replacement, with classes from ``q_m``. Once no sample of a class is left, the class
+      is dropped and ``q_m`` is renormalised. Client sizes differ by at most one. The larger clients
+      come first.
+    - ``balance="class"``: The samples of each class are divided among the clients in proportions
+      from ``Dir(alpha, ..., alpha)``, as in the FBN paper's experiments (appendix C.2). Client
+      sizes are unequal.
+
+    With C equally large classes, the concentration is ``alpha / C`` per class for ``"client"``, and
+    ``alpha`` per client for ``"class"``. A large ``alpha`` makes the clients IID. With a small
+    ``alpha``, ``"client"`` gives each client one class, and ``"class"`` gives each class to one
+    client.
 
     Args:
         alpha: Concentration, above 0. With a smaller value, the clients differ more.
-        balance: ``"client"`` (Hsu et al. 2019, equal client sizes) or ``"class"`` (unequal client
-            sizes).
+        balance: ``"client"`` (equal client sizes) or ``"class"`` (unequal client sizes).
+
+    Raises:
+        ConfigurationError: A setting is out of its range, or ``balance="class"`` leaves a client
+            without a sample.
     """
 
     def __init__(self, alpha: float, balance: Balance = "client") -> None:
-        partition.check_dirichlet(alpha, balance)
+        if not 0 < alpha < math.inf:
+            raise ConfigurationError(
+                f"alpha must be a positive number, found {alpha}; IID() is the limit alpha = inf"
+            )
+        if balance not in ("client", "class"):
+            raise ConfigurationError(f"balance must be 'client' or 'class', found {balance!r}")
         self.alpha = alpha
         self.balance: Balance = balance
 
@@ -81,29 +100,61 @@ class Dirichlet(Partition):
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`."""
-        return partition.dirichlet(labels, num_clients, self.alpha, generator, self.balance)
+        _check_num_clients(num_clients, len(labels))
+        available = _class_sizes(labels)
+        rng = np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
+        if self.balance == "client":
+            return _deal(labels, _counts_per_client(available, num_clients, self.alpha, rng), generator)
+        counts = _counts_per_class(available, num_clients, self.alpha, rng)
+        if empty := int((counts.sum(1) == 0).sum()):
+            raise ConfigurationError(
+                f"partition Dirichlet(alpha={self.alpha}, balance='class') leaves {empty} of "
+                f"{num_clients} clients without a sample; use a larger alpha, fewer clients, another seed or "
+                "balance='client' (equal sizes)"
+            )
+        return _deal(labels, counts, generator)
 
 
 class Shards(Partition):
-    """Partition with the same number of classes at each client.
+    """Partition with the same number of classes at each client: FixBN, section 4, and Hsieh et al.
 
-    See :func:`~fl_lightning.datamodules.partition.shards`.
+    Each client holds ``ceil(class_fraction * C)`` of C classes. All classes are held by equally
+    many clients, up to a difference of one. The clients that hold a class share its samples
+    equally. For example, with five clients and ``class_fraction=0.2``, each client holds a fifth of
+    the classes, and no two clients share a class.
 
     Args:
         class_fraction: Share of the classes that a client holds, in (0, 1]. The FixBN paper uses
             0.2.
-        assignment: Rule that chooses the classes of a client: ``"random"``, ``"consecutive"``
-            (adjacent classes) or ``"modulo"`` (label modulo number of clients, as in the code of
-            Hsieh et al.).
+        assignment: Rule that chooses the classes of a client.
+
+            - ``"random"``: A random draw. The clients take their classes one after the other from
+              random permutations of all classes.
+            - ``"consecutive"``: Adjacent classes in ascending order of label. Client 0 holds the
+              first classes, client 1 the next classes, and so on. After the last class, the order
+              starts again with the first class.
+            - ``"modulo"``: Only client c % n holds class c, as in the code of Hsieh et al. The
+              number of clients times the number of classes per client must be C.
         tail: Number of samples, at least 0, that a client additionally gets from every class that
-            it does not hold. The clients that hold the class keep these samples, too. The code of
-            FedBE uses 10.
+            it does not hold. The clients that hold the class keep these samples, so that a sample
+            may belong to several clients. The code of FedBE (Chen, Chao, ICLR 2021) uses 10.
+
+    Raises:
+        ConfigurationError: A setting is out of its range, the clients cannot hold every class, the
+            numbers of clients and classes do not fit ``"modulo"``, or a class has too few samples
+            for its clients or for the tail.
     """
 
-    def __init__(self, class_fraction: float, assignment: Assigned = "random", tail: int = 0) -> None:
-        partition.check_shards(class_fraction, assignment, tail)
+    def __init__(self, class_fraction: float, assignment: ClassAssignment = "random", tail: int = 0) -> None:
+        if not 0 < class_fraction <= 1:
+            raise ConfigurationError(f"class_fraction must be in (0, 1], such as 0.2, found {class_fraction}")
+        check_choice("Shards.assignment", assignment, get_args(ClassAssignment))
+        if not isinstance(tail, int) or tail < 0:
+            raise ConfigurationError(
+                f"Shards.tail: {tail} must be at least 0, a whole number of samples of every class"
+            )
         self.class_fraction = class_fraction
-        self.assignment: Assigned = assignment
+        self.assignment: ClassAssignment = assignment
         self.tail = tail
 
     def __repr__(self) -> str:
@@ -115,36 +166,82 @@ class Shards(Partition):
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`."""
-        return partition.shards(
-            labels, num_clients, self.class_fraction, generator, self.assignment, self.tail
-        )
+        _check_num_clients(num_clients, len(labels))
+        available = _class_sizes(labels)
+        holds = self._holders(num_clients, len(available), generator)
+        scarce = np.flatnonzero(available < holds.sum(0))
+        if len(scarce):
+            label = np.unique(labels.numpy())[scarce[0]]
+            raise ConfigurationError(
+                f"class_fraction={self.class_fraction} with {num_clients} clients gives class {label} "
+                f"{holds[:, scarce[0]].sum()} holders but it has {available[scarce[0]]} samples; use a smaller "
+                "class_fraction or fewer clients"
+            )
+        parts = _deal(labels, _split_among_holders(available, holds), generator)
+        return _with_tail(parts, labels, holds, self.tail, generator) if self.tail else parts
+
+    def _holders(self, num_clients: int, num_classes: int, generator: Generator) -> Incidence:
+        # tolerance for rounding: 0.07 * 100 is 7.000000000000001 and must give 7 classes
+        held = max(1, math.ceil(self.class_fraction * num_classes - 1e-9))
+        if num_clients * held < num_classes:
+            enough = math.ceil(num_classes / num_clients) / num_classes
+            raise ConfigurationError(
+                f"class_fraction={self.class_fraction} gives each of {num_clients} clients {held} of "
+                f"{num_classes} classes, too few to hold every class; use class_fraction >= {enough:.4g} "
+                f"or num_clients >= {math.ceil(num_classes / held)}"
+            )
+        if self.assignment == "modulo" and num_clients * held != num_classes:
+            raise ConfigurationError(
+                f"assignment='modulo' with class_fraction={self.class_fraction} gives {num_clients} clients {held} classes each, but "
+                f"there are {num_classes} classes; use num_clients that divide {num_classes} and class_fraction = 1 / num_clients"
+            )
+        if self.assignment == "random":
+            return _random_classes(num_clients, num_classes, held, generator)
+        positions = np.arange(num_clients * held).reshape((num_clients, held))
+        if self.assignment == "modulo":
+            positions = positions.reshape((held, num_clients)).T
+        holds = np.zeros((num_clients, num_classes), dtype=np.bool_)
+        np.put_along_axis(holds, positions % num_classes, True, axis=1)
+        return holds
 
 
 class GammaSimilarity(Partition):
     """Partition that assigns a share of the data at random, and the rest sorted by class.
 
-    See :func:`~fl_lightning.datamodules.partition.gamma_similarity`.
+    The FBN paper (section 5) uses this partition. The SCAFFOLD paper calls it "s % similarity".
+    First, ``gamma * N`` random samples are distributed equally over the clients. The other samples
+    are sorted by label and cut into one chunk per client. Client sizes differ by at most one. With
+    ``gamma=1``, the clients are IID. With 0, all samples are sorted by class.
 
     Args:
-        gamma: Share of the data that is assigned at random (IID), in [0, 1].
+        gamma: Share of the data that is assigned at random, in [0, 1].
     """
 
     def __init__(self, gamma: float) -> None:
-        partition.check_gamma(gamma)
+        if not 0 <= gamma <= 1:
+            raise ConfigurationError(f"gamma must be in [0, 1] (0 sorted by class, 1 IID), found {gamma}")
         self.gamma = gamma
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`."""
-        return partition.gamma_similarity(labels, num_clients, self.gamma, generator)
+        total = len(labels)
+        _check_num_clients(num_clients, total)
+        order = torch.randperm(total, generator=generator)
+        num_dealt = round(self.gamma * total)
+        dealt, rest = order[:num_dealt], order[num_dealt:]
+        rest = rest[labels[rest].argsort(stable=True)]
+        clients = torch.arange(num_clients)
+        chunk_sizes = _equal_sizes(total, num_clients) - _equal_sizes(num_dealt, num_clients)
+        owner = torch.empty(total, dtype=torch.int64)
+        owner[dealt] = torch.arange(num_dealt) % num_clients
+        owner[rest] = clients.repeat_interleave(torch.from_numpy(chunk_sizes))
+        return _index_lists(owner, num_clients)
 
 
 class Natural(Partition):
-    """Partition with one client per group of the data set.
-
-    See :func:`~fl_lightning.datamodules.partition.natural`.
-    """
+    """Partition with one client per group (a city, a writer, a hospital), in sorted order."""
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
@@ -154,7 +251,10 @@ class Natural(Partition):
             raise ConfigurationError(
                 "partition Natural() needs groups, but this data set has none; use IID, Dirichlet, Shards or GammaSimilarity"
             )
-        return partition.natural(groups)
+        if len(groups) == 0:
+            raise ConfigurationError("partition Natural() found 0 samples; it needs one group per sample")
+        names, owner = np.unique(np.asarray(groups), return_inverse=True)
+        return _index_lists(torch.from_numpy(owner), len(names))
 
 
 class HonestOnly(Partition):
@@ -185,179 +285,175 @@ class HonestOnly(Partition):
         return honest + [honest[i % len(honest)].clone() for i in range(self.attackers)]
 
 
-FORMAT = "fl_lightning.partition/1"
-SPACES = ("train", "train+test")
-SPLITS = ("train", "val", "test")
+def _class_sizes(labels: Tensor) -> Counts:
+    """Return the size of each class that occurs, in ascending order of label, ``[C]``."""
+    return np.unique(labels.numpy(), return_counts=True)[1]
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """Indices of each client's samples, from a partition file.
-
-    Indices are int64 and ascending. The N training samples of the data set have indices 0 to N - 1.
-    Its test samples have indices from N on.
-
-    Attributes:
-        ids: Names of the clients in the file.
-        train: Indices of each client's training samples. Each client has at least one.
-        val: Indices of each client's own validation samples.
-        test: Indices of each client's own test samples.
-        space: ``"train"`` if only training samples of the data set are assigned; ``"train+test"``
-            if test samples are also assigned.
-    """
-
-    ids: list[str]
-    train: list[Tensor]
-    val: list[Tensor]
-    test: list[Tensor]
-    space: str
+def _equal_sizes(total: int, num_clients: int) -> Counts:
+    """Split ``total`` into n sizes that differ by at most one, the larger sizes first, ``[n]``."""
+    return total // num_clients + (np.arange(num_clients) < total % num_clients).astype(np.int64)
 
 
-class FromFile(Partition):
-    """Partition from a JSON file, which ``partition --save`` or another program writes.
-
-    ::
-
-        {"format": "fl_lightning.partition/1", "dataset": "cifar10", "space": "train", "examples": 50000,
-         "labels_sha256": "...", "clients": [{"id": "0", "train": [3, 17], "val": [], "test": [9]}]}
-
-    - ``train``, ``val`` and ``test`` are indices of a client's training data and of its own
-      evaluation data.
-    - ``space`` says which samples have an index: ``train`` or ``train+test``. With ``train+test``,
-      the N training samples have indices 0 to N - 1, and test samples have indices from N on. The
-      server's test data then consist of the clients' test samples and of all test samples that
-      belong to no client.
-    - ``labels_sha256`` is the digest of all labels in the order of the samples (int64,
-      little-endian).
-    - A client has no sample twice. Two clients may share samples only if the file has ``"overlap":
-      true``. No sample may be training data of one client and evaluation data of the same or
-      another client.
-    - The data module ignores its setting ``num_clients``. Its setting ``val_fraction`` draws from
-      the training samples that belong to no client.
+def _index_lists(owner: Tensor, num_clients: int) -> list[Tensor]:
+    """Return the ascending indices of each client's samples.
 
     Args:
-        path: The file.
-
-    Raises:
-        ConfigurationError: The file does not exist, or it is a pickle.
+        owner: Client of each sample, shape ``[N]``.
+        num_clients: Number of clients.
     """
-
-    deciding_files = ("path",)
-
-    def __init__(self, path: str) -> None:
-        file = user_path("partition.path", path)
-        if file.suffix in (".pkl", ".pickle"):
-            raise ConfigurationError(
-                f"partition.path: {path} is a pickle, which could run any code; convert it to JSON in the program that wrote "
-                "it, as docs/data.md shows"
-            )
-        if not file.is_file():
-            raise ConfigurationError(
-                f"partition.path: {path} is no file; python -m fl_lightning partition --save FILE.json writes one"
-            )
-        self.path = path
-
-    def __call__(
-        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
-    ) -> list[Tensor]:
-        """See :meth:`Partition.__call__`. The file must have the space ``train``."""
-        return self.assignment(labels, labels[:0]).train
-
-    def assignment(self, train_labels: Tensor, test_labels: Tensor) -> Assignment:
-        """Return the indices of each client's samples.
-
-        Args:
-            train_labels: Class of each training sample, int64, shape ``[N]``.
-            test_labels: Class of each test sample, int64, shape ``[M]``.
-
-        Raises:
-            ConfigurationError: The file has another format, belongs to other data or has invalid
-                clients.
-        """
-        content = _read(user_path("partition.path", self.path))
-        space = str(content.get("space"))
-        check_choice(f"partition.path: {self.path}: space", space, SPACES)
-        labels = torch.cat([train_labels, test_labels]) if space == "train+test" else train_labels
-        for name, value in (("examples", len(labels)), ("labels_sha256", labels_sha256(labels))):
-            if content.get(name) != value:
-                raise self._wrong(
-                    f"{name} is {content.get(name)} (data set {content.get('dataset')}), but here it is {value}; use the data set "
-                    "and the order of samples that the file was made with"
-                )
-        clients = content.get("clients")
-        if not isinstance(clients, list) or not clients or not all(isinstance(x, dict) for x in clients):
-            raise self._wrong('clients must be a list such as [{"id": "0", "train": [3, 17]}, ...]')
-        ids = [str(client.get("id", number)) for number, client in enumerate(clients)]
-        if unknown := {key for client in clients for key in client} - {"id", *SPLITS}:
-            raise self._wrong(f"a client has the key {min(unknown)!r}; use id, {', '.join(SPLITS)}")
-        for name, count in Counter(ids).items():
-            if count > 1:
-                raise self._wrong(f"{count} clients have the id {name!r}; give each client its own")
-        parts = {
-            split: [
-                self._samples(client.get(split, []), f"client {name}, {split}", len(labels))
-                for name, client in zip(ids, clients, strict=True)
-            ]
-            for split in SPLITS
-        }
-        for name, train in zip(ids, parts["train"], strict=True):
-            if not len(train):
-                raise self._wrong(f"client {name} has no training sample; leave the client out")
-        self._check_disjoint(ids, parts, content.get("overlap") is True)
-        trained = torch.cat(parts["train"])
-        for split in ("val", "test"):
-            for name, samples in zip(ids, parts[split], strict=True):
-                if len(seen := samples[torch.isin(samples, trained)]):
-                    raise self._wrong(
-                        f"client {name}, {split} has the sample {int(seen[0])}, which a client trains on; only training samples "
-                        "may be shared"
-                    )
-        return Assignment(ids, **parts, space=space)
-
-    def _wrong(self, problem: str) -> ConfigurationError:
-        return ConfigurationError(f"partition.path: {self.path}: {problem}")
-
-    def _samples(self, given: Any, whose: str, total: int) -> Tensor:
-        flat = isinstance(given, list) and not any(isinstance(item, list) for item in given)
-        array = np.asarray(given) if flat else np.zeros(1)
-        if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-            raise self._wrong(f"{whose} is no list of whole numbers")
-        outside = array[(array < 0) | (array >= total)] if array.size else array
-        if outside.size:
-            raise self._wrong(f"{whose} has the sample {outside[0]}; samples are 0 to {total - 1}")
-        return torch.from_numpy(np.sort(array).astype(np.int64))
-
-    def _check_disjoint(self, ids: list[str], parts: dict[str, list[Tensor]], overlap: bool) -> None:
-        samples = [torch.cat(splits) for splits in zip(*parts.values(), strict=True)]
-        owner = torch.arange(len(ids)).repeat_interleave(torch.tensor([len(x) for x in samples]))
-        sample = torch.cat(samples)
-        key = sample * len(ids) + owner if overlap else sample
-        order = key.argsort(stable=True)
-        for again in (key[order].diff() == 0).nonzero().flatten().tolist():
-            first, second = (ids[owner[order[again + i]]] for i in range(2))
-            number = sample[order[again]]
-            if first == second:
-                raise self._wrong(f"client {first} has the sample {number} twice; list it once")
-            raise self._wrong(
-                f'clients {first} and {second} both have the sample {number}; list it at one client, or set "overlap": true'
-            )
+    sizes = torch.bincount(owner, minlength=num_clients)
+    return list(owner.argsort(stable=True).tensor_split(sizes.cumsum(0)[:-1]))
 
 
-def labels_sha256(labels: Tensor) -> str:
-    """Return the SHA-256 of labels ``[N]`` (as int64, little-endian) in hexadecimal digits."""
-    return hashlib.sha256(labels.numpy().astype("<i8").tobytes()).hexdigest()
+def _deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
+    """Assign ``counts[i, c]`` random samples of class c to client i.
+
+    The counts must sum to the number of samples of each class.
+    """
+    num_clients, num_classes = counts.shape
+    order = torch.randperm(len(labels), generator=generator)
+    order = order[labels[order].argsort(stable=True)]
+    owner = torch.empty(len(labels), dtype=torch.int64)
+    owner[order] = (
+        torch.arange(num_clients).repeat(num_classes).repeat_interleave(torch.from_numpy(counts.T.flatten()))
+    )
+    return _index_lists(owner, num_clients)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+def _counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
+    """Return the number of samples of each class at each client, ``[n, C]``.
+
+    Client sizes differ by at most one. Each client draws class proportions ``q ~ Dir(alpha *
+    prior)``. Then it draws the classes of all its samples from ``q``. If too few samples of a class
+    are left, the client takes these samples and draws the missing samples again without this class.
+    This is the same as if ``q`` were renormalised as soon as the class is used up.
+    """
+    prior = available / available.sum()
+    stock = available.copy()
+    counts = np.zeros((num_clients, len(available)), dtype=np.int64)
+    for client, size in enumerate(_equal_sizes(int(available.sum()), num_clients)):
+        log_q = _log_dirichlet(alpha * prior, rng)
+        missing = size
+        while missing > 0:
+            log_q[stock == 0] = -np.inf
+            taken = np.minimum(rng.multinomial(missing, _softmax(log_q)), stock)
+            counts[client] += taken
+            stock -= taken
+            missing -= taken.sum()
+    return counts
+
+
+def _counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
+    """Return the number of samples of each class at each client, ``[n, C]``.
+
+    For each class, the shares of the clients are drawn from ``Dir(alpha, ..., alpha)``.
+    """
+    proportions = _softmax(_log_dirichlet(np.full((len(available), num_clients), alpha), rng))
+    cuts = np.rint(proportions.cumsum(1) * available[:, None]).astype(np.int64)
+    cuts[:, -1] = available
+    return np.diff(cuts, axis=1, prepend=0).T
+
+
+def _random_classes(num_clients: int, num_classes: int, held: int, generator: Generator) -> Incidence:
+    """Return a bool matrix ``[n, C]`` that says which client holds which class.
+
+    Each client holds ``held`` classes. All classes are held by equally many clients, up to a
+    difference of one.
+
+    The clients take their classes one after the other from a random permutation of all classes.
+    Whenever a permutation is used up, a new one begins. If this happens before a client has all its
+    classes, the classes that it already has move to the end of the new permutation.
+    """
+    slots: list[int] = []
+    while len(slots) < num_clients * held:
+        taken = set(slots[len(slots) // held * held :])
+        order: list[int] = torch.randperm(num_classes, generator=generator).tolist()
+        slots += sorted(order, key=taken.__contains__)
+    holds = np.zeros((num_clients, num_classes), dtype=np.bool_)
+    holds[np.arange(num_clients).repeat(held), slots[: num_clients * held]] = True
+    return holds
+
+
+def _split_among_holders(available: Counts, holds: Incidence) -> Counts:
+    """Return the number of samples of each class at each client, ``[n, C]``.
+
+    Each class is split equally among the clients that hold it. If the class does not divide evenly,
+    the clients with the fewest samples so far get one additional sample each. Afterwards,
+    additional samples are moved from larger to smaller clients until no move makes the sizes more
+    equal. A move may pass through several clients.
+    """
+    counts = np.where(holds, available // holds.sum(0), 0)
+    extra = np.zeros_like(holds)
+    for column, left in enumerate(available - counts.sum(0)):
+        holders = np.flatnonzero(holds[:, column])
+        sizes = counts[holders].sum(1) + extra[holders].sum(1)
+        extra[holders[np.argsort(sizes, kind="stable")[:left]], column] = True
+    while path := _path_to_smaller(counts.sum(1) + extra.sum(1), extra, holds & ~extra):
+        for giver, taker in pairwise(path):
+            column = np.flatnonzero(extra[giver] & holds[taker] & ~extra[taker])[0]
+            extra[giver, column], extra[taker, column] = False, True
+    return counts + extra
+
+
+def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[int]:
+    # start from the largest source: a client too large for it is too large for all others
+    parent: dict[int, int] = {}
+    for source in np.argsort(-sizes, kind="stable").tolist():
+        queue = [] if source in parent else [source]
+        parent.setdefault(source, source)
+        for client in queue:
+            if sizes[client] <= sizes[source] - 2:
+                path = [client]
+                while path[0] != source:
+                    path.insert(0, parent[path[0]])
+                return path
+            for taker in np.flatnonzero(lacks[:, extra[client]].any(1)).tolist():
+                if taker not in parent:
+                    parent[taker] = client
+                    queue.append(taker)
+    return []
+
+
+def _log_dirichlet(
+    concentration: npt.NDArray[np.float64], rng: np.random.Generator
+) -> npt.NDArray[np.float64]:
+    # Gamma(a) equals Gamma(a + 1) times U**(1/a), U uniform in (0, 1); logarithms avoid underflow
+    gamma = np.log(rng.standard_gamma(concentration + 1))
+    result: npt.NDArray[np.float64] = gamma - rng.standard_exponential(concentration.shape) / concentration
+    return result
+
+
+def _softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    result: npt.NDArray[np.float64] = weights / weights.sum(-1, keepdims=True)
+    return result
+
+
+def _with_tail(
+    parts: list[Tensor], labels: Tensor, holds: Incidence, tail: int, generator: Generator
+) -> list[Tensor]:
+    """Give each client ``tail`` random samples of every class that the client does not hold."""
+    samples = [(labels == label).nonzero().flatten() for label in torch.unique(labels)]
+    rarest = min(samples, key=len)
+    if len(rarest) < tail:
         raise ConfigurationError(
-            f"partition.path: {path} cannot be read as JSON ({type(error).__name__}: {error}); write it anew"
-        ) from error
-    kind = content.get("format") if isinstance(content, dict) else None
-    if kind != FORMAT:
-        raise ConfigurationError(
-            f"partition.path: {path} has the format {kind!r}; it must be {FORMAT!r}, see docs/data.md"
+            f"tail={tail} samples of every class, but class {int(labels[rarest[0]])} has {len(rarest)}; use a smaller tail"
         )
-    return dict(content)
+    joined = []
+    for part, held in zip(parts, holds, strict=True):
+        foreign = [
+            of_class[torch.randperm(len(of_class), generator=generator)[:tail]]
+            for of_class, holder in zip(samples, held, strict=True)
+            if not holder
+        ]
+        joined.append(torch.cat([part, *foreign]).sort().values)
+    return joined
+
+
+def _check_num_clients(num_clients: int, num_samples: int) -> None:
+    if not 1 <= num_clients <= num_samples:
+        raise ConfigurationError(
+            f"num_clients must be in [1, {num_samples}], as there are {num_samples} training samples; "
+            f"found {num_clients}"
+        )

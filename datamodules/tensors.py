@@ -15,14 +15,8 @@ from torch.utils.data import Dataset
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.datamodules.images import Batch, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
-from fl_lightning.datamodules.partitions import (
-    IID,
-    Dirichlet,
-    FromFile,
-    GammaSimilarity,
-    Natural,
-    Shards,
-)
+from fl_lightning.datamodules.partition_file import FromFile
+from fl_lightning.datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Shards
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole

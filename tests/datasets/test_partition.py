@@ -1,20 +1,17 @@
 """Each partition is disjoint and complete, and has the law that its paper states."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules.partition import dirichlet, gamma_similarity, iid, natural, shards
 from fl_lightning.datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
 
 PARTITIONS = {
-    "iid": iid,
-    "dirichlet client": partial(dirichlet, alpha=0.1),
-    "dirichlet class": partial(dirichlet, alpha=1.0, balance="class"),
-    "shards": partial(shards, class_fraction=0.2),
-    "gamma": partial(gamma_similarity, gamma=0.3),
+    "iid": IID(),
+    "dirichlet client": Dirichlet(0.1),
+    "dirichlet class": Dirichlet(1.0, "class"),
+    "shards": Shards(0.2),
+    "gamma": GammaSimilarity(0.3),
 }
 
 
@@ -65,7 +62,7 @@ def test_sizes_differ_by_at_most_one(name, num_clients):
 
 def test_iid_clients_have_nearly_the_prior():
     labels = balanced(10, 5000)
-    counts = histogram(labels, iid(labels, 10, rng()))
+    counts = histogram(labels, IID()(labels, 10, rng()))
     assert (counts - 500).abs().max() < 5 * 500**0.5
 
 
@@ -75,17 +72,17 @@ def test_iid_clients_have_nearly_the_prior():
 def test_dirichlet_clients_approach_the_prior_as_alpha_grows():
     labels = torch.cat([torch.zeros(8000), torch.ones(2000)]).long()
     for balance in ("client", "class"):
-        counts = histogram(labels, dirichlet(labels, 10, 1e7, rng(), balance))
+        counts = histogram(labels, Dirichlet(1e7, balance)(labels, 10, rng()))
         assert (counts[:, 0] / counts.sum(1) - 0.8).abs().max() < 0.06
 
 
 def test_dirichlet_gives_nearly_one_class_per_client_as_alpha_vanishes():
     labels = balanced(10, 500)
-    counts = histogram(labels, dirichlet(labels, 5, 1e-4, rng()))
+    counts = histogram(labels, Dirichlet(1e-4)(labels, 5, rng()))
     assert counts.sum(1).tolist() == [1000] * 5
     # A client of two classes' size fills up with the next class where its first is exhausted.
     assert (counts > 0).sum(1).tolist() == [2] * 5
-    counts = histogram(labels, dirichlet(labels, 2, 1e-4, rng(3), balance="class"))
+    counts = histogram(labels, Dirichlet(1e-4, balance="class")(labels, 2, rng(3)))
     assert set(counts.flatten().tolist()) == {0, 500}
 
 
@@ -95,7 +92,7 @@ def test_dirichlet_client_proportions_have_the_mean_and_variance_of_alpha_times_
     alpha = 2.0
     # The first of ten clients exhausts no class: its proportions are q, but for drawing 1000 samples from it.
     first = torch.stack(
-        [labels[dirichlet(labels, 10, alpha, rng(seed))[0]].bincount(minlength=3) for seed in range(800)]
+        [labels[Dirichlet(alpha)(labels, 10, rng(seed))[0]].bincount(minlength=3) for seed in range(800)]
     ).double()
     first /= 1000
     variance = prior * (1 - prior) / (alpha + 1)
@@ -106,7 +103,7 @@ def test_dirichlet_client_proportions_have_the_mean_and_variance_of_alpha_times_
 def test_dirichlet_class_shares_have_the_variance_of_a_symmetric_dirichlet():
     labels = torch.arange(300_000) % 300
     alpha, num_clients = 0.5, 5
-    shares = histogram(labels, dirichlet(labels, num_clients, alpha, rng(), balance="class")).double() / 1000
+    shares = histogram(labels, Dirichlet(alpha, balance="class")(labels, num_clients, rng())).double() / 1000
     expected = (1 / num_clients) * (1 - 1 / num_clients) / (num_clients * alpha + 1)
     assert shares.var().item() == pytest.approx(expected, rel=0.1)
 
@@ -115,14 +112,14 @@ def test_dirichlet_class_shares_have_the_variance_of_a_symmetric_dirichlet():
 @pytest.mark.parametrize("num_clients", [1, 9])
 def test_dirichlet_accepts_every_positive_alpha(alpha, num_clients):
     labels = balanced(10, 30)
-    parts = dirichlet(labels, num_clients, alpha, rng())
+    parts = Dirichlet(alpha)(labels, num_clients, rng())
     assert sum(sizes(parts)) == 300
     assert max(sizes(parts)) - min(sizes(parts)) <= 1
 
 
 def test_dirichlet_by_class_refuses_to_leave_a_client_without_samples():
     with pytest.raises(ConfigurationError, match=r"alpha=0.01.* of 100 clients without a sample"):
-        dirichlet(balanced(10, 100), 100, 0.01, rng(), balance="class")
+        Dirichlet(0.01, balance="class")(balanced(10, 100), 100, rng())
 
 
 # Shards
@@ -130,7 +127,7 @@ def test_dirichlet_by_class_refuses_to_leave_a_client_without_samples():
 
 def test_five_clients_with_a_fifth_of_the_classes_hold_two_exclusive_classes_each():
     labels = balanced(10, 5000)
-    counts = histogram(labels, shards(labels, 5, 0.2, rng()))
+    counts = histogram(labels, Shards(0.2)(labels, 5, rng()))
     assert (counts > 0).sum(1).tolist() == [2] * 5
     assert (counts > 0).sum(0).tolist() == [1] * 10
     assert counts.sum(1).tolist() == [10_000] * 5
@@ -138,7 +135,7 @@ def test_five_clients_with_a_fifth_of_the_classes_hold_two_exclusive_classes_eac
 
 def test_ten_clients_with_a_fifth_of_200_classes_hold_40_each_and_every_class_has_two_holders():
     labels = balanced(200, 500)
-    counts = histogram(labels, shards(labels, 10, 0.2, rng()))
+    counts = histogram(labels, Shards(0.2)(labels, 10, rng()))
     assert (counts > 0).sum(1).tolist() == [40] * 10
     assert (counts > 0).sum(0).tolist() == [2] * 200
     assert set(counts.unique().tolist()) == {0, 250}
@@ -152,7 +149,7 @@ def test_every_client_holds_exactly_the_fraction_and_holders_differ_by_at_most_o
     num_clients, num_classes, fraction, held
 ):
     labels = torch.cat([torch.full((101 + 3 * label,), label) for label in range(num_classes)])
-    counts = histogram(labels, shards(labels, num_clients, fraction, rng()))
+    counts = histogram(labels, Shards(fraction)(labels, num_clients, rng()))
     assert ((counts > 0).sum(1) == held).all()
     holders = (counts > 0).sum(0)
     assert holders.max() - holders.min() <= 1
@@ -168,35 +165,35 @@ def test_shards_of_balanced_classes_with_equally_many_holders_are_equal_in_size(
     num_clients, num_classes, held, per_class
 ):
     for seed in range(5):
-        parts = shards(balanced(num_classes, per_class), num_clients, held / num_classes, rng(seed))
+        parts = Shards(held / num_classes)(balanced(num_classes, per_class), num_clients, rng(seed))
         assert max(sizes(parts)) - min(sizes(parts)) <= 1
 
 
 def test_the_generator_permutes_the_classes_of_shards():
     labels = balanced(10, 10)
-    held = {tuple(labels[shards(labels, 5, 0.2, rng(seed))[0]].unique().tolist()) for seed in range(20)}
+    held = {tuple(labels[Shards(0.2)(labels, 5, rng(seed))[0]].unique().tolist()) for seed in range(20)}
     assert len(held) > 5
 
 
 def test_shards_that_cannot_hold_every_class_name_a_fraction_that_can():
     labels = balanced(10, 10)
     with pytest.raises(ConfigurationError, match=r"class_fraction >= 0.4 or num_clients >= 5$"):
-        shards(labels, 3, 0.2, rng())
-    shards(labels, 3, 0.4, rng())
-    shards(labels, 5, 0.2, rng())
+        Shards(0.2)(labels, 3, rng())
+    Shards(0.4)(labels, 3, rng())
+    Shards(0.2)(labels, 5, rng())
 
 
 def test_shards_refuse_a_class_with_fewer_samples_than_holders():
     labels = torch.tensor([0] * 50 + [7] * 2)
     with pytest.raises(ConfigurationError, match="class 7 4 holders but it has 2 samples"):
-        shards(labels, 4, 1.0, rng())
+        Shards(1.0)(labels, 4, rng())
 
 
 @pytest.mark.parametrize("assignment", ["random", "consecutive", "modulo"])
 @pytest.mark.parametrize(("num_clients", "fraction"), [(5, 0.2), (2, 0.5), (1, 1.0), (10, 0.1)])
 def test_the_classes_of_an_assignment_are_those_of_its_rule(assignment, num_clients, fraction):
     labels = balanced(10, 12)[torch.randperm(120, generator=rng())]
-    parts = shards(labels, num_clients, fraction, rng(), assignment)
+    parts = Shards(fraction, assignment)(labels, num_clients, rng())
     held = [labels[part].unique().tolist() for part in parts]
     rule = {
         "random": held,
@@ -210,19 +207,19 @@ def test_the_classes_of_an_assignment_are_those_of_its_rule(assignment, num_clie
 
 def test_consecutive_classes_go_on_with_the_first_after_the_last():
     labels = torch.tensor([3, 5, 8]).repeat(8)
-    held = [labels[part].unique().tolist() for part in shards(labels, 4, 0.6, rng(), "consecutive")]
+    held = [labels[part].unique().tolist() for part in Shards(0.6, "consecutive")(labels, 4, rng())]
     assert held == [[3, 5], [3, 8], [5, 8], [3, 5]]
     with pytest.raises(
         ConfigurationError, match=r"gives 4 clients 2 classes each, but there are 3 .* that divide 3"
     ):
-        shards(labels, 4, 0.6, rng(), "modulo")
+        Shards(0.6, "modulo")(labels, 4, rng())
 
 
 @pytest.mark.parametrize("assignment", ["random", "consecutive", "modulo"])
 def test_a_tail_adds_samples_of_every_class_that_a_client_does_not_hold(assignment):
     labels = balanced(10, 40)
-    pure = shards(labels, 5, 0.2, rng(), assignment)
-    tailed = shards(labels, 5, 0.2, rng(), assignment, 3)
+    pure = Shards(0.2, assignment)(labels, 5, rng())
+    tailed = Shards(0.2, assignment, 3)(labels, 5, rng())
     for own, part in zip(pure, tailed, strict=True):
         assert torch.equal(part, part.unique())
         assert torch.isin(own, part).all()
@@ -231,14 +228,14 @@ def test_a_tail_adds_samples_of_every_class_that_a_client_does_not_hold(assignme
     # the samples differ between clients and seeds
     foreign = [set(part.tolist()) - set(own.tolist()) for own, part in zip(pure, tailed, strict=True)]
     assert len(set.union(*foreign)) > 80
-    other = shards(labels, 5, 0.2, rng(1), "consecutive", 3)
-    assert not torch.equal(other[0], shards(labels, 5, 0.2, rng(2), "consecutive", 3)[0])
+    other = Shards(0.2, "consecutive", 3)(labels, 5, rng(1))
+    assert not torch.equal(other[0], Shards(0.2, "consecutive", 3)(labels, 5, rng(2))[0])
 
 
 def test_a_class_with_fewer_samples_than_the_tail_is_named():
     labels = torch.tensor([4] * 9 + [7] * 2)
     with pytest.raises(ConfigurationError, match=r"^tail=3 samples of every class, but class 7 has 2"):
-        shards(labels, 2, 0.5, rng(), tail=3)
+        Shards(0.5, tail=3)(labels, 2, rng())
 
 
 # Similarity and natural groups
@@ -246,13 +243,13 @@ def test_a_class_with_fewer_samples_than_the_tail_is_named():
 
 def test_gamma_zero_gives_one_class_per_client():
     labels = balanced(10, 5000)[torch.randperm(50_000, generator=rng())]
-    counts = histogram(labels, gamma_similarity(labels, 10, 0.0, rng()))
+    counts = histogram(labels, GammaSimilarity(0.0)(labels, 10, rng()))
     assert torch.equal(counts, 5000 * torch.eye(10, dtype=torch.int64))
 
 
 def test_gamma_deals_its_share_equally_and_cuts_the_rest_in_order_of_class():
     labels = balanced(10, 1000)
-    counts = histogram(labels, gamma_similarity(labels, 10, 0.4, rng())).float()
+    counts = histogram(labels, GammaSimilarity(0.4)(labels, 10, rng())).float()
     own = counts.diagonal()
     others = (counts.sum(1) - own) / 9
     # 400 of a client's 1000 samples are homogeneous, 40 of each class; 600 come from its chunk.
@@ -262,14 +259,14 @@ def test_gamma_deals_its_share_equally_and_cuts_the_rest_in_order_of_class():
 
 def test_gamma_one_is_homogeneous():
     labels = balanced(10, 5000)
-    counts = histogram(labels, gamma_similarity(labels, 10, 1.0, rng()))
+    counts = histogram(labels, GammaSimilarity(1.0)(labels, 10, rng()))
     assert (counts - 500).abs().max() < 5 * 500**0.5
 
 
 def test_natural_makes_every_group_a_client_in_sorted_order():
     expected = [[1, 4], [0, 2], [3]]
     for groups in (torch.tensor([5, 2, 5, 9, 2]), ["jena", "aachen", "jena", "ulm", "aachen"]):
-        assert [part.tolist() for part in natural(groups)] == expected
+        assert [part.tolist() for part in Natural()(torch.zeros(5), 3, rng(), groups)] == expected
 
 
 # Mistakes and classes
@@ -291,15 +288,12 @@ def test_the_number_of_clients_lies_between_one_and_the_number_of_samples(partit
         (lambda: Shards(1.1), "class_fraction"),
         (lambda: GammaSimilarity(-0.1), "gamma"),
         (lambda: GammaSimilarity(1.1), "gamma"),
-        (lambda: dirichlet(torch.arange(10), 2, -1.0, rng()), "alpha"),
-        (lambda: shards(torch.arange(10), 2, 2.0, rng()), "class_fraction"),
         (
             lambda: Shards(0.2, "sorted"),
             "Shards.assignment: 'sorted' must be one of random, consecutive, modulo",
         ),
         (lambda: Shards(0.2, tail=-1), "Shards.tail: -1 must be at least 0"),
-        (lambda: gamma_similarity(torch.arange(10), 2, 2.0, rng()), "gamma"),
-        (lambda: natural([]), "Natural"),
+        (lambda: Natural()(torch.arange(0), 2, rng(), []), "Natural"),
         (lambda: Natural()(torch.arange(10), 2, rng()), "groups"),
     ],
 )
@@ -310,34 +304,17 @@ def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_setting(buil
 
 
 @pytest.mark.parametrize(
-    ("instance", "function", "text"),
+    ("partition", "text"),
     [
-        (IID(), iid, "IID()"),
-        (Dirichlet(0.1), partial(dirichlet, alpha=0.1), "Dirichlet(alpha=0.1, balance='client')"),
-        (
-            Dirichlet(2, "class"),
-            partial(dirichlet, alpha=2, balance="class"),
-            "Dirichlet(alpha=2, balance='class')",
-        ),
-        (Shards(0.2), partial(shards, class_fraction=0.2), "Shards(class_fraction=0.2)"),
-        (
-            Shards(0.2, "modulo", 3),
-            partial(shards, class_fraction=0.2, assignment="modulo", tail=3),
-            "Shards(class_fraction=0.2, assignment='modulo', tail=3)",
-        ),
-        (GammaSimilarity(0.3), partial(gamma_similarity, gamma=0.3), "GammaSimilarity(gamma=0.3)"),
+        (IID(), "IID()"),
+        (Dirichlet(2, "class"), "Dirichlet(alpha=2, balance='class')"),
+        (Shards(0.2), "Shards(class_fraction=0.2)"),
+        (Shards(0.2, "modulo", 3), "Shards(class_fraction=0.2, assignment='modulo', tail=3)"),
+        (GammaSimilarity(0.3), "GammaSimilarity(gamma=0.3)"),
     ],
 )
-def test_the_classes_are_the_functions_and_print_their_arguments(instance, function, text):
-    labels = balanced(10, 100)
-    assert str(instance) == text
-    pairs = zip(instance(labels, 5, rng()), function(labels, 5, generator=rng()), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_natural_wraps_the_function():
-    groups = torch.tensor([1, 0, 1])
-    assert [part.tolist() for part in Natural()(torch.zeros(3), 99, rng(), groups)] == [[1], [0, 2]]
+def test_partitions_print_their_arguments(partition, text):
+    assert str(partition) == text
 
 
 def test_the_base_class_says_what_to_define():

@@ -1,0 +1,193 @@
+"""Partition from a JSON file."""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from fl_lightning.datamodules.partitions import Groups, Partition
+from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.files import user_path
+
+FORMAT = "fl_lightning.partition/1"
+SPACES = ("train", "train+test")
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Indices of each client's samples, from a partition file.
+
+    Indices are int64 and ascending. The N training samples of the data set have indices 0 to N - 1.
+    Its test samples have indices from N on.
+
+    Attributes:
+        ids: Names of the clients in the file.
+        train: Indices of each client's training samples. Each client has at least one.
+        val: Indices of each client's own validation samples.
+        test: Indices of each client's own test samples.
+        space: ``"train"`` if only training samples of the data set are assigned; ``"train+test"``
+            if test samples are also assigned.
+    """
+
+    ids: list[str]
+    train: list[Tensor]
+    val: list[Tensor]
+    test: list[Tensor]
+    space: str
+
+
+class FromFile(Partition):
+    """Partition from a JSON file, which ``partition --save`` or another program writes.
+
+    ::
+
+        {"format": "fl_lightning.partition/1", "dataset": "cifar10", "space": "train", "examples": 50000,
+         "labels_sha256": "...", "clients": [{"id": "0", "train": [3, 17], "val": [], "test": [9]}]}
+
+    - ``train``, ``val`` and ``test`` are indices of a client's training data and of its own
+      evaluation data.
+    - ``space`` says which samples have an index: ``train`` or ``train+test``. With ``train+test``,
+      the N training samples have indices 0 to N - 1, and test samples have indices from N on. The
+      server's test data then consist of the clients' test samples and of all test samples that
+      belong to no client.
+    - ``labels_sha256`` is the digest of all labels in the order of the samples (int64,
+      little-endian).
+    - A client has no sample twice. Two clients may share samples only if the file has ``"overlap":
+      true``. No sample may be training data of one client and evaluation data of the same or
+      another client.
+    - The data module ignores its setting ``num_clients``. Its setting ``val_fraction`` draws from
+      the training samples that belong to no client.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigurationError: The file does not exist, or it is a pickle.
+    """
+
+    deciding_files = ("path",)
+
+    def __init__(self, path: str) -> None:
+        file = user_path("partition.path", path)
+        if file.suffix in (".pkl", ".pickle"):
+            raise ConfigurationError(
+                f"partition.path: {path} is a pickle, which could run any code; convert it to JSON in the program that wrote "
+                "it, as docs/data.md shows"
+            )
+        if not file.is_file():
+            raise ConfigurationError(
+                f"partition.path: {path} is no file; python -m fl_lightning partition --save FILE.json writes one"
+            )
+        self.path = path
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
+    ) -> list[Tensor]:
+        """See :meth:`Partition.__call__`. The file must have the space ``train``."""
+        return self.assignment(labels, labels[:0]).train
+
+    def assignment(self, train_labels: Tensor, test_labels: Tensor) -> Assignment:
+        """Return the indices of each client's samples.
+
+        Args:
+            train_labels: Class of each training sample, int64, shape ``[N]``.
+            test_labels: Class of each test sample, int64, shape ``[M]``.
+
+        Raises:
+            ConfigurationError: The file has another format, belongs to other data or has invalid
+                clients.
+        """
+        content = _read(user_path("partition.path", self.path))
+        space = str(content.get("space"))
+        check_choice(f"partition.path: {self.path}: space", space, SPACES)
+        labels = torch.cat([train_labels, test_labels]) if space == "train+test" else train_labels
+        for name, value in (("examples", len(labels)), ("labels_sha256", labels_sha256(labels))):
+            if content.get(name) != value:
+                raise self._wrong(
+                    f"{name} is {content.get(name)} (data set {content.get('dataset')}), but here it is {value}; use the data set "
+                    "and the order of samples that the file was made with"
+                )
+        clients = content.get("clients")
+        if not isinstance(clients, list) or not clients or not all(isinstance(x, dict) for x in clients):
+            raise self._wrong('clients must be a list such as [{"id": "0", "train": [3, 17]}, ...]')
+        ids = [str(client.get("id", number)) for number, client in enumerate(clients)]
+        if unknown := {key for client in clients for key in client} - {"id", *SPLITS}:
+            raise self._wrong(f"a client has the key {min(unknown)!r}; use id, {', '.join(SPLITS)}")
+        for name, count in Counter(ids).items():
+            if count > 1:
+                raise self._wrong(f"{count} clients have the id {name!r}; give each client its own")
+        parts = {
+            split: [
+                self._samples(client.get(split, []), f"client {name}, {split}", len(labels))
+                for name, client in zip(ids, clients, strict=True)
+            ]
+            for split in SPLITS
+        }
+        for name, train in zip(ids, parts["train"], strict=True):
+            if not len(train):
+                raise self._wrong(f"client {name} has no training sample; leave the client out")
+        self._check_disjoint(ids, parts, content.get("overlap") is True)
+        trained = torch.cat(parts["train"])
+        for split in ("val", "test"):
+            for name, samples in zip(ids, parts[split], strict=True):
+                if len(seen := samples[torch.isin(samples, trained)]):
+                    raise self._wrong(
+                        f"client {name}, {split} has the sample {int(seen[0])}, which a client trains on; only training samples "
+                        "may be shared"
+                    )
+        return Assignment(ids, **parts, space=space)
+
+    def _wrong(self, problem: str) -> ConfigurationError:
+        return ConfigurationError(f"partition.path: {self.path}: {problem}")
+
+    def _samples(self, given: Any, whose: str, total: int) -> Tensor:
+        flat = isinstance(given, list) and not any(isinstance(item, list) for item in given)
+        array = np.asarray(given) if flat else np.zeros(1)
+        if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+            raise self._wrong(f"{whose} is no list of whole numbers")
+        outside = array[(array < 0) | (array >= total)] if array.size else array
+        if outside.size:
+            raise self._wrong(f"{whose} has the sample {outside[0]}; samples are 0 to {total - 1}")
+        return torch.from_numpy(np.sort(array).astype(np.int64))
+
+    def _check_disjoint(self, ids: list[str], parts: dict[str, list[Tensor]], overlap: bool) -> None:
+        samples = [torch.cat(splits) for splits in zip(*parts.values(), strict=True)]
+        owner = torch.arange(len(ids)).repeat_interleave(torch.tensor([len(x) for x in samples]))
+        sample = torch.cat(samples)
+        key = sample * len(ids) + owner if overlap else sample
+        order = key.argsort(stable=True)
+        for again in (key[order].diff() == 0).nonzero().flatten().tolist():
+            first, second = (ids[owner[order[again + i]]] for i in range(2))
+            number = sample[order[again]]
+            if first == second:
+                raise self._wrong(f"client {first} has the sample {number} twice; list it once")
+            raise self._wrong(
+                f'clients {first} and {second} both have the sample {number}; list it at one client, or set "overlap": true'
+            )
+
+
+def labels_sha256(labels: Tensor) -> str:
+    """Return the SHA-256 of labels ``[N]`` (as int64, little-endian) in hexadecimal digits."""
+    return hashlib.sha256(labels.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"partition.path: {path} cannot be read as JSON ({type(error).__name__}: {error}); write it anew"
+        ) from error
+    kind = content.get("format") if isinstance(content, dict) else None
+    if kind != FORMAT:
+        raise ConfigurationError(
+            f"partition.path: {path} has the format {kind!r}; it must be {FORMAT!r}, see docs/data.md"
+        )
+    return dict(content)
