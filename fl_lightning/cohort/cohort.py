@@ -294,7 +294,7 @@ class Cohort:
         If a client's state is not finite, the client keeps its old entry, if any.
 
         Args:
-            memory: The callback's memory. The callback's ``state_dict()`` must include it.
+            memory: The callback's memory. The callback's ``saved`` must name it.
         """
         self.store_vectors(memory, self._local_blocks())
 
@@ -321,7 +321,7 @@ class Cohort:
         If a client's vectors are not finite, the client keeps its old entry, if any.
 
         Args:
-            memory: The callback's memory. The callback's ``state_dict()`` must include it.
+            memory: The callback's memory. The callback's ``saved`` must name it.
             vectors: The vectors by block, ``[C, columns]``.
         """
         for index, client in enumerate(self.client_ids):

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 
@@ -98,6 +98,7 @@ class FoundFreezing(Freezing):
     """
 
     freeze_round: int | None = None
+    saved: tuple[str, ...] = ("freeze_round",)
 
     def last_batch_round(self, total_rounds: int) -> int | None:
         """Return T*; None until the method has found T*."""
@@ -113,11 +114,3 @@ class FoundFreezing(Freezing):
         pl_module.log(self.milestone, float(round_number))
         name = type(self).__name__
         pl_module.print(f"{name}: T* = {round_number}; BN is frozen from round {round_number + 1} on.")
-
-    def state_dict(self) -> dict[str, object]:
-        """Return T* for checkpoints."""
-        return {"freeze_round": self.freeze_round}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore T* from a checkpoint."""
-        self.freeze_round = state_dict["freeze_round"]
