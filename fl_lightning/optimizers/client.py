@@ -66,8 +66,6 @@ class ClientOptimizer:
         self.initial_steps: dict[str, Tensor] = {}
         self.resting: set[str] = set()
         self.torch: Optimizer = self._make(self._blocks)
-        for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * self._lr_factor  # not in place, because groups may share this tensor
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
 
@@ -195,6 +193,6 @@ class ClientOptimizer:
 
     def _make(self, leaves: Mapping[str, Tensor]) -> Optimizer:
         optimizer = self._factory([{**self._overrides.get(n, {}), "params": [leaves[n]]} for n in leaves])
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * group.pop("lr_scale", 1.0)
+        for group in optimizer.param_groups:  # not in place, because groups may share this tensor
+            group["lr"] = group["lr"] * group.pop("lr_scale", 1.0) * self._lr_factor
         return optimizer
