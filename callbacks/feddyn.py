@@ -1,7 +1,5 @@
 """FedDyn: Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021."""
 
-from typing import Any
-
 import lightning as L
 
 from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
@@ -47,6 +45,7 @@ class FedDyn(FederatedCallback):
     paper = "Acar et al., arXiv 2111.04263"
     claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight", "server_keeps_the_mean")
     takes = ("the correction of client drift",)
+    saved = ("memory",)
     examples = ({}, {"alpha": 0.5})
 
     def __init__(self, alpha: float = 0.01) -> None:
@@ -81,11 +80,3 @@ class FedDyn(FederatedCallback):
             server[block] = server.get(block, mean.new_zeros(mean.shape)).to(mean) + self.alpha * share * mean
             cohort.pseudo_gradient.blocks[block] += server[block] / self.alpha
         self.memory[SERVER] = server
-
-    def state_dict(self) -> dict[str, ClientMemory]:
-        """Return the gradient estimates g_i and the server's h, for a checkpoint."""
-        return {"memory": self.memory}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore g_i and h from a checkpoint."""
-        self.memory = ClientMemory(state_dict["memory"])

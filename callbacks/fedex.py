@@ -6,7 +6,7 @@ the last round before BN freezes.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
@@ -101,6 +101,7 @@ class FedExFixBN(FoundFreezing):
     logs = ("fedex/", "fixbn/")
     paper = "Khodak et al., arXiv 2106.04502 (adapted)"
     examples = ({}, {"schedule": "aggressive", "cutoff": 0.6})
+    saved = (*FoundFreezing.saved, "log_theta", "past_losses", "past_steps", "batch_round")
 
     def __init__(
         self,
@@ -173,16 +174,6 @@ class FedExFixBN(FoundFreezing):
         Both numbers are 1 during the search, and 0 after the search.
         """
         return (1, 1) if self._searches(cohort.round) else (0, 0)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the state of the search, for a checkpoint."""
-        names = ("log_theta", "past_losses", "past_steps", "batch_round")
-        return super().state_dict() | {name: getattr(self, name) for name in names}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the search from a checkpoint."""
-        for name, value in state_dict.items():
-            setattr(self, name, value)
 
     def _searches(self, round_number: int) -> bool:
         decided = self.freeze_round if self.batch_round is None else self.batch_round

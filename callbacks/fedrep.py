@@ -55,7 +55,7 @@ class FedRep(FedPer):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
-        """Set gradient and learning rate of the untrained part, the head or the body, to 0."""
+        """Let the untrained part, the head or the body, rest."""
         if step == self.head_steps:
             cohort.restart_optimizer()
         for block, layout in cohort.params.layout.items():

@@ -5,7 +5,7 @@ from typing import Literal
 from fl_lightning.batch_norm import STATISTICS
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import Freezing
-from fl_lightning.optimizers import one_milestone, round_at
+from fl_lightning.optimizers import check_milestone, round_at
 
 _KINDS = {"statistics": STATISTICS, "affine": ("affine",), "both": (*STATISTICS, "affine")}
 
@@ -18,15 +18,13 @@ class FixBN(Freezing):
     includes them (Table H of the paper).
 
     Args:
-        freeze_round: T*, the last round with batch statistics. With 0, BN is frozen from the start.
-        freeze_fraction: T* as a fraction of the planned rounds, in [0, 1]. If neither this setting
-            nor ``freeze_round`` is given, the fraction is 0.5.
+        freeze_round: T*, the last round with batch statistics: a round (int), or a fraction of the
+            planned rounds in [0, 1] (float). With 0, BN is frozen from the start.
         freeze: State that is frozen: ``"statistics"`` (the paper's method), ``"affine"`` (gamma and
             beta) or ``"both"``.
 
     Raises:
-        ConfigurationError: Both ``freeze_round`` and ``freeze_fraction`` are given, a setting is
-            out of range, or the model has no BN layer.
+        ConfigurationError: A setting is out of range, or the model has no BN layer.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -41,15 +39,18 @@ class FixBN(Freezing):
 
     def __init__(
         self,
-        freeze_round: int | None = None,
-        freeze_fraction: float | None = None,
+        freeze_round: int | float = 0.5,
         freeze: Literal["statistics", "affine", "both"] = "statistics",
     ) -> None:
         check_choice("FixBN.freeze", freeze, _KINDS)
-        self.milestone = one_milestone("FixBN", "freeze", freeze_round, freeze_fraction, default=0.5)
-        self.freeze_round, self.freeze_fraction, self.freeze = freeze_round, freeze_fraction, freeze
+        check_milestone("FixBN.freeze_round", freeze_round, ends=True)
+        self.freeze_round, self.freeze = freeze_round, freeze
         self.kinds = _KINDS[freeze]
 
     def last_batch_round(self, total_rounds: int) -> int:
         """Return T*, the last round that trains with batch statistics."""
-        return round_at(self.milestone, total_rounds)
+        return round_at(self.freeze_round, total_rounds)
+
+    def same_until(self, total_rounds: int) -> int:
+        """Return T*: up to this round, the run equals a run without this method, bit for bit."""
+        return self.last_batch_round(total_rounds)

@@ -1,6 +1,6 @@
 """Maintained momentum: section 7 of Zhong et al., "Making Batch Normalization Great in Federated Deep Learning"."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
@@ -49,6 +49,7 @@ class MaintainedMomentum(FederatedCallback):
     paper = "Zhong et al., arXiv 2303.06530, section 7"
     claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight")
     takes = ("the client optimizer's state",)
+    saved = ("memory",)
     examples = ({"scope": "local"}, {"scope": "global"})
 
     def __init__(self, scope: Literal["local", "global"] = "local") -> None:
@@ -94,14 +95,6 @@ class MaintainedMomentum(FederatedCallback):
             rows.shape[1] for block, rows in _state(cohort).values() if self._is_shared(cohort, block)
         )
         return floats, floats
-
-    def state_dict(self) -> dict[str, ClientMemory]:
-        """Return the stored states, for a checkpoint."""
-        return {"memory": self.memory}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the stored states from a checkpoint."""
-        self.memory = ClientMemory(state_dict["memory"])
 
     def _is_shared(self, cohort: Cohort, block: str) -> bool:
         """Return whether the server keeps a block's state.

@@ -1,7 +1,5 @@
 """SCAFFOLD: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", arXiv 1910.06378."""
 
-from typing import Any
-
 import lightning as L
 import torch
 
@@ -61,6 +59,7 @@ class SCAFFOLD(FederatedCallback):
         "one_client_is_two_of_half_its_weight", "server_keeps_the_mean",
     )  # fmt: skip
     takes = ("the correction of client drift",)
+    saved = ("memory",)
 
     def __init__(self) -> None:
         self.memory = ClientMemory()
@@ -115,11 +114,3 @@ class SCAFFOLD(FederatedCallback):
         blocks = cohort.params.blocks.items()
         floats = sum(block.shape[1] for name, block in blocks if cohort.treatment(name) == "averaged")
         return floats, floats
-
-    def state_dict(self) -> dict[str, ClientMemory]:
-        """Return all control variates, for a checkpoint."""
-        return {"memory": self.memory}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the control variates from a checkpoint."""
-        self.memory = ClientMemory(state_dict["memory"])

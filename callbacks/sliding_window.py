@@ -1,7 +1,6 @@
 """SlidingWindowFixBN: appendix B.6 of Zhong et al., "Making Batch Normalization Great in Federated Deep Learning"."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import lightning as L
 import torch
@@ -51,6 +50,7 @@ class SlidingWindowFixBN(FoundFreezing):
     paper = "Zhong et al., arXiv 2303.06530, appendix B.6"
     claims = ("own_twin_when_frozen",)
     examples = ({"window": 10, "threshold": 0.01}, {"window": 2, "threshold": 1e9})
+    saved = (*FoundFreezing.saved, "changes", "statistics")
 
     def __init__(self, window: int, threshold: float) -> None:
         if window < 2:
@@ -85,15 +85,6 @@ class SlidingWindowFixBN(FoundFreezing):
             if variance < self.threshold:
                 self.freeze_after(pl_module, cohort.round)
                 self.statistics = ClientMemory()
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the state of the search, for a checkpoint."""
-        return super().state_dict() | {"changes": self.changes, "statistics": self.statistics}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the search from a checkpoint."""
-        super().load_state_dict(state_dict)
-        self.changes, self.statistics = state_dict["changes"], ClientMemory(state_dict["statistics"])
 
 
 def mean_change(now: Tensor, before: Tensor, weights: Tensor) -> float:

@@ -1,7 +1,7 @@
 """StaticBN: the "static batch normalization" of HeteroFL (Diao, Ding and Tarokh, arXiv 2010.01264)."""
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 import lightning as L
 
@@ -51,12 +51,13 @@ class StaticBN(FederatedCallback):
     paper = "sBN of HeteroFL: Diao et al., arXiv 2010.01264"
     claims = ("weights_of_fedavg", "statistics_of_its_weights")
     examples = ({}, {"statistics_pass": "per_client"}, {"statistics_pass": "per_client_total_variance"})
+    saved = ("measured_round", "trained_round")
     sends_for_evaluations = True
 
     def __init__(self, statistics_pass: Mode = "pooled") -> None:
         check_choice("StaticBN.statistics_pass", statistics_pass, get_args(Mode))
         self.statistics_pass = statistics_pass
-        self.measured_round = self._trained_round = 0
+        self.measured_round = self.trained_round = 0
         self._pass: dict[int, tuple[int, int]] = {}
         self._is_last = False
 
@@ -76,7 +77,7 @@ class StaticBN(FederatedCallback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the statistics if this round is evaluated or is the last round."""
-        self._trained_round = cohort.round
+        self.trained_round = cohort.round
         self._measure_if_used(trainer, pl_module, cohort.round)
 
     def on_round_skipped(
@@ -98,9 +99,9 @@ class StaticBN(FederatedCallback):
         """
         self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
         used = self._is_last or _is_evaluated(trainer, round_number)
-        if not used or self.measured_round == self._trained_round:
+        if not used or self.measured_round == self.trained_round:
             return
-        self._measure(pl_module, self._trained_round)
+        self._measure(pl_module, self.trained_round)
         model = pl_module.model
         sizes = [(kind, model.get_buffer(name).numel()) for name, kind in buffer_kinds(model).items()]
         statistics = sum(size for kind, size in sizes if kind in ("mean", "var"))
@@ -114,25 +115,16 @@ class StaticBN(FederatedCallback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Measure the statistics if training ended before its last planned round."""
-        if self.measured_round < self._trained_round:
-            self._measure(pl_module, self._trained_round)
+        if self.measured_round < self.trained_round:
+            self._measure(pl_module, self.trained_round)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Warn if statistics and weights of a checkpoint are from different rounds."""
-        if self._trained_round != self.measured_round:
+        if self.trained_round != self.measured_round:
             pl_module.print(
-                f"StaticBN: statistics are of round {self.measured_round}, weights of round {self._trained_round}: the run stopped "
+                f"StaticBN: statistics are of round {self.measured_round}, weights of round {self.trained_round}: the run stopped "
                 "between two passes. Resume it with fit --ckpt_path last to measure statistics of these weights"
             )
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the round of the last pass, and the last round that changed the weights."""
-        return {"measured_round": self.measured_round, "trained_round": self._trained_round}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both rounds from a checkpoint."""
-        self.measured_round = state_dict["measured_round"]
-        self._trained_round = state_dict.get("trained_round", self.measured_round)
 
     def _measure(self, pl_module: FederatedModule, round_number: int) -> None:
         self.measured_round = round_number

@@ -1,7 +1,6 @@
 """Measures of the attackers' effect on the server's aggregates."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import lightning as L
 import torch
@@ -46,6 +45,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
     logs = ("byzantine/",)
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
     examples = ({}, {"every_n_rounds": 1})
+    saved = ("shares", "attackers")
 
     def __init__(self, every_n_rounds: int = 10) -> None:
         if every_n_rounds < 1:
@@ -55,13 +55,13 @@ class AggregationDiagnostics(Report, FederatedCallback):
         self.every_n_rounds = every_n_rounds
         self.newest: dict[str, float] = {}
         self.shares: dict[int, dict[str, list[float]]] = {}
-        self._attackers: set[int] = set()
+        self.attackers: list[int] = []
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Forget an earlier run's shares."""
         trainer = pl_module.trainer
         if trainer.state.fn == TrainerFn.FITTING and not trainer.current_epoch:
-            self.shares, self._attackers = {}, set()
+            self.shares, self.attackers = {}, []
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the distances and shares of this round's aggregates."""
@@ -70,7 +70,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
         attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
         bad = sorted({row for attack in attacks for row in attack.rows(cohort)})
         good = [row for row in range(len(cohort)) if row not in bad]
-        self._attackers |= {cohort.client_ids[row] for row in bad}
+        self.attackers = sorted({*self.attackers, *(cohort.client_ids[row] for row in bad)})
         self.newest = {}
         totals: dict[str, Tensor] = {}
         for sent in sent_vectors(pl_module, cohort) if good else ():
@@ -98,13 +98,5 @@ class AggregationDiagnostics(Report, FederatedCallback):
         rows: list[list[float | str]] = []
         for client, shares in sorted(self.shares.items()):
             means = [shares[what][1] / shares[what][0] if what in shares else "" for what in kinds]
-            rows.append([client, "yes" if client in self._attackers else "no", *means])
+            rows.append([client, "yes" if client in self.attackers else "no", *means])
         return {"shares": Table(["client", "attacker", *kinds], rows)} if kinds else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the clients' shares in the rounds measured so far."""
-        return {"shares": self.shares, "attackers": sorted(self._attackers)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the clients' shares from a checkpoint."""
-        self.shares, self._attackers = state_dict["shares"], set(state_dict["attackers"])

@@ -116,6 +116,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     logs = ("bn/",)
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
     examples = ({}, {"every_n_rounds": 1, "window": 2})
+    saved = (*BatchNormReport.saved, "windows")
 
     def __init__(
         self,
@@ -261,12 +262,3 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             for quantity, values in zip(("mean_bias", "var_bias"), biases, strict=True):
                 self.log_measure(pl_module, "bias", {f"bn/{quantity}": sum(values) / len(values)})
                 self.keep(pl_module, quantity, dict(zip(layers, values, strict=True)))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the clients' statistics of the newest rounds, and all reported numbers."""
-        return {"windows": self.windows, **super().state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the measurements from a checkpoint."""
-        self.windows = state_dict["windows"]
-        super().load_state_dict(state_dict)

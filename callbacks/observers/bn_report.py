@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.methods import Drawing, Report, Rows, Table
 from fl_lightning.pictures import LAYERS, drift_figure, has_drift, layers_figure
 
@@ -14,7 +14,7 @@ MAX_ROUNDS = 100
 """Maximum number of stored rounds per quantity, spread evenly over the run."""
 
 
-class BatchNormReport(Report):
+class BatchNormReport(Report, FederatedCallback):
     """Base class of callbacks that log, store and report measurements of BN.
 
     A subclass passes its numbers to :meth:`log_measure` and :meth:`log_floats`.
@@ -24,6 +24,8 @@ class BatchNormReport(Report):
         newest: Newest metrics of each measure: ``newest[measure] = (round, metrics)``.
         channels: Number of channels of each BN layer with running statistics, by layer name.
     """
+
+    saved: tuple[str, ...] = ("newest",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,14 +124,14 @@ class BatchNormReport(Report):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stored numbers of all layers, and the newest metrics."""
-        return {"history": self._rows(), "newest": self.newest}
+        return super().state_dict() | {"history": self._rows()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the measurements from a checkpoint."""
         self.history = {}
         for round_number, layer, quantity, value in state_dict["history"]:
             self.history.setdefault(quantity, {}).setdefault(round_number, {})[layer] = value
-        self.newest = state_dict["newest"]
+        super().load_state_dict(state_dict)
 
     def _rows(self) -> list[tuple[int, str, str, float]]:
         return [

@@ -79,6 +79,7 @@ class ClassifierBias(FederatedCallback):
     role = "observer"
     logs = ("val/predicted_share_", "test/predicted_share_")
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
+    saved = ("models",)
 
     def __init__(self, mean_of: int = 5, train_samples: int = 2000, checkpoints: Sequence[str] = ()) -> None:
         check_at_least(1, mean_of=mean_of, train_samples=train_samples)
@@ -184,14 +185,6 @@ class ClassifierBias(FederatedCallback):
                 )
             )
         return {name: value for name, value in measures.items() if value is not None}
-
-    def state_dict(self) -> dict[str, list[dict[str, Tensor]]]:
-        """Return the newest server models."""
-        return {"models": self.models}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the newest server models from a checkpoint."""
-        self.models = state_dict["models"]
 
 
 class _Outputs(ServerEvaluation):

@@ -61,6 +61,7 @@ class CommunicationLedger(Report, FederatedCallback):
     paper = "(an observer: measurement only)"
     role = "observer"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
+    saved = ("clients", "kinds", "exchanges", "seconds", "links")
 
     def __init__(self, link: NetworkLink | None = None) -> None:
         self.link = link
@@ -146,16 +147,6 @@ class CommunicationLedger(Report, FederatedCallback):
             "exchanges": f"{self.exchanges:,}, one after the other{since}",
             "simulated time": f"{in_words(self.seconds)} ({self._in_words()})",
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all counts."""
-        names = ("clients", "kinds", "exchanges", "seconds", "links")
-        return {name: getattr(self, name) for name in names}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the counts from a checkpoint."""
-        for name, value in state_dict.items():
-            setattr(self, name, value)
 
     def _begin(self) -> None:
         self.clients, self.kinds, self.exchanges, self.seconds, self.links = {}, {}, 0, 0.0, []

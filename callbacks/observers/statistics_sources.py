@@ -1,7 +1,7 @@
 """Evaluation of one training run with BN statistics from several sources."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
@@ -96,6 +96,7 @@ class StatisticsSources(VariantEvaluation):
     paper = "(an observer: evaluation only)"
     role = "observer"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
+    saved = ("server", "clients")
 
     def __init__(self, sources: Sequence[str] | None = None, evaluate_clients: int | None = None) -> None:
         self.sources, self.evaluate_clients = sources, evaluate_clients
@@ -205,14 +206,6 @@ class StatisticsSources(VariantEvaluation):
             for metric, value in evaluation.metrics.items():
                 values.setdefault(f"{metric}_{name.split()[0]}", []).append(value)
         return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the hypothetical statistics of the server and the clients."""
-        return {"server": self.server, "clients": self.clients}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the hypothetical statistics from a checkpoint."""
-        self.server, self.clients = state_dict["server"], ClientMemory(state_dict["clients"])
 
     def _local_statistics(self, client: int) -> Tensor:
         """Return a client's hypothetical statistics, which start from the initial statistics."""

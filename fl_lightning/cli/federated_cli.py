@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from fl_lightning.cli.given import given_settings, read_given
 from fl_lightning.cli.messages import fail
-from fl_lightning.cli.parser import ConciseParser, new_lists, one_milestone_each
+from fl_lightning.cli.parser import ConciseParser, new_lists
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_trainer, use_threads
@@ -116,7 +116,7 @@ class FederatedCLI(LightningCLI):
             if inner and name not in known:
                 shown = "null" if value is None else value
                 raise ConfigurationError(f"{name}: {shown} holds no settings such as {inner[0]}")
-        super().parse_arguments(parser, one_milestone_each(new_lists(args), self.given))
+        super().parse_arguments(parser, new_lists(args))
         config = self.config[self.config.subcommand]
         if config.get("weights_only") is False and not any(x.startswith("--weights_only") for x in args):
             raise ConfigurationError(

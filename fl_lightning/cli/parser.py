@@ -229,15 +229,3 @@ def new_lists(arguments: Sequence[str]) -> list[str]:
             is_given = is_given or bool(lists)
         result.append(argument)
     return result
-
-
-def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
-    """Let the option ``freeze_round`` override ``freeze_fraction`` in a file, and vice versa."""
-    options, result = [argument.partition("=")[0] for argument in arguments], []
-    for option, argument in zip(options, arguments, strict=True):
-        name, _, unit = option.rpartition("_")
-        other = f"{name}_{ {'round': 'fraction', 'fraction': 'round'}.get(unit) }"
-        if other.removeprefix("--") in given and not {other, name.rpartition(".")[0]} & {*options}:
-            result.append(f"{other}=null")
-        result.append(argument)
-    return result

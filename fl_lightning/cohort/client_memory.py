@@ -30,8 +30,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     The memory maps client ids to entries. An entry maps names to tensors, and is immutable. To
     change an entry, replace it: ``memory[client] = {"name": tensor}``. Store the memory in an
-    attribute of the method. Return it in ``state_dict()``, and make a new memory in
-    ``load_state_dict``.
+    attribute of the method that ``saved`` names.
 
     Entries are kept in RAM on every rank and saved in checkpoints. If the memory exceeds
     :data:`LIMIT` bytes, each client's entry is stored in a file instead. The files are in the

@@ -73,7 +73,6 @@ class Cohort:
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind of state and each part of the model (see
             ``fl_lightning.round.policy``).
-        resting: Names of the blocks that :meth:`rest` has set to rest in the current local step.
         losses: Mean training loss of each client over the local steps, shape ``[C]``, set before
             ``on_before_aggregate``.
 
@@ -112,7 +111,6 @@ class Cohort:
         self.policy: dict[str, str] = {}
         self.rows: slice | list[int] = slice(0, num_clients)
         self.extra: dict[str, Tensor] = {}
-        self.resting: set[str] = set()
         self._seed = 0
         self._over = self._in_local_steps = False
 
@@ -254,14 +252,18 @@ class Cohort:
         return dict(zip(trained, self.optimizer.param_groups, strict=True))
 
     def rest(self, block: str) -> None:
-        """Set a block's gradient and its learning rate to 0.
+        """Let a block rest for all clients: set its gradient to 0, and take no steps.
 
-        The learning rate stays 0 until :meth:`restart_optimizer` is called.
+        The block rests until :meth:`restart_optimizer` is called, or until the end of the round.
         """
         if self.is_trained(block):
             self.resting.add(block)
             self.grads.blocks[block].zero_()
-            self.optimizer_groups[block]["lr"] = 0.0
+
+    @property
+    def resting(self) -> set[str]:
+        """Names of the blocks that rest, see :meth:`rest`."""
+        return self._optimizer.resting
 
     def restart_optimizer(self) -> None:
         """Reset the state of every client's optimizer."""
@@ -292,7 +294,7 @@ class Cohort:
         If a client's state is not finite, the client keeps its old entry, if any.
 
         Args:
-            memory: The callback's memory. The callback's ``state_dict()`` must include it.
+            memory: The callback's memory. The callback's ``saved`` must name it.
         """
         self.store_vectors(memory, self._local_blocks())
 
@@ -319,7 +321,7 @@ class Cohort:
         If a client's vectors are not finite, the client keeps its old entry, if any.
 
         Args:
-            memory: The callback's memory. The callback's ``state_dict()`` must include it.
+            memory: The callback's memory. The callback's ``saved`` must name it.
             vectors: The vectors by block, ``[C, columns]``.
         """
         for index, client in enumerate(self.client_ids):

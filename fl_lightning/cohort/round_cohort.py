@@ -1,6 +1,6 @@
 """The class :class:`RoundCohort`: a cohort with the operations of a communication round."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from typing import NamedTuple, Self
 
@@ -15,6 +15,12 @@ from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.optimizers.client import ClientOptimizer
 from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 from fl_lightning.ranks import Ranks
+
+Mask = Mapping[int, Collection[str] | None]
+"""What rests: names of parameters by row. None means the entire row, with its buffers."""
+
+Place = tuple[str, int, str]
+"""Key of an optimizer state, row, and name of a parameter or block."""
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -79,7 +85,7 @@ class RoundCohort(Cohort):
         self._row_state: dict[int, RowState] = {}
         self._unused: dict[int, list[str]] = {}
         self._missed: dict[int, set[str]] = {}
-        self._finished: dict[int, dict[tuple[str, str], Tensor]] = {}
+        self._finished: dict[Place, Tensor] = {}
 
     def broadcast(
         self,
@@ -218,7 +224,6 @@ class RoundCohort(Cohort):
             step: The local step, from 0.
         """
         self.step = step
-        self.resting.clear()
         self._unused.clear()
         for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
             for block in self.grads.blocks.values():
@@ -321,44 +326,31 @@ class RoundCohort(Cohort):
             self.samples[row] += size
 
     def take_step(self) -> None:
-        """Take one step of the client optimizer for all rows. Skipped parameters do not change."""
-        skipped = self._skipped()
-        before = {place: view.clone() for place, view in self._views(skipped)}
+        """Take one step of the client optimizer for all rows. What rests does not change."""
+        idle = self._idle()
+        saved = self._save(idle)
         self._optimizer.step()
-        for place, view in self._views(skipped):
-            if place in before:
-                view.copy_(before[place])
-            else:  # a state that this step has created
-                view.zero_()
+        self._restore(idle, saved)
 
-    def _skipped(self) -> dict[int, set[str]]:
-        """Return the names of the parameters that rows skip in this local step.
+    def _idle(self) -> Mask:
+        """Return the parameters that rows skip in this local step.
 
         Raises:
             ConfigurationError: The optimizer counts steps, but a parameter was skipped in an
                 earlier step, or counts are kept between rounds.
         """
-        left = {
+        idle = {
             row: {name for name in names if not self.grads.row(row)[name].any()}
             for row, names in self._unused.items()
         }
         for row, missed in self._missed.items():
-            if again := missed - left.get(row, set()):
+            if self.step < self.local_steps[row] and (again := missed - idle.get(row, set())):
                 self._optimizer.refuse_other_counts(min(again))
-        for row, names in left.items():
+        for row, names in idle.items():
             self._missed.setdefault(row, set()).update(names)
             if names and self._optimizer.initial_steps:
                 self._optimizer.refuse_other_counts(min(names))
-        return left if any(left.values()) else {}
-
-    def _views(self, skipped: Mapping[int, set[str]]) -> Iterator[tuple[tuple[str, int, str], Tensor]]:
-        """Yield the skipped parameters and their optimizer states, with the key, row and name."""
-        states = self._optimizer.states(create=False) if skipped else {}
-        rows_of = {"": self.params, **{key: self._rows(blocks) for key, blocks in states.items()}}
-        for key, rows in rows_of.items():
-            for row, names in skipped.items():
-                views = rows.row(row)
-                yield from (((key, row, name), views[name]) for name in names if name in views)
+        return {row: names for row, names in idle.items() if names}
 
     def finish_step(self, step: int, last: int) -> None:
         """Save the state of clients that finish their local steps with ``step``.
@@ -366,23 +358,32 @@ class RoundCohort(Cohort):
         If ``step`` equals ``last``, the last local step of the round, no state needs to be saved.
         """
         if step < last:
-            for row, steps in enumerate(self.local_steps):
-                if step + 1 == steps:
-                    self._finished[row] = {key: block[row].clone() for key, block in self._storage().items()}
+            done = [row for row, steps in enumerate(self.local_steps) if step + 1 == steps]
+            self._finished |= self._save(dict.fromkeys(done))
 
     def put_back(self) -> None:
         """Restore the clients' states that :meth:`finish_step` has saved."""
-        for row, values in self._finished.items():
-            for key, block in self._storage().items():
-                if key in values:
-                    block[row].copy_(values[key])
-                else:  # a state that the optimizer has created since
-                    block[row].zero_()
+        self._restore(dict.fromkeys(row for _, row, _ in self._finished), self._finished)
 
-    def _storage(self) -> dict[tuple[str, str], Tensor]:
-        states = self._optimizer.states(create=False).items()
-        kept = {(key, name): block[self.rows] for key, blocks in states for name, block in blocks.items()}
-        model = {
-            ("", name): block for name, block in (*self.params.blocks.items(), *self.buffers.blocks.items())
-        }
-        return {**model, **kept}
+    def _save(self, idle: Mask) -> dict[Place, Tensor]:
+        return {place: view.clone() for place, view in self._views(idle)}
+
+    def _restore(self, idle: Mask, saved: Mapping[Place, Tensor]) -> None:
+        for place, view in self._views(idle):
+            if place in saved:
+                view.copy_(saved[place])
+            else:  # a state that the optimizer has created since
+                view.zero_()
+
+    def _views(self, idle: Mask) -> Iterator[tuple[Place, Tensor]]:
+        """Yield what rests: parameters, buffers and optimizer states."""
+        states = self._optimizer.states(create=False) if idle else {}
+        rows_of = {"": self.params, **{key: self._rows(blocks) for key, blocks in states.items()}}
+        for key, rows in {**rows_of, "buffer": self.buffers}.items():
+            for row, names in idle.items():
+                views = (
+                    {n: block[row] for n, block in rows.blocks.items()} if names is None else rows.row(row)
+                )
+                for name in views if names is None else names:
+                    if name in views:
+                        yield (key, row, name), views[name]

@@ -7,6 +7,7 @@ import lightning as L
 from torch import nn
 
 from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.recorded import Recorded
@@ -38,9 +39,9 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             server <- one step of the server optimizer
             on_round_end(trainer, pl_module, cohort)
 
-    In every tensor of the cohort, the first dimension is the client. If a method keeps state of
-    clients between rounds, the method's ``state_dict()`` must contain this state: tensors and
-    numbers, keyed by client id.
+    In every tensor of the cohort, the first dimension is the client. If a method keeps state between
+    rounds, ``saved`` must name the attributes that hold this state, such as ``saved = ("memory",)``:
+    tensors and numbers, with the state of clients keyed by client id.
 
     If ``on_divergence`` is ``drop``, clients with a non-finite update are left out. Updates are
     checked before and after ``on_before_aggregate``. Later hooks get a cohort of the remaining
@@ -66,6 +67,9 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
 
     A misspelled hook, such as ``on_rond_start``, raises an error, even in a mixin.
 
+    Attributes:
+        saved: Names of the attributes that checkpoints save.
+
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
         >>> class Halved(FederatedCallback):
@@ -75,6 +79,8 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[Halved()])
     """
 
+    saved: tuple[str, ...] = ()
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         known = {name for name in dir(FederatedCallback) if name.startswith("on_")}
@@ -83,6 +89,26 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                 raise ConfigurationError(
                     f"{cls.__name__}.{name} is not a hook of FederatedCallback{nearest(name, known)}"
                 )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attributes that ``saved`` names, for a checkpoint.
+
+        Raises:
+            ConfigurationError: An attribute is missing.
+        """
+        for name in self.saved:
+            if not hasattr(self, name):
+                raise ConfigurationError(
+                    f"{type(self).__name__}.saved: there is no attribute {name!r}{nearest(name, vars(self))}; set it in __init__"
+                )
+        return {name: getattr(self, name) for name in self.saved}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the attributes that ``saved`` names from a checkpoint."""
+        for name in self.saved:
+            value = state_dict[name]
+            is_memory = isinstance(getattr(self, name, None), ClientMemory)
+            setattr(self, name, ClientMemory(value) if is_memory else value)
 
     def extend_model(self, model: nn.Module) -> None:
         """Replace layers by layers with more trainable parameters, which stay in the model.

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 
@@ -16,19 +16,16 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 
-_HARMLESS = frozenset(
-    {"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes", "logs"}
-)
-"""Names of attributes that a subclass may override without an effect on rounds up to T*."""
-
-
 class Freezing(FederatedCallback):
     """Base class of methods that use batch statistics up to round T*, and then freeze BN state.
 
-    A subclass defines T* in :meth:`last_batch_round`.
+    A subclass defines T* in :meth:`last_batch_round`. If nothing else of the subclass affects rounds
+    up to T*, the subclass can declare T* in ``same_until``, and runs of a study share these rounds.
 
     Attributes:
         kinds: Kinds of state that are frozen (see ``fl_lightning.round.policy``).
+        milestone: Name of the metric that holds T*. Pictures mark the round T* of every metric whose
+            name ends with ``/freeze_round``.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -43,6 +40,7 @@ class Freezing(FederatedCallback):
     kinds: tuple[str, ...] = STATISTICS
     takes = ("the round from which BN state is frozen",)
     logs: tuple[str, ...] = ("fixbn/",)
+    milestone = "fixbn/freeze_round"
 
     @abstractmethod
     def last_batch_round(self, total_rounds: int) -> int | None:
@@ -54,18 +52,6 @@ class Freezing(FederatedCallback):
         if last is not None and round_number > last:
             return dict.fromkeys(self.kinds, "frozen")
         return {kind: "averaged" for kind in self.kinds if kind != "counter"}
-
-    def same_until(self, total_rounds: int) -> int | None:
-        """Return T* if the run equals a run without this method up to round T*, bit for bit.
-
-        Return None if T* is not known before training, or if the subclass overrides anything that
-        may affect rounds up to T*.
-        """
-        checked = [name for name in dir(Freezing) if not name.startswith("_") and name not in _HARMLESS]
-        if any(getattr(type(self), name) != getattr(Freezing, name) for name in checked):
-            return None
-        last = self.last_batch_round(total_rounds)
-        return None if last is None else max(last, 0)
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Check that the model has the state to freeze.
@@ -96,7 +82,7 @@ class Freezing(FederatedCallback):
         """Log T* as a metric of the run if T* is known."""
         last = self.last_batch_round(pl_module.planned_rounds)
         if last is not None:
-            pl_module.log("fixbn/freeze_round", float(last))
+            pl_module.log(self.milestone, float(last))
 
 
 def _last_round(module: RunContext) -> int:
@@ -112,6 +98,7 @@ class FoundFreezing(Freezing):
     """
 
     freeze_round: int | None = None
+    saved: tuple[str, ...] = ("freeze_round",)
 
     def last_batch_round(self, total_rounds: int) -> int | None:
         """Return T*; None until the method has found T*."""
@@ -124,14 +111,6 @@ class FoundFreezing(Freezing):
     def freeze_after(self, pl_module: "FederatedModule", round_number: int) -> None:
         """Set T* to ``round_number``, then log and print T*."""
         self.freeze_round = round_number
-        pl_module.log("fixbn/freeze_round", float(round_number))
+        pl_module.log(self.milestone, float(round_number))
         name = type(self).__name__
         pl_module.print(f"{name}: T* = {round_number}; BN is frozen from round {round_number + 1} on.")
-
-    def state_dict(self) -> dict[str, object]:
-        """Return T* for checkpoints."""
-        return {"freeze_round": self.freeze_round}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore T* from a checkpoint."""
-        self.freeze_round = state_dict["freeze_round"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
@@ -151,6 +151,7 @@ class LocalState(PersonalEvaluation):
     """
 
     kinds: tuple[str, ...]
+    saved = ("memory",)
 
     def __init__(self, evaluate_clients: int | None = None) -> None:
         super().__init__(evaluate_clients)
@@ -182,14 +183,6 @@ class LocalState(PersonalEvaluation):
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Store the local state of the round's clients."""
         cohort.remember(self.memory)
-
-    def state_dict(self) -> dict[str, ClientMemory]:
-        """Return the memory with the clients' local state, for checkpoints."""
-        return {"memory": self.memory}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the clients' local state from a checkpoint."""
-        self.memory = ClientMemory(state_dict["memory"])
 
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"

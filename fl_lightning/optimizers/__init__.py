@@ -1,6 +1,6 @@
 """Client and server optimizers, their checks, and learning-rate schedules."""
 
-from fl_lightning.optimizers.milestones import one_milestone, round_at
+from fl_lightning.optimizers.milestones import check_milestone, round_at
 from fl_lightning.optimizers.schedules import InverseSteps, MultiStep
 from fl_lightning.optimizers.server import FedAdam, FedYogi
 from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
@@ -12,6 +12,6 @@ __all__ = [
     "InverseSteps",
     "MultiStep",
     "OptimizerCallable",
-    "one_milestone",
+    "check_milestone",
     "round_at",
 ]

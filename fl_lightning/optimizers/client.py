@@ -39,6 +39,7 @@ class ClientOptimizer:
 
     Attributes:
         torch: The torch optimizer.
+        resting: Names of the blocks that take no steps until the optimizer is restarted.
         initial_steps: Each client's step count before the round, int64 ``[C]`` by block name; empty
             if all counts are 0.
     """
@@ -63,9 +64,8 @@ class ClientOptimizer:
         """Reset the optimizer to its initial state and settings."""
         self._states: dict[str, dict[str, Tensor]] = {}
         self.initial_steps: dict[str, Tensor] = {}
+        self.resting: set[str] = set()
         self.torch: Optimizer = self._make(self._blocks)
-        for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * self._lr_factor  # not in place, because groups may share this tensor
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
 
@@ -83,8 +83,15 @@ class ClientOptimizer:
         }
 
     def step(self) -> None:
-        """Take one local step for every client of this process."""
+        """Take one local step for every client of this process, except with blocks that rest."""
+        groups = zip(self._blocks, self.torch.param_groups, strict=True)
+        idle = [leaf for name, group in groups if name in self.resting for leaf in group["params"]]
+        gradients = [leaf.grad for leaf in idle]
+        for leaf in idle:
+            leaf.grad = None  # as in plain PyTorch: no decay, and no momentum
         self.torch.step()
+        for leaf, gradient in zip(idle, gradients, strict=True):
+            leaf.grad = gradient
 
     def states(self, *, create: bool = True) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's state as writable tensors ``[C, columns]``.
@@ -186,6 +193,6 @@ class ClientOptimizer:
 
     def _make(self, leaves: Mapping[str, Tensor]) -> Optimizer:
         optimizer = self._factory([{**self._overrides.get(n, {}), "params": [leaves[n]]} for n in leaves])
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * group.pop("lr_scale", 1.0)
+        for group in optimizer.param_groups:  # not in place, because groups may share this tensor
+            group["lr"] = group["lr"] * group.pop("lr_scale", 1.0) * self._lr_factor
         return optimizer

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from fl_lightning.errors import ConfigurationError, doing
-from fl_lightning.optimizers.milestones import in_run, round_at
+from fl_lightning.optimizers.milestones import check_milestone, round_at
 from fl_lightning.recorded import Recorded
 
 
@@ -47,7 +47,7 @@ class MultiStep(LRSchedule):
     Args:
         milestones: Rounds (int), or fractions of all rounds (float) in (0, 1). A milestone at round
             m changes the rate from round m + 1. The milestone 0.5 takes effect in the same round as
-            ``FixBN(freeze_fraction=0.5)``.
+            ``FixBN(freeze_round=0.5)``.
         gamma: Factor at each milestone, positive and finite.
         first_round: Additional factor in round 1, positive and finite. The code of FedBE (Chen,
             Chao, ICLR 2021) uses 0.5.
@@ -65,10 +65,7 @@ class MultiStep(LRSchedule):
         self, milestones: Sequence[int | float], gamma: float = 0.1, first_round: float = 1.0
     ) -> None:
         for milestone in milestones:
-            if not in_run(milestone):
-                raise ConfigurationError(
-                    f"MultiStep.milestones: {milestone} must be a round (1, 2, ...) or a fraction in (0, 1)"
-                )
+            check_milestone("MultiStep.milestones", milestone)
         for name, factor in (("gamma", gamma), ("first_round", first_round)):
             if not 0 < factor < math.inf:
                 raise ConfigurationError(f"MultiStep.{name}: {factor} must be positive and finite")
@@ -104,10 +101,7 @@ class InverseSteps(LRSchedule):
     """
 
     def __init__(self, period: int | float) -> None:
-        if not in_run(period):
-            raise ConfigurationError(
-                f"InverseSteps.period: {period} must be a number of rounds (1, 2, ...) or a fraction in (0, 1)"
-            )
+        check_milestone("InverseSteps.period", period)
         self.period = period
 
     def __call__(self, round_number: int, total_rounds: int) -> float:

@@ -30,9 +30,10 @@ def series(rows: Rows, name: str) -> tuple[Series, Series]:
 def frozen_from(rows: Rows) -> int | None:
     """Return the first round with frozen BN, which is T* + 1; None if no row contains T*.
 
-    If rows contain different T*, the last row counts.
+    Methods log T* under a name that ends with ``/freeze_round``. If rows contain different T*, the
+    last row counts.
     """
-    starts = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
+    starts = [int(row[name]) + 1 for row in rows for name in row if name.endswith("/freeze_round")]
     return starts[-1] if starts else None
 
 

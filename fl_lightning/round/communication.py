@@ -1,8 +1,11 @@
 """Network traffic of a round: bytes, and exchanges with the server."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from fl_lightning.batch_norm.kinds import JOINT_LABELS
+from fl_lightning.cohort.cohort import Cohort
 
 Key = TypeVar("Key")
 
@@ -72,3 +75,58 @@ def total(pairs: Iterable[UpDown]) -> UpDown:
     """Return the total upload and the total download."""
     listed = list(pairs)
     return sum(up for up, _ in listed), sum(down for _, down in listed)
+
+
+def round_communication(
+    cohort: Cohort,
+    callbacks: Iterable[Any],
+    holding: Callable[[str], Collection[int]] = lambda _: (),
+) -> Communication:
+    """Return the traffic of a round: the model's state, and additional traffic of methods.
+
+    Averaged and pooled state is sent in both directions. Local state, reset state and counters are
+    not sent. Frozen state is sent to each client once, in its first round after the freeze.
+
+    Args:
+        cohort: The round's clients, after their local steps.
+        callbacks: The run's methods, which declare additional traffic.
+        holding: Function that takes the name of a frozen block and returns the clients that already
+            have this block. Default: no clients.
+    """
+    each: dict[str, UpDown] = {}
+    beside: dict[str, dict[int, UpDown]] = {}
+    for rows in (cohort.params, cohort.buffers):
+        for name, block in rows.blocks.items():
+            if not block.is_floating_point():
+                continue
+            label, sent = JOINT_LABELS.get(rows.layout[name].kind, ""), block.shape[1] * block.element_size()
+            if cohort.treatment(name) in ("averaged", "pooled"):
+                add(each, label, (sent, sent))
+            elif cohort.treatment(name) == "frozen":
+                for client in set(cohort.client_ids) - set(holding(name)):
+                    add(beside.setdefault(label, {}), client, (0, sent))
+    size = next(iter(cohort.params.blocks.values())).element_size()
+    exchanges = 1
+    for callback in callbacks:
+        method, (up, down) = type(callback).__name__, callback.extra_payload(cohort)
+        if up or down:
+            add(each, method, (size * up, size * down))
+        for client, (up, down) in callback.extra_traffic(cohort).items():
+            add(beside.setdefault(method, {}), client, (size * up, size * down))
+        exchanges += callback.extra_exchanges(cohort)
+    return Communication(cohort.client_ids, cohort.local_steps, each, beside, exchanges)
+
+
+def skipped_communication(size: int, sent: Mapping[str, tuple[Mapping[int, UpDown], int]]) -> Communication:
+    """Return the traffic of a skipped round.
+
+    Args:
+        size: Bytes of a float.
+        sent: Results of ``on_round_skipped`` by method name.
+    """
+    beside = {
+        method: {client: (size * up, size * down) for client, (up, down) in traffic.items()}
+        for method, (traffic, _) in sent.items()
+        if traffic
+    }
+    return Communication(beside=beside, exchanges=sum(number for _, number in sent.values()))

@@ -64,7 +64,9 @@ class Declarations:
     def same_until(self, total_rounds: int) -> int | None:
         """Return the number of rounds, from round 1 on, in which this method has no effect.
 
-        Runs of a study can share these rounds. The number depends only on constructor arguments.
+        Runs of a study can share these rounds, so up to this number a run must equal a run without
+        this method, bit for bit. The number depends only on constructor arguments. Studies ignore
+        an inherited declaration, because a subclass may change earlier rounds.
 
         Args:
             total_rounds: Number of planned rounds.

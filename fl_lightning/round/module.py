@@ -287,7 +287,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def planned_rounds(self) -> int:
         """Planned number of rounds, which is known from round 1 on.
 
-        A fraction such as ``freeze_fraction`` is a fraction of this number.
+        A milestone such as ``freeze_round=0.5`` is a fraction of this number.
         """
         assert self.total_rounds is not None
         return self.total_rounds

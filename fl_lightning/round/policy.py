@@ -1,7 +1,7 @@
 """Policy of a round: how each kind of state and each part of the model is treated."""
 
-from collections.abc import Iterable, Mapping
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -74,6 +74,28 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
     return policy
 
 
+def policy_stages(
+    callbacks: Sequence[Declarations], total_rounds: int
+) -> list[tuple[int | str, dict[str, str]]]:
+    """Return each policy of a run, with the first round of the policy.
+
+    If the first round is determined during training, the method's class name replaces the round.
+
+    Args:
+        callbacks: The run's federated callbacks.
+        total_rounds: Number of planned rounds.
+
+    Raises:
+        ConfigurationError: Treatments conflict, or a treatment is unknown.
+    """
+    policies = [resolve_policy(callbacks, r, total_rounds) for r in range(1, max(total_rounds, 1) + 1)]
+    stages: list[tuple[int | str, dict[str, str]]] = [(1, policies[0])]
+    stages += [(r, new) for r, (old, new) in enumerate(pairwise(policies), 2) if new != old]
+    for callback in callbacks:
+        stages.append((type(callback).__name__, {**stages[-1][1], **callback.undecided()}))
+    return stages
+
+
 def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int) -> tuple[str, ...]:
     """Check the policies of all rounds, and return the model parts that appear in policies.
 
@@ -85,11 +107,11 @@ def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_ro
     Raises:
         ConfigurationError: Treatments conflict, or the model lacks a part.
     """
-    callbacks, numbers = list(callbacks), range(1, total_rounds + 1)
-    policies = {(*resolve_policy(callbacks, number, total_rounds).items(),) for number in numbers}
+    callbacks = list(callbacks)
+    stages = policy_stages(callbacks, total_rounds)
     owners: dict[str, str] = {}
     for callback in callbacks:
-        declared = [callback.policy(number, total_rounds) for number in numbers]
+        declared = [callback.policy(start, total_rounds) for start, _ in stages if isinstance(start, int)]
         for key in (key for keys in (*declared, callback.undecided()) for key in keys if key not in KINDS):
             owners.setdefault(key, f"{type(callback).__name__}.policy()")
     if not owners:
@@ -97,8 +119,8 @@ def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_ro
     for part, owner in owners.items():
         match_parts(model, [part], owner)
     match_parts(model, owners)
-    for policy in policies:
-        treated = treatments(model, dict(policy))
+    for _, policy in stages:
+        treated = treatments(model, policy)
         for name in treated:
             other = name.removesuffix("running_mean") + "running_var"
             if other in treated and (treated[name] == "frozen") != (treated[other] == "frozen"):
@@ -143,23 +165,10 @@ def policy_table(
         keys are kinds of state and model parts. If the first round is determined during training,
         the method's class name replaces the round.
     """
-    callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
-    policies = [resolve_policy(callbacks, r, total_rounds) for r in range(1, max(total_rounds, 1) + 1)]
-    table: dict[str, list[Stage]] = {}
-    named = [key for keys in (*policies, *(callback.undecided() for callback in callbacks)) for key in keys]
-    parts = dict.fromkeys(key for key in named if key not in KINDS)
-    for kind in (*(kind for kind in KINDS if kind in present), *parts):
-        table[kind], start = [], 1
-        for treatment, rounds in groupby(policies, key=lambda policy: policy.get(kind, UNNAMED)):
-            table[kind].append((start, treatment))
-            start += len(list(rounds))
-        table[kind] += [
-            (type(callback).__name__, callback.undecided()[kind])
-            for callback in callbacks
-            if kind in callback.undecided()
-        ]
-    return table
+    stages = policy_stages([*callbacks], total_rounds)
+    keys = dict.fromkeys(key for _, policy in stages for key in policy if key in present or key not in KINDS)
+    return _by_name([(start, {key: policy.get(key, UNNAMED) for key in keys}) for start, policy in stages])
 
 
 def treatment_table(
@@ -175,20 +184,17 @@ def treatment_table(
     Returns:
         Lists as in :func:`policy_table`. The keys are names of trainable parameters and buffers.
     """
-    callbacks = list(callbacks)
-    policy: dict[str, str] = {}
-    stages: list[tuple[int | str, dict[str, str]]] = []
-    for round_number in range(1, max(total_rounds, 1) + 1):
-        before, policy = policy, resolve_policy(callbacks, round_number, total_rounds)
-        if policy != before:
-            stages.append((round_number, treatments(model, policy)))
-    for callback in callbacks:
-        stages.append((type(callback).__name__, treatments(model, {**policy, **callback.undecided()})))
-    table: dict[str, list[Stage]] = {name: [] for name in stages[0][1]}
-    for start, treatment in stages:
-        for name, entries in table.items():
-            if not entries or entries[-1][1] != treatment[name]:
-                entries.append((start, treatment[name]))
+    stages = policy_stages([*callbacks], total_rounds)
+    return _by_name([(start, treatments(model, policy)) for start, policy in stages])
+
+
+def _by_name(stages: Iterable[tuple[int | str, Mapping[str, str]]]) -> dict[str, list[Stage]]:
+    table: dict[str, list[Stage]] = {}
+    for start, policy in stages:
+        for name, treatment in policy.items():
+            entries = table.setdefault(name, [])
+            if not entries or entries[-1][1] != treatment:
+                entries.append((start, treatment))
     return table
 
 

@@ -1,13 +1,15 @@
 """Logging of finished and skipped rounds: loss, learning rates, traffic and time."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 
-from fl_lightning.batch_norm.kinds import JOINT_LABELS
-from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.round.communication import Communication, UpDown, add
+from fl_lightning.round.communication import (
+    Communication,
+    UpDown,
+    round_communication,
+    skipped_communication,
+)
 from fl_lightning.round.context import RunContext
-from fl_lightning.round.declarations import Declarations
 
 
 def log_round(run: RunContext, cohort: RoundCohort) -> None:
@@ -44,13 +46,7 @@ def log_skipped_round(
         sent: Results of ``on_round_skipped`` by method name.
     """
     size = next(p for p in run.model.parameters() if p.requires_grad).element_size()
-    beside = {
-        method: {client: (size * up, size * down) for client, (up, down) in traffic.items()}
-        for method, (traffic, _) in sent.items()
-        if traffic
-    }
-    exchanges = sum(number for _, number in sent.values())
-    run.communication = Communication(beside=beside, exchanges=exchanges)
+    run.communication = skipped_communication(size, sent)
     costs, times = run.communication.metrics(), run.clock.stop()
     run.record.spend(times["time/round_s"], costs)
     run.log_numbers({**costs, **times})
@@ -81,43 +77,3 @@ def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
     counts = {"clients/reported": len(run.plan.reporting(run.round)) - dropped, "clients/skipped": skipped}
     counts |= {"clients/dropped": dropped} if dropping else {}
     run.log_numbers({name: float(count) for name, count in counts.items()})
-
-
-def round_communication(
-    cohort: Cohort,
-    callbacks: Sequence[Declarations],
-    holding: Callable[[str], Collection[int]] = lambda _: (),
-) -> Communication:
-    """Return the traffic of a round: the model's state, and additional traffic of methods.
-
-    Averaged and pooled state is sent in both directions. Local state, reset state and counters are
-    not sent. Frozen state is sent to each client once, in its first round after the freeze.
-
-    Args:
-        cohort: The round's clients, after their local steps.
-        callbacks: The run's methods.
-        holding: Function that takes the name of a frozen block and returns the clients that already
-            have this block. Default: no clients.
-    """
-    each: dict[str, UpDown] = {}
-    beside: dict[str, dict[int, UpDown]] = {}
-    for rows in (cohort.params, cohort.buffers):
-        for name, block in rows.blocks.items():
-            if not block.is_floating_point():
-                continue
-            label, sent = JOINT_LABELS.get(rows.layout[name].kind, ""), block.shape[1] * block.element_size()
-            if cohort.treatment(name) in ("averaged", "pooled"):
-                add(each, label, (sent, sent))
-            elif cohort.treatment(name) == "frozen":
-                for client in set(cohort.client_ids) - set(holding(name)):
-                    add(beside.setdefault(label, {}), client, (0, sent))
-    size = next(iter(cohort.params.blocks.values())).element_size()
-    exchanges = 1
-    for callback in callbacks:
-        method, (up, down) = type(callback).__name__, callback.extra_payload(cohort)
-        if up or down:
-            add(each, method, (size * up, size * down))
-        for client, (up, down) in callback.extra_traffic(cohort).items():
-            add(beside.setdefault(method, {}), client, (size * up, size * down))
-        exchanges += callback.extra_exchanges(cohort)
-    return Communication(cohort.client_ids, cohort.local_steps, each, beside, exchanges)

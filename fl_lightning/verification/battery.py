@@ -71,7 +71,7 @@ REMEDIES: dict[str, str] = {
     "absent clients": "change only the memory of clients in cohort.client_ids",
     "exchange in a round": "correct the server in on_after_aggregate, or declare extra_exchanges or needs_joint_forward",
     "clients own state": "count sent optimizer state in extra_payload; keep all other state at the client",
-    "resume": "return all state in state_dict, and restore it in load_state_dict",
+    "resume": "name every attribute that holds state in saved",
     "executors": "write each operation for all rows at once",
     "ranks": "draw from cohort.generators in local steps, and obey docs/own-method.md#on-several-ranks",
     "observers": "draw from cohort.generators or the global generator of the hook",

@@ -149,7 +149,7 @@ def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
     """
     if not isinstance(run.method, Freezing):
         return (), None
-    milestone = getattr(run.method, "milestone", getattr(run.method, "freeze_round", None))
+    milestone = getattr(run.method, "freeze_round", None)
     return run.method.kinds, None if milestone is None else round_at(milestone, len(run.rounds))
 
 

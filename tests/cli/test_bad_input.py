@@ -132,9 +132,9 @@ TABLE = {
     "no client": ("--model.participation 0", ["participation: 0", "(0, 1]"]),
     "one and a half of the clients": ("--model.participation 1.5", ["participation: 1.5", "(0, 1]"]),
     "more clients than there are": ("--model.participation 9", ["participation: 9", "only 3"]),
-    "two freeze settings": (
-        callback("FixBN", freeze_round=2, freeze_fraction=0.3),
-        ["freeze_round: 2", "freeze_fraction: 0.3", "one of them"],
+    "freeze fraction in a setting of its own": (
+        callback("FixBN", freeze_fraction=0.3),
+        ["FixBN", "'freeze_fraction'", "freeze_round"],
     ),
     "nothing to freeze": ("--model.model.init_args.norm gn", ["FixBN", "LeNet", "norm: bn"]),
     "no momentum to keep": (callback("MaintainedMomentum"), ["MaintainedMomentum", "SGD", "momentum > 0"]),

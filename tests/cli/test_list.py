@@ -117,5 +117,5 @@ def test_parameters_need_a_configuration_and_its_rounds(capsys):
 def test_parameters_of_a_budget_count_the_rounds_of_the_data(capsys):
     # 240 training examples in three clients; 2 steps of batches of 10 are 60 a round: 8 rounds are two epochs
     write_config({"trainer.max_epochs": -1, "model.budget_epochs": 2})
-    main(["list", "parameters", "--config", "tiny.yaml", "--trainer.callbacks.freeze_fraction", "0.5"])
+    main(["list", "parameters", "--config", "tiny.yaml", "--trainer.callbacks.freeze_round", "0.5"])
     assert "averaged; frozen from round 5" in capsys.readouterr().out

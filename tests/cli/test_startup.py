@@ -166,4 +166,4 @@ def test_help_of_one_class_names_its_settings(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["fit", "--trainer.callbacks.help", "FixBN"])
     assert stop.value.code in (0, None)
-    assert "freeze_fraction" in capsys.readouterr().out
+    assert "freeze_round" in capsys.readouterr().out

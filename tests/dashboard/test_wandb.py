@@ -99,7 +99,7 @@ def test_config_is_the_resolved_configuration_and_what_it_leaves_to_be_computed(
     assert finished.attempt.path.name == f"{config['config_hash']}-s7"
     assert "git_commit" in config
     assert config["callbacks"]["FixBN"]["freeze_round"] == 2
-    assert config["callbacks"]["FixBN"].keys() == {"freeze_round", "freeze_fraction", "freeze"}
+    assert config["callbacks"]["FixBN"].keys() == {"freeze_round", "freeze"}
 
 
 def test_settings_of_callbacks_have_the_name_of_their_class():

@@ -33,7 +33,7 @@ SETTINGS = {
     "dropout": {"model": lambda: small_cnn("bn", dropout=0.5)},
     "uneven epochs": {"data": lambda: blobs(4, (16, 32, 24, 16)), "local_steps": None, "local_epochs": 1},
     "participation": {"data": lambda: blobs(4), "participation": 3},
-    "other cohorts": {"data": lambda: blobs(5), "participation": 0.5, "callbacks": [lambda: FixBN(freeze_fraction=0.5)]},
+    "other cohorts": {"data": lambda: blobs(5), "participation": 0.5, "callbacks": [lambda: FixBN(freeze_round=0.5)]},
     "one client": {"data": lambda: blobs(1)},
 }  # fmt: skip
 

@@ -72,7 +72,7 @@ def test_round_t_star_still_changes_the_statistics_and_the_next_one_does_not():
     [(0.5, 640, 320), (0.5, 5, 2), (0.29, 100, 29), (0.9, 100, 90), (1.0, 7, 7), (0.0, 7, 0), (0.99, 10, 9)],
 )
 def test_t_star_is_the_floor_of_the_fraction_of_the_rounds(fraction, rounds, t_star):
-    callback = FixBN(freeze_fraction=fraction)
+    callback = FixBN(freeze_round=fraction)
     assert ["frozen" in callback.policy(r, rounds).values() for r in range(1, rounds + 1)] == [
         r > t_star for r in range(1, rounds + 1)
     ]
@@ -167,9 +167,8 @@ def test_t_star_stays_where_it_was_planned_when_a_run_goes_on_longer(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"freeze_round": 1, "freeze_fraction": 0.5}, "freeze_fraction: 0.5"),
         ({"freeze_round": -1}, "freeze_round: -1"),
-        ({"freeze_fraction": 1.5}, "freeze_fraction: 1.5"),
+        ({"freeze_round": 1.5}, "freeze_round: 1.5"),
         ({"freeze": "gamma"}, "'gamma'"),
     ],
 )

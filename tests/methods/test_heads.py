@@ -248,8 +248,7 @@ class Clip(ClientGradientClipping):
 
     def on_after_local_backward(self, trainer, pl_module, cohort, step):
         super().on_after_local_backward(trainer, pl_module, cohort, step)
-        rates = cohort.optimizer_groups
-        moving = [block[0] for name, block in cohort.grads.blocks.items() if rates[name]["lr"] > 0]
+        moving = [block[0] for name, block in cohort.grads.blocks.items() if name not in cohort.resting]
         self.norms = [*getattr(self, "norms", ()), float(torch.cat(moving).norm())]
 
 

@@ -69,5 +69,7 @@ def test_periods_end_where_milestones_would_be(period, rounds):
 
 @pytest.mark.parametrize("period", [0, -2, 1.0, 0.0, 1.5])
 def test_an_unusable_period_is_named(period):
-    with pytest.raises(ConfigurationError, match=f"InverseSteps.period: {period} must be a number of rounds"):
+    with pytest.raises(
+        ConfigurationError, match=f"InverseSteps.period: {period} must be a round >= 1, or a fraction in"
+    ):
         InverseSteps(period)

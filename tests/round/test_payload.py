@@ -29,10 +29,9 @@ from fl_lightning.callbacks import (
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.models import FBNCNN, ResNet20
 from fl_lightning.optimizers.server import FedAdam
-from fl_lightning.round.communication import total
+from fl_lightning.round.communication import round_communication, total
 from fl_lightning.round.plan import sample_cohort
 from fl_lightning.round.policy import resolve_policy
-from fl_lightning.round.reports import round_communication
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TRAINABLE, STATISTICS, LAYERS = 269_722, 1_376, 19

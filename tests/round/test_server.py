@@ -64,7 +64,7 @@ def test_fixbn_says_when_it_never_freezes(capsys):
         in capsys.readouterr().out
     )
     budget = {"budget_epochs": 1.0, "weighting": "uniform"}  # five rounds, of which two are trained
-    train(small_cnn(), blobs(), 2, [FixBN(freeze_fraction=0.8)], **budget)
+    train(small_cnn(), blobs(), 2, [FixBN(freeze_round=0.8)], **budget)
     assert "FixBN: T* = 4, and training ends with round 2: nothing is frozen" in capsys.readouterr().out
     train(small_cnn(), blobs(), 2, [FixBN(freeze_round=1)])
     assert capsys.readouterr().out == ""

@@ -133,7 +133,7 @@ def test_half_written_last_row_and_rows_after_the_checkpoint_are_dropped():
 
 
 def test_longer_run_keeps_its_plan_and_says_so(capsys):
-    write_config({"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_fraction": 0.5}}]})
+    write_config({"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_round": 0.5}}]})
     first = run("--trainer.max_epochs", 4).attempt
     before, policy = first.metrics.read_bytes(), (first.path / "policy.json").read_bytes()
     capsys.readouterr()

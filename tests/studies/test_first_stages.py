@@ -14,7 +14,6 @@ from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.first_stages import first_stage
 from fl_lightning.experiments.studies.running import Runner
 from fl_lightning.experiments.studies.sharing import share_first_stages
-from fl_lightning.optimizers import milestones
 
 OWN = """
 from dataclasses import dataclass
@@ -37,9 +36,17 @@ class Mine(Freezing):
     def last_batch_round(self, total_rounds):
         return self.after or int(total_rounds * self.when.of) // 3
 
+    def same_until(self, total_rounds):
+        return self.last_batch_round(total_rounds)
+
 
 class Shown(FixBN, Report):
     paper = "of one's own"
+
+
+class Declared(Shown):
+    def same_until(self, total_rounds):
+        return super().same_until(total_rounds)
 
 
 class Hooked(FixBN):
@@ -96,7 +103,7 @@ def fixbn(moment, **settings):
 
 def test_one_first_stage_feeds_every_later_freeze_round():
     bn, gn = cell(method="BN"), cell("--model.model.norm=gn", method="GN")
-    half, late = cell(fixbn({"freeze_fraction": 0.5})), cell(fixbn({"freeze_round": 30}, freeze="affine"))
+    half, late = cell(fixbn({"freeze_round": 0.5})), cell(fixbn({"freeze_round": 30}, freeze="affine"))
     start, other = cell(fixbn({"freeze_round": 0})), cell(fixbn({"freeze_round": 30}), seed=1)
     slow = cell(fixbn({"freeze_round": 30}), f"{LR}=0.2")
     short = cell(fixbn({"freeze_round": 20}), "--trainer.max_epochs=30")  # its schedule is another one
@@ -170,10 +177,8 @@ def test_a_cell_starts_where_its_parent_has_kept_the_round():
 
 
 def test_the_method_itself_says_until_when_it_changes_nothing(monkeypatch):
-    """Another default of FixBN is that of studies at once."""
-    monkeypatch.setattr(
-        "fl_lightning.callbacks.fixbn.one_milestone", lambda *_, default: milestones.one_milestone(*_, 0.25)
-    )
+    """Studies take another T* of FixBN at once."""
+    monkeypatch.setattr(FixBN, "last_batch_round", lambda self, total_rounds: total_rounds // 4)
     parent, child = cell(), cell(fixbn({}))
     share_first_stages([parent, child])
     assert (child.parent, child.shared_rounds, parent.keep_rounds) == (parent, 10, {10})
@@ -192,10 +197,10 @@ def test_a_freezing_method_of_ones_own_shares_the_first_stage_of_the_run_without
 
 @pytest.mark.parametrize(
     ("name", "until"),
-    [("FixBN", 20), ("Shown", 20), ("Late", 7), *((x, float("inf")) for x in ("Hooked", "MixedIn", "Local", "Broken"))],
+    [("FixBN", 20), ("Declared", 20), ("Late", 7), *((x, float("inf")) for x in ("Shown", "Hooked", "MixedIn", "Local", "Broken"))],
 )  # fmt: skip
 def test_what_else_a_class_changes_may_change_every_round(name, until):
-    """A callback that does not say is one of the configuration as any other."""
+    """A class inherits no declaration: it is a part of the configuration as any other callback."""
     one = cell(fixbn({}) if name == "FixBN" else own(name))
     assert first_stage(one.config) == until
     plain = cell()

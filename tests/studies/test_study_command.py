@@ -112,7 +112,7 @@ def test_more_cells_than_a_bound_are_refused_by_their_number(ran, capsys):
 
 def test_settings_that_do_not_work_are_all_named_before_the_first_cell(ran, capsys):
     freeze = {
-        "2": {"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_fraction": 3}}]},
+        "2": {"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_round": 3.0}}]},
         "4": {"model.lacal_steps": 3},
     }
     # T* is chosen by trials: its second label is trained after the others
@@ -126,9 +126,7 @@ def test_settings_that_do_not_work_are_all_named_before_the_first_cell(ran, caps
         assert end.value.code == 2
         assert said.count("\n") == 1
         assert not ran
-        assert all(
-            x in said for x in ("2 mistakes", "T*=2", "freeze_fraction", "T*=4", "'model.lacal_steps'")
-        )
+        assert all(x in said for x in ("2 mistakes", "T*=2", "freeze_round", "T*=4", "'model.lacal_steps'"))
 
 
 @pytest.mark.slow
