@@ -35,7 +35,7 @@ def test_a_run_continued_twice_under_other_learning_rates_names_both_everywhere(
         f"continued from round 1 of {first.path.name}: {LR} 0.05 -> 0.01",
         (
             f"continued from round 2 of {second.path.name}: {LR} 0.01 -> 0.02, trainer.callbacks.FixBN fl_lightning.callbacks.FixBN -> None, "
-            "trainer.callbacks.FixBN.freeze_round 2 -> None, trainer.callbacks.FixBN.freeze_fraction 0.5 -> None, "
+            "trainer.callbacks.FixBN.freeze_round 2 -> None, "
             "trainer.callbacks.FixBN.freeze statistics -> None, "
             "trainer.callbacks.FedProx None -> fl_lightning.callbacks.FedProx, trainer.callbacks.FedProx.mu None -> 0.01"
         ),

@@ -152,7 +152,7 @@ def test_what_has_no_plain_form_is_named_and_never_refused():
     first = python_run(2, client_lr_schedule=lambda r, n: 0.5, loss=nn.CrossEntropyLoss())
     first.fit()
     settings = deciding_settings(first.config)
-    assert settings["model.loss"] == "torch.nn.modules.loss.CrossEntropyLoss"
+    assert settings["model.loss"] == "torch.nn.CrossEntropyLoss"
     assert settings["model.client_lr_schedule"].endswith("<lambda>")
     again = python_run(2, client_lr_schedule=lambda r, n: 0.5, loss=nn.CrossEntropyLoss(label_smoothing=0.1))
     assert again.fit(resume=True)["continued_from"] == []
@@ -185,10 +185,10 @@ class Colour(enum.Enum):
 VALUES = [
     (np.float64(0.1), 0.1), (np.int64(3), 3), (np.bool_(True), True), (Colour.red, "red"), (Path("x"), "x"),
     ({"b", "a", "c"}, ["a", "b", "c"]), ((1, None), [1, None]), (range(3), [0, 1, 2]), ({1: 0.5}, {"1": 0.5}),
-    (MultiStep, "fl_lightning.optimizers.schedules.MultiStep"), (nn.functional.relu, "torch.nn.functional.relu"),
-    (functools.partial(MultiStep, gamma=0.5), {"class_path": "fl_lightning.optimizers.schedules.MultiStep", "init_args": {"gamma": 0.5}}),
-    (TrimmedMean(1, pre=NNM()), {"class_path": "fl_lightning.aggregation.coordinates.TrimmedMean", "init_args": {
-        "f": 1, "pre": {"class_path": "fl_lightning.aggregation.distances.NNM", "init_args": {"f": None}},
+    (MultiStep, "fl_lightning.MultiStep"), (nn.functional.relu, "torch.nn.functional.relu"),
+    (functools.partial(MultiStep, gamma=0.5), {"class_path": "fl_lightning.MultiStep", "init_args": {"gamma": 0.5}}),
+    (TrimmedMean(1, pre=NNM()), {"class_path": "fl_lightning.aggregation.TrimmedMean", "init_args": {
+        "f": 1, "pre": {"class_path": "fl_lightning.aggregation.NNM", "init_args": {"f": None}},
         "per": None, "weighting": "uniform", "max_weight": 2.0}}),
     (np.zeros(3), {"class_path": "numpy.ndarray", "init_args": {}}), (torch.zeros(3), {"class_path": "torch.Tensor", "init_args": {}}),
 ]  # fmt: skip

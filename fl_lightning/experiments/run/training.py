@@ -29,6 +29,7 @@ from fl_lightning.experiments.run_directory.config_digest import (
     deciding_settings,
     differences,
     directory_of,
+    full_name,
 )
 from fl_lightning.experiments.run_directory.continuation import Start, find_start
 from fl_lightning.experiments.run_directory.directory import Config, RunDirectory
@@ -157,8 +158,8 @@ class Training:
         kind = type(module)
         self._complete = config
         if kind is not FederatedModule and "class_path" not in config["model"]:
-            path = f"{kind.__module__}.{kind.__qualname__}"
-            self._complete = {**config, "model": {"class_path": path, "init_args": config["model"]}}
+            model = {"class_path": full_name(kind), "init_args": config["model"]}
+            self._complete = {**config, "model": model}
         self._is_named_by_settings = directory is None
         self.directory = directory_of(self._complete) if directory is None else directory
         self.start = Start()

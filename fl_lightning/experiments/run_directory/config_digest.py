@@ -5,8 +5,10 @@ are settings, too. A file that affects results, such as a partition, is named by
 """
 
 import hashlib
+import inspect
 import json
 import re
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -112,6 +114,15 @@ def class_path(entry: Any) -> str:
     return str(entry.get("class_path") or "") if isinstance(entry, Mapping) else ""
 
 
+def full_name(maker: Any) -> str:
+    """Return the shortest import path of a class or function."""
+    name = getattr(maker, "__qualname__", type(maker).__qualname__)
+    parts = str(maker.__module__).split(".")
+    packages = (".".join(parts[:length]) for length in range(1, len(parts)))
+    known = (package for package in packages if getattr(sys.modules.get(package), name, None) is maker)
+    return f"{next(known, maker.__module__)}.{name}"
+
+
 def differences(before: Config, after: Config) -> dict[str, list[Any]]:
     """Return the old and the new value of each setting that has changed, by name.
 
@@ -145,7 +156,7 @@ def _flat(node: Any, name: str) -> Config:
         files = getattr(_imported(path), "deciding_files", ())
         arguments = {**(node.get("init_args") or {}), **(node.get("dict_kwargs") or {})}
         node = {key: _content(x) if key in files else x for key, x in arguments.items()}
-        flat[name] = path
+        flat[name] = _same_name(path)
     for key, value in node.items():
         flat |= _flat(value, f"{name}.{key}".lstrip("."))
     return flat
@@ -159,6 +170,13 @@ def _content(value: Any) -> Any:
     if isinstance(value, str) and path.is_dir():
         return f"content {digest([(x.name, file_digest(x)) for x in sorted(path.iterdir()) if x.is_file()])}"
     return value
+
+
+@cache
+def _same_name(path: str) -> str:
+    """Return the same path for all paths by which a class or function can be imported."""
+    maker = _imported(path)
+    return full_name(maker) if isinstance(maker, type) or inspect.isfunction(maker) else path
 
 
 @cache

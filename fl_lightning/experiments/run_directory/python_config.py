@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.experiments.run_directory.config_digest import full_name
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.recorded import making
 from fl_lightning.round.module import FederatedModule
@@ -64,7 +65,7 @@ def as_plain(thing: Any) -> Any:
     if isinstance(thing, partial):
         return _node(thing.func, thing.keywords)
     if isinstance(thing, type) or inspect.isroutine(thing):
-        return _name(thing)
+        return full_name(thing)
     made = making(getattr(thing, "_orig_mod", thing))  # the original model, if the model is compiled
     return _node(type(thing), {}) if made is None else _node(made.maker, made.arguments)
 
@@ -74,14 +75,10 @@ def _node(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> Config:
         name: _optimizer(x) if name in _OPTIMIZERS and callable(x) else as_plain(x)
         for name, x in arguments.items()
     }
-    return {"class_path": _name(maker), "init_args": plain}
+    return {"class_path": full_name(maker), "init_args": plain}
 
 
 def _optimizer(make: Callable[..., Optimizer]) -> Config:
     """Describe an optimizer factory by the optimizer that it makes."""
     optimizer = make([nn.Parameter(torch.zeros(1))])
     return _node(type(optimizer), optimizer.defaults)
-
-
-def _name(maker: Any) -> str:
-    return f"{maker.__module__}.{getattr(maker, '__qualname__', type(maker).__qualname__)}"
