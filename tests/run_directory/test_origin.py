@@ -70,6 +70,17 @@ def test_a_run_that_goes_on_as_it_was_has_no_origin():
     assert "continued" not in again.config.read_text()
 
 
+def test_a_checkpoint_of_a_plain_trainer_says_that_its_settings_are_unknown():
+    first = run("--trainer.max_epochs", 1).attempt
+    checkpoint = AtomicCheckpointIO().load_checkpoint(first.checkpoints / "last.ckpt")
+    checkpoint["fl_lightning"]["record"]["description"] = {}
+    torch.save(checkpoint, "copy.ckpt")
+    copied = run("--ckpt_path", "copy.ckpt", "--trainer.max_epochs", 2)
+    assert result(copied.attempt)["continued_from"] == [
+        {"checkpoint": "copy.ckpt", "round": 1, "differs": {"settings": ["unknown", "those of config.yaml"]}}
+    ]
+
+
 def test_settings_go_by_dotted_names_and_classes_by_theirs():
     attempt = run("--trainer.max_epochs", 1).attempt
     settings = deciding_settings(yaml.safe_load(attempt.config.read_text()))

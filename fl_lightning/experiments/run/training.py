@@ -286,7 +286,9 @@ class Training:
                 locked.enter_context(resumed.lock())  # lock the folder before the checkpoint is read
             checkpoint = load_run(path, weights_only)
             before = checkpoint["fl_lightning"]["record"]["description"]
-            differs = differences(before, deciding_settings(self._complete))
+            differs: dict[str, list[Any]] = {"settings": ["unknown", "those of config.yaml"]}
+            if before:  # empty if a trainer wrote the checkpoint without a run
+                differs = differences(before, deciding_settings(self._complete))
             if by_name and not self._is_named_by_settings:
                 planned, rounds = checkpoint["fl_lightning"]["total_rounds"], settings.get("max_epochs")
                 plans = {"trainer.max_epochs": [planned, rounds]}
