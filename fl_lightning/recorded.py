@@ -1,7 +1,4 @@
-"""Records of the arguments with which objects were made.
-
-These records determine a run's hash, description and provenance.
-"""
+"""Records of the arguments with which objects were made, for names of methods and ``config.yaml``."""
 
 import functools
 import inspect
@@ -21,12 +18,10 @@ class Making(NamedTuple):
     Attributes:
         maker: The class or function.
         arguments: All arguments by name, including defaults.
-        again: Function without arguments that makes an equal new object.
     """
 
     maker: Callable[..., Any]
     arguments: dict[str, Any]
-    again: Callable[[], Any]
 
 
 class Recorded:
@@ -48,27 +43,10 @@ class Recorded:
 
     deciding_files: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, **settings: Any) -> None:
-        """Wrap a subclass's own ``__new__``, so that arguments are recorded.
-
-        The subclass's ``__new__`` may then call ``Recorded.__new__`` without arguments.
-        """
-        super().__init_subclass__(**settings)
-        if "__new__" in vars(cls):
-            make = cls.__new__
-
-            @functools.wraps(make)
-            def recorded(kind: type, *args: Any, **kwargs: Any) -> Any:
-                made = make(kind, *args, **kwargs)
-                record(made, kind, args, kwargs)
-                return made
-
-            cls.__new__ = recorded  # type: ignore[method-assign,assignment]  # accepts the same arguments
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Record the constructor's arguments before ``__init__`` runs."""
         made = super().__new__(cls)
-        record(made, cls, args, kwargs)
+        _record(made, cls, args, kwargs)
         return made
 
 
@@ -85,7 +63,7 @@ def records(*deciding_files: str) -> Callable[[Item], Item]:
         @functools.wraps(function)
         def make(*args: Any, **kwargs: Any) -> Any:
             made = function(*args, **kwargs)
-            record(made, make, args, kwargs)
+            _record(made, make, args, kwargs)
             return made
 
         vars(make)["deciding_files"] = deciding_files
@@ -94,16 +72,9 @@ def records(*deciding_files: str) -> Callable[[Item], Item]:
     return of
 
 
-def record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Record how an object was made, in an attribute of the object.
-
-    An object that cannot have new attributes gets no record.
-    """
-    try:
-        # nn.Module's own __setattr__ would register a module in the arguments as a submodule
-        object.__setattr__(made, _RECORD, (maker, _copied([*args]), _copied(dict(kwargs))))
-    except (AttributeError, TypeError):
-        return
+def _record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    # nn.Module's own __setattr__ would register a module in the arguments as a submodule
+    object.__setattr__(made, _RECORD, (maker, _copied([*args]), _copied(dict(kwargs))))
 
 
 def making(made: object) -> Making | None:
@@ -118,10 +89,7 @@ def making(made: object) -> Making | None:
     ]
     values = {name: parameter.default for name, parameter in known.items() if parameter.default is not empty}
     values |= dict(zip(positional, args, strict=False)) | kwargs
-    if rest := args[len(positional) :]:
-        values["*"] = rest
-    arguments = {name: values[name] for name in {**known, **values} if name in values}
-    return Making(maker, arguments, functools.partial(maker, *args, **kwargs))
+    return Making(maker, {name: values[name] for name in {**known, **values} if name in values})
 
 
 @functools.cache

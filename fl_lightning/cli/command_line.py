@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NoReturn
 
-import yaml
-from jsonargparse import get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
 # imported so that YAML can name these classes without their dotted path
@@ -17,7 +15,6 @@ import fl_lightning.execution.vectorized
 import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # noqa: F401
-from fl_lightning.aliases import current_name
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.given import with_shipped_configs
 from fl_lightning.cli.messages import command, refusals
@@ -140,25 +137,6 @@ def resolve(args: Sequence[str]) -> Config:
         reader = _reader()
         FederatedCLI.parse_arguments(reader, reader.parser, ["fit", *with_shipped_configs(args)])
         return reader.plain(reader.config.fit)
-
-
-_load_yaml = get_loader("yaml")
-
-
-def _with_current_names(text: str) -> Any:
-    """Read YAML, and replace the old dotted paths of shipped classes with the current paths."""
-
-    def renamed(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: renamed(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return [renamed(value) for value in node]
-        return current_name(node) if isinstance(node, str) else node
-
-    return renamed(_load_yaml(text))
-
-
-set_loader("yaml", _with_current_names, (yaml.YAMLError,))
 
 
 if __name__ == "__main__":

@@ -22,13 +22,15 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_trainer, use_threads
 from fl_lightning.experiments.run.training import Prepared, Training, has_progress_bar
-from fl_lightning.experiments.run_directory.built import LINKED, built
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
+
+LINKED = ("num_classes", "in_channels", "image_size", "in_features")
+"""Arguments of a model's constructor for which the data module provides defaults."""
 
 _Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", MOST_THREADS)])
 
@@ -202,8 +204,7 @@ class FederatedCLI(LightningCLI):
         settings, ckpt_path = vars(config.trainer), config.ckpt_path
         assert isinstance(self.model, FederatedModule)
         way_on = "the same command with --ckpt_path last"
-        made = built(self.model, self.datamodule, settings)
-        training = Training(self.model, self.datamodule, self.resolved, made, config.checkpoint, way_on)
+        training = Training(self.model, self.datamodule, self.resolved, config.checkpoint, way_on)
         self.model.accept_data = config.accept_data
         if self.subcommand == "fit":
             self.training = training

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 import fl_lightning
 from fl_lightning import models
 from fl_lightning.aggregation import Aggregator, PreAggregator
-from fl_lightning.aliases import OLD_NAMES
 from fl_lightning.attacks import Attack
 from fl_lightning.cli.options import Refusal
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -107,7 +106,8 @@ def explain(
         lacks = re.search(r"No module named '([\w.]+)'", broken[2])
         package = broken[1].partition(".")[0]
         remedy = missing_module(lacks[1], broken[1]) if lacks else ""
-        if package in OLD_NAMES and Path(package).is_dir() and not Path(package, "__init__.py").is_file():
+        shadowed = package in ("callbacks", "datamodules", "configs")
+        if shadowed and Path(package).is_dir() and not Path(package, "__init__.py").is_file():
             remedy = f"; your folder {package} needs an __init__.py"
         return f"{setting}class {broken[1]!r} cannot be imported: {broken[2]}{remedy}"
     value = matches["value of several types"] or matches["value"]

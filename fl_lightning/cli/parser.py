@@ -26,7 +26,7 @@ from fl_lightning.cli.messages import broken_module, explain, setting_of
 from fl_lightning.cli.options import Refusal
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
-from fl_lightning.recorded import parameters, record
+from fl_lightning.recorded import parameters
 
 # Lightning's Timer has the enum Interval.step as a default: write the value of an enum
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
@@ -175,9 +175,7 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
     words = ", ".join(f"{name}={value!r}" for name, value in plain.items())
     with doing(f"making {class_type.__name__}({words})"):
         _refuse_null(class_type, settings)
-        made = class_type(*args, **settings)
-        record(made, class_type, args, settings)
-        return made
+        return class_type(*args, **settings)
 
 
 def _refuse_null(class_type: type, settings: Config) -> None:

@@ -16,7 +16,7 @@ from fl_lightning.cli.options import ENGINES, study_options
 from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
-from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH
+from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
 from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
 from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
 from fl_lightning.experiments.studies.columns import check_columns

@@ -172,7 +172,7 @@ def test_own_callback_and_model_resolve_by_dotted_path_beside_shipped_ones_by_ba
 ):
     Path("ours.py").write_text(
         "import torch\n"
-        "from callbacks import FixBN\n"
+        "from fl_lightning.callbacks import FixBN\n"
         "class Late(FixBN):\n"
         "    def on_round_end(self, trainer, pl_module, cohort):\n"
         "        pl_module.log('ours/round', cohort.round)\n"

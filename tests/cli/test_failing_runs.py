@@ -37,7 +37,7 @@ def test_settings_that_agree_with_what_decides_them_are_taken():
 @pytest.mark.slow
 def test_a_model_setting_that_the_data_do_not_decide_is_the_users(capsys, tmp_path, monkeypatch):
     Path("silent.py").write_text(
-        "from datamodules import Digits\nclass Silent(Digits):\n    num_classes = None\n"
+        "from fl_lightning.datamodules import Digits\nclass Silent(Digits):\n    num_classes = None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     message = message_of(capsys, lambda: run("--data.class_path", "silent.Silent"))

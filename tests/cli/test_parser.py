@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from command_line import message_of
 
-import callbacks  # noqa: F401  # makes their bare names known
+import fl_lightning.callbacks  # noqa: F401  # makes their bare names known
 from fl_lightning import FederatedCallback
 from fl_lightning.cli.given import given_settings, read_given
 from fl_lightning.cli.messages import command

@@ -107,7 +107,7 @@ def test_settings_of_callbacks_have_the_name_of_their_class():
         {"class_path": "fl_lightning.callbacks.FixBN", "init_args": {"freeze_round": 2}},
         {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss"}},
         {"class_path": "mine.My_Method"},
-        {"class_path": "FixBN", "init_args": {"freeze_round": 3}, "reassigned": {"freeze_round": 4}},
+        {"class_path": "FixBN", "init_args": {"freeze_round": 4}},
     ]
     assert callback_settings({"trainer": {"callbacks": nodes}}) == {
         "FixBN": {"freeze_round": 2},

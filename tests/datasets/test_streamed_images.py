@@ -6,7 +6,7 @@ import torch
 from helpers import SGD, distance, fit, small_cnn
 from PIL import Image
 
-import datamodules.streamed_images as streamed
+import fl_lightning.datamodules.streamed_images as streamed
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.datamodules import Dirichlet, ImageNet, Shards, StreamedImages
 

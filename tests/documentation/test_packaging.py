@@ -29,18 +29,16 @@ class Mine(FixBN):
 
 IN_A_PROJECT = """\
 import fl_lightning, fl_lightning.callbacks, fl_lightning.datamodules
-import callbacks, callbacks.fixbn, callbacks.mine, datamodules
+import callbacks, callbacks.mine, datamodules
 assert callbacks.__file__ == datamodules.__file__.replace("datamodules", "callbacks"), callbacks.__file__
 assert not hasattr(callbacks, "FixBN")
-assert callbacks.fixbn.FixBN is fl_lightning.callbacks.FixBN is callbacks.mine.FixBN
+assert fl_lightning.callbacks.FixBN is callbacks.mine.FixBN
 print(fl_lightning.__file__)
 """
 
 ALONE = """\
 import fl_lightning, fl_lightning.callbacks
-import callbacks, datamodules, configs
-from callbacks.fixbn import FixBN
-assert callbacks.FixBN is FixBN is fl_lightning.callbacks.FixBN
+from fl_lightning.callbacks import FixBN
 assert FixBN.__module__ == "fl_lightning.callbacks.fixbn"
 """
 
@@ -142,13 +140,6 @@ def test_shipped_configurations_are_found_from_an_empty_folder(installed, tmp_pa
         assert line in printed
 
 
-@pytest.mark.slow
-def test_a_checkout_imports_its_folders_as_the_same_objects():
-    code = "from callbacks import FixBN\nimport callbacks.fixbn, fl_lightning.callbacks\n"
-    code += "assert FixBN is callbacks.fixbn.FixBN is fl_lightning.callbacks.FixBN"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
 def command(*arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-m", "fl_lightning", *arguments]
@@ -158,7 +149,7 @@ def command(*arguments):
 @pytest.mark.slow
 def test_a_project_with_callbacks_of_its_own_trains_them_beside_the_shipped_ones(project, monkeypatch):
     monkeypatch.chdir(project)
-    methods = [{"class_path": "callbacks.mine.Mine", "init_args": {"freeze_round": 1}}, "callbacks.FedProx"]
+    methods = [{"class_path": "callbacks.mine.Mine", "init_args": {"freeze_round": 1}}, "FedProx"]
     config = {**TINY, "name": "mine", "trainer": {**TINY["trainer"], "callbacks": methods}}
     Path("mine.yaml").write_text(yaml.safe_dump(config))
     done = command("fit", "--config", "mine.yaml")

@@ -8,7 +8,7 @@ import torch
 from helpers import blobs, distance, small_cnn, train
 from torch.distributions import Normal, kl_divergence
 
-import callbacks.feddna
+import fl_lightning.callbacks.feddna
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedDNA, FedPer, MomentMatching
 from fl_lightning.callbacks.feddna import reverse_kl_importances
@@ -87,7 +87,9 @@ def test_a_wrong_objective_ends_elsewhere(monkeypatch, wrong):
     problem = clients(5, spread=0.5)
     right = reverse_kl(reverse_kl_importances(*problem), *problem)
     if wrong == "between":
-        monkeypatch.setattr(callbacks.feddna, "total_variance", lambda mean, var, q: (q @ mean, q @ var))
+        monkeypatch.setattr(
+            fl_lightning.callbacks.feddna, "total_variance", lambda mean, var, q: (q @ mean, q @ var)
+        )
         found = reverse_kl_importances(*problem)
     else:
         found = reverse_kl_importances(problem[0] ** 2, *problem[1:])

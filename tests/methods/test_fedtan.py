@@ -25,7 +25,7 @@ from helpers import (
 )
 from torch import nn
 
-import callbacks.fedtan
+import fl_lightning.callbacks.fedtan
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -368,7 +368,7 @@ def test_a_wrong_formula_is_no_centralised_training(name, wrong, shown_by, monke
     central = centralised(small_cnn(), blobs(), 5)
     shown = {tensor: value for tensor, value in central.items() if tensor.endswith(shown_by)}
     assert distance(shown, train(small_cnn(), blobs(), 5, [FedTAN()])) < 1e-10
-    monkeypatch.setattr(callbacks.fedtan, name, wrong)
+    monkeypatch.setattr(fl_lightning.callbacks.fedtan, name, wrong)
     assert distance(shown, train(small_cnn(), blobs(), 5, [FedTAN()])) > 1e-3
 
 
@@ -403,13 +403,13 @@ class TwiceAndNever(nn.Module):
 def test_books_count_the_calls_of_a_layer_that_exchanges(backward, messages, observers):
     made = []
 
-    class Counted(callbacks.fedtan.JointStep):
+    class Counted(fl_lightning.callbacks.fedtan.JointStep):
         def mean(self, own):
             made.append(own.numel())
             return super().mean(own)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(callbacks.fedtan, "JointStep", Counted)
+        patch.setattr(fl_lightning.callbacks.fedtan, "JointStep", Counted)
         module = federated_run(FedTAN(backward), model=TwiceAndNever(), rounds=1, local_steps=3).module
     assert len(made) == 4  # mean and variance of two calls
     module = FederatedModule(TwiceAndNever(), SGD, local_steps=3)

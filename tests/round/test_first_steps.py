@@ -21,7 +21,7 @@ from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataMod
 from fl_lightning.callbacks import FBN, MaintainedMomentum
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
-from fl_lightning.experiments.run_directory.description import config_hash
+from fl_lightning.experiments.run_directory.config_digest import config_hash
 from fl_lightning.randomness import derive_seed, seed_everything
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")

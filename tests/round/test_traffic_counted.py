@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import SGD, federated_run
 
-import callbacks.fedtan
+import fl_lightning.callbacks.fedtan
 from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.joint import cohort_mean
 from fl_lightning.batch_norm.layers import batch_norm_layers
@@ -199,7 +199,7 @@ def count_exchanges(monkeypatch, **settings):
         forward.append(own.numel())
         return Counted.apply(cohort_mean(own, clients))
 
-    monkeypatch.setattr(callbacks.fedtan, "cohort_mean", counted_mean)
+    monkeypatch.setattr(fl_lightning.callbacks.fedtan, "cohort_mean", counted_mean)
     module = federated_run(FedTAN(**settings), rounds=1).module
     layers = len(batch_norm_layers(module.model))
     return (len(forward), sum(forward)), (len(backward), sum(backward)), layers, module.communication

@@ -8,10 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from naming import named
 
+from fl_lightning import FederatedModule
 from fl_lightning.cli import main
 from fl_lightning.experiments.run import training
-from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH, config_hash, directory_of
+from fl_lightning.experiments.run_directory.config_digest import (
+    OUTSIDE_THE_HASH,
+    config_hash,
+    deciding_settings,
+    differences,
+    directory_of,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,8 +46,8 @@ CONFIG = {
 }
 
 
-def changed(*keys, value="other"):
-    config = copy.deepcopy(CONFIG)
+def changed(*keys, value="other", config=CONFIG):
+    config = copy.deepcopy(config)
     node = config
     for key in keys[:-1]:
         node = node[key]
@@ -52,11 +61,12 @@ def test_setting_of_the_trainer_that_changes_no_result_leaves_the_hash(setting):
 
 
 def test_threads_that_read_images_leave_the_hash():
-    data = [{"class_path": "ImageNet", "init_args": {"threads": n, "data_dir": "d"}} for n in (1, 4)]
-    assert len({config_hash({**CONFIG, "data": one}) for one in data}) == 1
-    assert config_hash({**CONFIG, "data": {**data[0], "init_args": {}}}) != config_hash(
-        {**CONFIG, "data": data[0]}
-    )
+    def names(kind):
+        data = [{"class_path": kind, "init_args": {"threads": n, "data_dir": "d"}} for n in (1, 4)]
+        return {config_hash({**CONFIG, "data": one}) for one in data}
+
+    assert len(names("fl_lightning.datamodules.ImageNet")) == 1
+    assert len(names("mine.Spread")) == 2  # of a class of one's own they may decide more
 
 
 def test_only_model_data_trainer_and_seed_name_a_run():
@@ -100,7 +110,7 @@ def test_order_of_callbacks_counts_and_order_of_keys_does_not():
 
 @pytest.mark.slow
 def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
-    code = "import json, sys; from fl_lightning.experiments.run_directory.description import *; print(config_hash(json.load(sys.stdin)))"
+    code = "import json, sys; from fl_lightning.experiments.run_directory.config_digest import *; print(config_hash(json.load(sys.stdin)))"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     printed = subprocess.run(
         [sys.executable, "-c", code],
@@ -115,24 +125,37 @@ def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
     assert len(bytes.fromhex(printed)) == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "default", "value"),
-    [
-        ("task", None, {"class_path": "fl_lightning.Segmentation"}),
-        ("initial_weights", None, "last.ckpt"),
-        ("failures", None, {"class_path": "fl_lightning.ClientFailures", "init_args": {"dropout": 0.1}}),
-        ("min_clients", 1, 2),
-        ("statistics_aggregator", None, {"class_path": "fl_lightning.aggregation.Median"}),
-        ("statistics_domain", None, "variance"),
-    ],
-)
-def test_a_setting_at_its_default_leaves_the_hash_and_another_value_does_not(name, default, value):
-    assert config_hash(changed("model", "init_args", name, value=default)) == config_hash(CONFIG)
-    assert config_hash(changed("model", "init_args", name, value=value)) != config_hash(CONFIG)
+def leaves(node, *keys):
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield from leaves(value, *keys, key)
+    if not items:
+        yield keys
+
+
+def test_every_setting_of_a_resolved_configuration_names_the_run_but_those_outside():
+    config = named().config
+    outside = {("trainer", name) for name in OUTSIDE_THE_HASH} | {("model", "check_first_steps")}
+    before = config_hash(config)
+    tried = [keys for keys in leaves(config) if keys[0] in ("model", "data", "trainer")]
+    assert len(tried) > 80
+    for keys in tried:
+        assert (config_hash(changed(*keys, config=config)) == before) == (keys[:2] in outside), keys
+
+
+def test_two_files_of_one_resolved_configuration_have_one_name():
+    """Whether a setting is left to its default or written, in this order or another."""
+    one = named()
+    written = {name: one.config[name] for name in ("trainer", "data", "seed_everything", "model")}
+    Path("other.yaml").write_text(yaml.safe_dump(written, sort_keys=True))
+    assert named(config="other.yaml").hash == one.hash
+    assert named("--model.participation=1.0", "--model.client_optimizer.momentum=0").hash == one.hash
+    assert named("--model.participation=2").hash != one.hash
+    assert named("--model.client_optimizer.momentum=0.5").hash != one.hash
 
 
 def test_the_quickstart_has_the_folder_of_the_readme(monkeypatch):
-    """New settings leave the folders of runs that do without them."""
+    """The page names the folder that its command writes."""
 
     class Found(BaseException):
         pass
@@ -147,21 +170,71 @@ def test_the_quickstart_has_the_folder_of_the_readme(monkeypatch):
     assert f"files            {found.value}\n" in (ROOT / "README.md").read_text()
 
 
+def test_the_files_of_a_folder_name_a_run(tmp_path):
+    def name(users):
+        (tmp_path / "all_data_0.json").write_text(json.dumps({"user_data": users}))
+        data = {
+            "class_path": "fl_lightning.datamodules.Cityscapes",
+            "init_args": {"split_file": str(tmp_path)},
+        }
+        return config_hash({"model": {}, "data": data, "trainer": {}})
+
+    assert name({"a": 1}) == name({"a": 1}) != name({"b": 1})
+
+
 @pytest.mark.parametrize(
-    ("none", "spelt", "other"), [(None, "32-true", "64-true"), ("16", "16-mixed", "bf16-mixed")]
-)
-def test_a_precision_counts_by_what_lightning_makes_of_it(none, spelt, other):
-    hashes = [config_hash(changed("trainer", "precision", value=value)) for value in (none, spelt, other)]
-    assert hashes[0] == hashes[1] != hashes[2]
+    ("keys", "node"),
+    [
+        (("model", "init_args", "initial_weights"), None),
+        (("data",), {"class_path": "fl_lightning.datamodules.FromFile", "init_args": {"path": ""}}),
+        (("data",), {"class_path": "fl_lightning.datamodules.TensorData", "init_args": {"features": ""}}),
+        (("model", "init_args", "model"), {"class_path": "fl_lightning.models.deeplab_v3_plus", "init_args": {"encoder_weights": ""}}),
+    ],
+)  # fmt: skip
+def test_a_file_that_decides_results_counts_by_its_content_wherever_it_lies(keys, node):
+    def name(path, content):
+        Path(path).write_bytes(content)
+        value = path if node is None else {**node, "init_args": dict.fromkeys(node["init_args"], path)}
+        return config_hash(changed(*keys, value=value))
+
+    assert name("one", b"1") == name("other", b"1") != name("third", b"22")
 
 
-def test_classification_counts_as_the_task_of_a_run_without_one():
-    task = {"class_path": "fl_lightning.round.tasks.Classification", "init_args": {"ignored": -100}}
-    given = changed("model", "init_args", "task", value=task)
-    assert config_hash(given) == config_hash(CONFIG)
-    task["init_args"]["ignored"] = 255
-    assert config_hash(given) != config_hash(CONFIG)
-    task["init_args"]["ignored"] = -100
-    with_loss = changed("model", "init_args", "loss", value="losses.own")
-    given["model"]["init_args"]["loss"] = "losses.own"
-    assert config_hash(given) != config_hash(with_loss)  # a loss decides its ignored label without a task
+def test_two_callbacks_of_one_class_differ_by_both():
+    one = {"class_path": "Byzantine", "init_args": {"clients": [1]}}
+    two = {"class_path": "Byzantine", "init_args": {"clients": [2]}}
+    config = {"model": {}, "data": {}, "trainer": {"callbacks": [one, two]}}
+    settings = deciding_settings(config)
+    assert settings["trainer.callbacks.Byzantine.clients"] == [1]
+    assert settings["trainer.callbacks.Byzantine.2.clients"] == [2]
+
+
+def test_nan_does_not_differ_from_nan():
+    """A run whose settings hold NaN would go on as one of other settings."""
+    nan = float("nan")
+    assert differences({"a": nan, "b": [nan, 1]}, {"a": nan, "b": [nan, 1]}) == {}
+    assert [*differences({"a": nan, "b": 1}, {"a": 1.0, "b": 1.0})] == ["a"]
+
+
+def test_how_often_the_server_evaluates_counts_where_a_callback_may_act_upon_it():
+    """Clients send for it, or it stops the run."""
+    for path, counts in (
+        ("fl_lightning.callbacks.FixBN", False),
+        ("fl_lightning.RoundProgress", False),
+        ("fl_lightning.callbacks.StaticBN", True),
+        ("lightning.pytorch.callbacks.EarlyStopping", True),
+        ("mine.Stopping", True),
+    ):
+        trainer = {"callbacks": [{"class_path": path}]}
+        configs = [{**CONFIG, "trainer": {**trainer, "check_val_every_n_epoch": n}} for n in (1, 2)]
+        assert len({*map(config_hash, configs)}) == 1 + counts, path
+
+
+def test_the_class_of_a_module_of_ones_own_names_a_run():
+    """Also where the command line is given the class, so that no file names it."""
+    found = []
+    for kind in (FederatedModule, type("Mine", (FederatedModule,), {"__module__": "mine"})):
+        module = object.__new__(kind)
+        config = {**CONFIG, "model": CONFIG["model"]["init_args"], "data": {}, "run_root": "runs"}
+        found.append(training.Training(module, None, config, None, "").directory.stem)
+    assert found[0] != found[1]

@@ -9,8 +9,8 @@ import yaml
 from command_line import run, write_config
 
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.describe import run_title
-from fl_lightning.experiments.run_directory.description import deciding_settings
 
 LR = "model.client_optimizer.lr"
 LAST = ("--ckpt_path", "last")
@@ -35,7 +35,8 @@ def test_a_run_continued_twice_under_other_learning_rates_names_both_everywhere(
         f"continued from round 1 of {first.path.name}: {LR} 0.05 -> 0.01",
         (
             f"continued from round 2 of {second.path.name}: {LR} 0.01 -> 0.02, trainer.callbacks.FixBN fl_lightning.callbacks.FixBN -> None, "
-            "trainer.callbacks.FixBN.freeze_round 2 -> None, trainer.callbacks.FixBN.freeze statistics -> None, "
+            "trainer.callbacks.FixBN.freeze_round 2 -> None, "
+            "trainer.callbacks.FixBN.freeze statistics -> None, "
             "trainer.callbacks.FedProx None -> fl_lightning.callbacks.FedProx, trainer.callbacks.FedProx.mu None -> 0.01"
         ),
     ]
@@ -69,12 +70,10 @@ def test_a_run_that_goes_on_as_it_was_has_no_origin():
     assert "continued" not in again.config.read_text()
 
 
-def test_a_checkpoint_without_settings_says_that_they_are_unknown():
+def test_a_checkpoint_of_a_plain_trainer_says_that_its_settings_are_unknown():
     first = run("--trainer.max_epochs", 1).attempt
-    path = first.checkpoints / "last.ckpt"
-    checkpoint = AtomicCheckpointIO().load_checkpoint(path)
-    for name in ("description", "computed_by", "continued_from"):
-        del checkpoint["fl_lightning"]["record"][name]
+    checkpoint = AtomicCheckpointIO().load_checkpoint(first.checkpoints / "last.ckpt")
+    checkpoint["fl_lightning"]["record"]["description"] = {}
     torch.save(checkpoint, "copy.ckpt")
     copied = run("--ckpt_path", "copy.ckpt", "--trainer.max_epochs", 2)
     assert result(copied.attempt)["continued_from"] == [

@@ -14,7 +14,7 @@ from helpers import SGD, blobs, small_cnn
 
 from fl_lightning import FederatedModule, Run
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH
+from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
 
 ROUNDS = 3
 CSV = "{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}"

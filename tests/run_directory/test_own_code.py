@@ -1,20 +1,17 @@
-"""Code of one's own: an edit makes stale or renames the cells that use it, and no others, in YAML and in Python."""
+"""Code of one's own: an edit makes the cells that use it stale, and no others. A file that a setting names renames them."""
 
-import functools
 import importlib
 import itertools
+import json
 import os
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from fl_lightning import FederatedDataModule, FederatedModule, Run
-from fl_lightning.datamodules import Digits, FromFile
-from fl_lightning.experiments.run_directory.description import config_hash
+from fl_lightning import FederatedModule, Run
+from fl_lightning.datamodules import Digits
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.models import LeNet
@@ -65,24 +62,6 @@ from torch.nn.functional import cross_entropy
 def loss(outputs, targets):
     return cross_entropy(outputs, targets)
 """,
-    "mine_local.py": """
-from torch import nn
-from fl_lightning.callbacks import FedProx
-
-def helper(): return 1
-
-def make():
-    class Local(FedProx):
-        def on_round_end(self, trainer, pl_module, cohort):
-            return helper()
-    return Local()
-
-shown = lambda r, n: helper()
-
-class Layer(nn.Linear):
-    def forward(self, inputs):
-        return super().forward(inputs) + helper()
-""",
     "mine_data.py": """
 from fl_lightning.datamodules import Digits
 
@@ -99,10 +78,6 @@ USES = {
     "task": ("mine_task.py",),
     "loss": ("mine_loss.py",),
     "data": ("mine_data.py",),
-    "local class": ("mine_local.py",),
-    "lambda": ("mine_local.py",),
-    "layers": ("mine_local.py",),
-    "changed layer": ("mine_local.py",),
     "partition": ("parts.json",),
     "weights": ("start.pt",),
 }
@@ -152,46 +127,10 @@ def in_yaml():
     return found
 
 
-def in_python():
-    """What a script would run, for each use."""
-    torch.manual_seed(0)
-    load = importlib.import_module
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-
-    def run(*callbacks, model=None, data=Digits, partition=None, **settings):
-        own = data(**DIGITS, **({"partition": partition} if partition else {}))
-        module = FederatedModule(model or LeNet(10, 1, 8), sgd, local_steps=1, **settings)
-        return Run(module, own, callbacks=callbacks, max_epochs=2)
-
-    return {
-        "usual": run(),
-        "method": run(load("mine_methods").Method()),
-        "nested": run(load("mine_methods").Outer.Prox()),
-        "model": run(model=load("mine_models").Net()),
-        "factory": run(model=load("mine_factory").Outer.make()),
-        "task": run(task=load("mine_task").Task()),
-        "loss": run(loss=load("mine_loss").loss),
-        "data": run(data=load("mine_data").Mine),
-        "local class": run(load("mine_local").make()),
-        "lambda": run(client_lr_schedule=load("mine_local").shown),
-        "layers": run(model=nn.Sequential(nn.Flatten(), load("mine_local").Layer(64, 10))),
-        "changed layer": run(model=changed(LeNet(10, 1, 8), load("mine_local").Layer)),
-        "partition": run(partition=FromFile("parts.json")),
-        "weights": run(initial_weights="start.pt"),
-    }
-
-
-def changed(model, layer):
-    model.classifier = layer(model.features[0].out_channels, 10)
-    return model
-
-
-def names(way):
-    """The hash and the digest of the source for each use."""
-    if way == "yaml":
-        cells = {use: Cell({}, 0, config) for use, config in in_yaml().items()}
-        return {use: (one.directory.stem, one.now) for use, one in cells.items()}
-    return {use: (config_hash(one.config), provenance(one._made)) for use, one in in_python().items()}
+def names():
+    """The name and the digests of the source for each use."""
+    cells = {use: Cell({}, 0, config) for use, config in in_yaml().items()}
+    return {use: (one.directory.stem, one.now) for use, one in cells.items()}
 
 
 CLOCK = itertools.count(1)
@@ -209,161 +148,139 @@ def with_words(text):
     return f'"""Words."""\n# a comment\n\n{text}'
 
 
-@pytest.mark.parametrize("way", ["yaml", "python"])
-def test_an_edit_counts_where_it_is_used_and_words_nowhere(way):
-    before = names(way)
+def test_an_edit_counts_where_it_is_used_and_words_nowhere():
+    before = names()
     for name, text in FILES.items():
         edited(name, with_words(text))
-    assert names(way) == before
+    assert names() == before
     for name in (*FILES, "parts.json", "start.pt"):
         whole = Path(name).read_text()
         edited(name, whole + "\nMORE = 1\n" if name in FILES else "[1]")
-        after = names(way)
+        after = names()
         edited(name, whole)
         for use in before:
-            # a factory is not part of what it has made
-            files = USES["model" if (use, way) == ("factory", "python") else use]
             renamed, stale = (old != new for old, new in zip(before[use], after[use], strict=True))
-            assert stale == (name in files and name in FILES), (name, use)
-            assert renamed == (name in files and name not in FILES), (name, use)
-    assert names(way) == before
+            assert stale == (name in USES[use] and name in FILES), (name, use)
+            assert renamed == (name in USES[use] and name not in FILES), (name, use)
+    assert names() == before
 
 
-SCRIPT = """
-import functools
-import lightning as L
-from torch import nn
-from torch.nn.functional import cross_entropy
+PACKAGE = {
+    "lazy/__init__.py": """
+def __getattr__(name):
+    import importlib
+    if name in ("Mine", "scale"):
+        return getattr(importlib.import_module("lazy._impl"), name)
+    raise AttributeError(name)
+""",
+    "lazy/_impl.py": """
 from fl_lightning.callbacks import FedProx
-from fl_lightning.models import LeNet
-
-FACTOR = 1.0
-
-def helper(value):
-    return value * FACTOR
-
-def loss(outputs, targets):
-    return helper(cross_entropy(outputs, targets))
-
-def make_loss(scale):
-    def of(outputs, targets):
-        def inner(value):
-            return value + 0
-        return inner(scale * cross_entropy(outputs, targets))
-    return of
-
-class Method(FedProx):
-    def __init__(self, mu: float = 0.5):
-        super().__init__(mu)
-
-    @property
-    def double(self):
-        return helper(2)
-
-def times(factor):
-    def decorate(function):
-        @functools.wraps(function)
-        def called(*arguments):
-            return factor * function(*arguments)
-        return called
-    return decorate
-
-@times(5)
-def decorated(outputs, targets):
-    return cross_entropy(outputs, targets)
-
-class Samples:
-    spread = 1.0
-
-    def __getitem__(self, index):
-        return index - 1
-
-class Client(L.LightningDataModule):
-    def __init__(self, samples):
-        super().__init__()
-        self.samples = samples
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-
-    def forward(self, inputs):
-        return self.layers(inputs)
-
-class Layer(nn.Linear):
-    def forward(self, inputs):
-        return super().forward(inputs) + 7
-
-def layers():
-    return nn.Sequential(nn.Flatten(), Layer(64, 10))
-
-def make_class():
-    class Local(FedProx):
-        def on_round_end(self, trainer, pl_module, cohort):
-            return helper(3)
-    return Local
-
-def documented(outputs, targets):
-    class Inner:
-        places = 1
-    return cross_entropy(outputs, targets) * Inner.places * (1 in {1, 2})
-"""
+from lazy.rates import rate
+def scale(): return rate()
+class Mine(FedProx): pass
+""",
+    "lazy/rates.py": "def rate(): return 1\n",
+    "lazy/_other.py": "class Other: pass\n",
+    "eager/__init__.py": """
+from eager.first import First as Mine
+from eager.second import *
+from . import third
+try:
+    from eager.fast import work
+except ImportError:
+    from eager.slow import work
+""",
+    "eager/first.py": "from lazy import scale\nfrom eager.third import x\nclass First: pass\ndef f():\n    from eager import work, FACTOR\n",
+    "eager/second.py": "FACTOR = 1\nclass Second: pass\n",
+    "eager/third.py": "import sched, trace\nfrom trace import Mine as Another\nx = 1\n",
+    "eager/fast.py": "def work(): return 1\n",
+    "eager/slow.py": "def work(): return 2\n",
+    "namespace/inner.py": "import namespace.deeper\nclass Mine: pass\n",
+    "namespace/deeper.py": "",
+    "trace.py": "class Mine: pass\n",
+    "sched.py": "class Mine: pass\n",
+}
+USED = {
+    "lazy.Mine": {"lazy/_impl.py", "lazy/rates.py"},
+    "lazy._other.Other": {"lazy/_other.py"},
+    # try and except: the module counts that chooses, with all that it imports
+    "eager.Mine": {"eager/__init__.py", "eager/first.py", "eager/second.py", "eager/third.py", "eager/fast.py", "eager/slow.py",
+                   "lazy/_impl.py", "lazy/rates.py", "trace.py", "sched.py"},
+    "eager.Second": {"eager/second.py"},
+    "eager.third.Another": {"trace.py"},
+    "namespace.inner.Mine": {"namespace/inner.py", "namespace/deeper.py"},
+    "trace.Mine": {"trace.py"},
+    "sched.Mine": {"sched.py"},
+}  # fmt: skip
 
 
-def of_script(monkeypatch, text):
-    """The hashes of runs of a script or notebook whose code is this."""
-    script = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    exec(text, vars(script))  # noqa: S102  # the text is SCRIPT, or an edit of it
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-
-    def run(*callbacks, model=None, clients=(), **settings):
-        torch.manual_seed(0)
-        module = FederatedModule(model() if model else LeNet(10, 1, 8), sgd, local_steps=1, **settings)
-        data = FederatedDataModule(clients) if clients else Digits(**DIGITS)
-        return config_hash(Run(module, data, callbacks=callbacks, max_epochs=2).config)
-
-    return {
-        "usual": run(),
-        "loss": run(loss=script.loss),
-        "class in a function": run(loss=script.documented),
-        "decorated": run(loss=script.decorated),
-        "closure": run(loss=script.make_loss(2)),
-        "lambda": run(client_lr_schedule=eval("lambda r, n: helper(r)", vars(script))),
-        "method": run(script.Method()),
-        "local class": run(script.make_class()()),
-        "model": run(model=script.Net),
-        "layers": run(model=script.layers),
-        "samples": run(clients=[script.Client(script.Samples())]),
-    }
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    known = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in PACKAGE}
+    for name in {*known, *(name.partition(".")[0] for name in known)} & {*sys.modules}:
+        monkeypatch.delitem(sys.modules, name)
+    for name, text in PACKAGE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    importlib.invalidate_caches()
+    yield
+    for name in known & {*sys.modules}:
+        del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "renamed"),
-    [
-        ("FACTOR = 1.0", "FACTOR = 2.0", {"loss", "lambda", "method", "local class"}),
-        ("return value * FACTOR", "return FACTOR + value", {"loss", "lambda", "method", "local class"}),
-        ("return value + 0", "return value + 1", {"closure"}),
-        ("return helper(2)", "return helper(4)", {"method"}),
-        ("return helper(3)", "return helper(4)", {"local class"}),
-        ("return self.layers(inputs)", "return -self.layers(inputs)", {"model"}),
-        ("inputs) + 7", "inputs) + 8", {"layers"}),
-        ("@times(5)", "@times(6)", {"decorated"}),
-        ("return index - 1", "return index - 2", {"samples"}),
-        ("spread = 1.0", "spread = 2.0", {"samples"}),
-        ("places = 1", "places = 2", {"class in a function"}),
-        ("in {1, 2}", "in {1, 3}", {"class in a function"}),
-        ("    class Inner:", '    """Words."""\n    class Inner:\n        """Words."""', set()),
-        ("mu: float = 0.5):", "mu: float = 0.25):", {"method"}),
-        ("FACTOR = 1.0", "FACTOR = 1.0  # a comment\n\n", set()),
-        ("    return value * FACTOR", '    """Words."""\n    return value * FACTOR', set()),
-        ("class Net(nn.Module):", 'class Net(nn.Module):\n    """Words."""\n', set()),
-        ("            return helper(3)", '            """Words."""\n            return helper(3)', set()),
-        ("            return value + 0", '            """Words."""\n            return value + 0', set()),
-        ("class Method(FedProx):", 'class Method(FedProx):\n    """Words."""\n', set()),
-    ],
-)  # fmt: skip
-def test_code_of_a_script_counts_by_what_it_does(monkeypatch, old, new, renamed):
-    before, after = of_script(monkeypatch, SCRIPT), of_script(monkeypatch, SCRIPT.replace(old, new))
-    assert {use for use in before if before[use] != after[use]} == renamed
+def files_of(path):
+    """The files whose edit changes the digest of a callback of this class."""
+    config = {"trainer": {"callbacks": [{"class_path": path}]}}
+    before, found = provenance(config), set()
+    assert (path in before) == bool(USED[path])
+    for name, text in PACKAGE.items():
+        Path(name).write_text(f"{text}\nMORE = 1\n")
+        after = provenance(config)
+        if after != before:
+            assert {key for key in before if before[key] != after[key]} == {path}
+            found.add(name)
+        Path(name).write_text(text)
+    return found
+
+
+@pytest.mark.parametrize("path", USED)
+@pytest.mark.parametrize("imported", [False, True])
+def test_the_files_of_the_module_that_defines_a_class_count_whatever_they_are_called(
+    packages, path, imported
+):
+    if imported:
+        importlib.import_module(path.rpartition(".")[0])
+    assert files_of(path) == USED[path]
+
+
+def test_a_new_file_of_another_method_changes_no_digest(packages):
+    config = {"trainer": {"callbacks": [{"class_path": "eager.third.Another"}, {"class_path": "lazy.Mine"}]}}
+    before = provenance(config)
+    for package in ("eager", "lazy"):
+        Path(package, "newer.py").write_text("class Newer: pass\n")
+        with Path(package, "__init__.py").open("a") as file:
+            file.write(f"from {package}.newer import Newer\n")
+    assert provenance(config) == before
+
+
+def test_no_module_is_run_to_find_its_file(packages):
+    Path("script.py").write_text("raise SystemExit('run')\n")
+    with Path("trace.py").open("a") as file:
+        file.write("def late():\n    import script\n    from script.inner import x\n")
+    config = {"trainer": {"callbacks": [{"class_path": "trace.Mine"}]}}
+    before = provenance(config)
+    Path("script.py").write_text("raise SystemExit('again')\n")
+    assert provenance(config) != before
+
+
+def test_the_source_of_a_class_is_known_to_a_run_of_a_script():
+    """Only of what stands in the script's config.yaml."""
+    method = importlib.import_module("mine_methods").Method
+    module = FederatedModule(LeNet(10, 1, 8), lambda p: torch.optim.SGD(p, lr=0.1), local_steps=1)
+    trainer = {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False}
+    mine = Run(module, Digits(**DIGITS), callbacks=[method()], **trainer)
+    mine.fit()
+    (entry,) = json.loads((mine.path / "result.json").read_text())["provenance"]
+    assert entry["mine_methods.Method"] == provenance(mine.config)["mine_methods.Method"]
+    edited("mine_helper.py", "def strength(): return 2\n")
+    assert entry["mine_methods.Method"] != provenance(mine.config)["mine_methods.Method"]

@@ -126,7 +126,7 @@ def test_auto_says_when_it_leaves_another_run_of_the_same_name_alone(capsys):
     capsys.readouterr()
     run("--trainer.max_epochs", 1, "--ckpt_path", "auto", "--model.client_optimizer.lr", 0.5)
     checkpoint = f"{first.checkpoints}/last.ckpt"
-    line = f"--ckpt_path auto starts a new run; {checkpoint} has other settings or an older version"
+    line = f"--ckpt_path auto starts a new run; {checkpoint} has another seed or other settings"
     assert line in capsys.readouterr().out
     run("--trainer.max_epochs", 1, "--ckpt_path", "auto", "--name", "of-no-other")
     assert "auto" not in capsys.readouterr().out

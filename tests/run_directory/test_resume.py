@@ -277,13 +277,13 @@ def test_second_resume_of_an_attempt_at_the_same_time_is_refused(capsys):
     assert [row["round"] for row in rows(source)] == [0, 1, 2, 3, 4]
 
 
-def test_last_says_where_the_run_of_another_version_lies_and_that_file_goes_on(capsys):
+def test_last_says_where_a_run_of_other_settings_lies_and_that_file_goes_on(capsys):
     source = run("--trainer.max_epochs", 2).attempt
     older = source.path.rename(
         source.path.with_name("01234567-s0")
     )  # as if its configuration had another hash
     path = older / "checkpoints" / "last.ckpt"
-    assert f"give {path}, of other settings or an older version" in refused(
+    assert f"give {path}, of another seed or other settings" in refused(
         capsys, "--ckpt_path", "last", "--trainer.max_epochs", 3
     )
     new = run("--ckpt_path", path, "--trainer.max_epochs", 3).attempt

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.config_digest import directory_of
 from fl_lightning.experiments.run_directory.continuation import Start
 from fl_lightning.experiments.run_directory.describe import describe_environment
-from fl_lightning.experiments.run_directory.description import directory_of
 from fl_lightning.experiments.run_directory.directory import (
     LOCK,
     Attempt,
@@ -153,7 +153,7 @@ def test_last_names_a_checkpoint_of_the_same_run_name_under_another_hash(run):
     ):
         run.resolve_checkpoint("last")
     other = add_checkpoint(RunDirectory(run.root, "89abcdef-s0").new_attempt())
-    with pytest.raises(ConfigurationError, match=rf"give {other}, of other settings or an older version"):
+    with pytest.raises(ConfigurationError, match=rf"give {other}, of another seed or other settings"):
         run.resolve_checkpoint("last")
 
 

@@ -11,7 +11,7 @@ import yaml
 import fl_lightning
 from fl_lightning.cli.command_line import main as fit
 from fl_lightning.cli.study import StudyCells
-from fl_lightning.experiments.run_directory.description import class_name
+from fl_lightning.experiments.run_directory.config_digest import class_path
 from fl_lightning.experiments.studies.reading import read_study
 
 FOLDER = Path(fl_lightning.__file__).parents[1] / "configs/studies"
@@ -76,7 +76,7 @@ def test_each_label_makes_another_run(name, scale):
     assert expect_different_runs(study, cells, near) or len(near) == 1
     for labels in near:  # what is for BN alone ends a run of anything else
         config = cells.cell(labels, 0).config
-        names = {class_name(one) for one in config["trainer"]["callbacks"] or []}
+        names = {class_path(one).rpartition(".")[2] for one in config["trainer"]["callbacks"] or []}
         assert (
             config["model"]["model"].get("init_args", {}).get("norm", "bn") == "bn" or not names & FOR_BN
         ), labels

@@ -145,7 +145,7 @@ def test_a_method_of_ones_own_passes_from_a_file_in_the_working_directory(own_co
 @pytest.mark.slow
 def test_a_failure_is_printed_with_its_place_and_makes_the_status_1(own_code, capsys):
     write_methods(
-        "from callbacks import MaintainedMomentum\n"
+        "from fl_lightning.callbacks import MaintainedMomentum\n"
         "class Mine(MaintainedMomentum):\n"
         "    def state_dict(self):\n"
         "        return {}\n"

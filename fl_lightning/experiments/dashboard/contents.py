@@ -71,7 +71,7 @@ def callback_settings(config: Config) -> dict[str, Config]:
         name = node["class_path"].rpartition(".")[2]
         count[name] += 1
         key = name if count[name] == 1 else f"{name}_{count[name]}"
-        settings[key] = {**(node.get("init_args") or {}), **node.get("reassigned", {})}
+        settings[key] = node.get("init_args") or {}
     return settings
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.experiments.dashboard import contents
 from fl_lightning.experiments.dashboard.settings import WandbSettings, open_run
+from fl_lightning.experiments.run_directory.config_digest import hash_of_run
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.files import write_text
@@ -129,7 +130,7 @@ class RoundWandbLogger(Logger):
             shutil.rmtree(earlier, ignore_errors=True)
         run_id = id_file.read_text().strip() if id_file.is_file() else os.environ.get("WANDB_RUN_ID")
         config = yaml.safe_load(self.attempt.config.read_text())
-        config_hash = folder.name.partition("-")[0]
+        config_hash = hash_of_run(self.attempt, config)
         # this group is the same for all seeds of a configuration
         group = f"{config['name']}-{config_hash}"
         names, facts = contents.identity(self.attempt, self.settings, group)

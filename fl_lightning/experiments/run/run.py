@@ -16,19 +16,19 @@ from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.interruption import stoppable
 from fl_lightning.experiments.run.trainer import MOST_THREADS, on_cpu, use_threads
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS, Training, quiet_host
-from fl_lightning.experiments.run_directory.built import built_in_python, without_decided
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.experiments.run_directory.directory import Attempt, Config
+from fl_lightning.experiments.run_directory.directory import Attempt, Config, RunDirectory
 from fl_lightning.experiments.run_directory.finished import Result
+from fl_lightning.experiments.run_directory.python_config import python_config
+from fl_lightning.files import folder_below
 from fl_lightning.round.module import FederatedModule
 
 
 class Run:
     """A run of a module on its data, with a folder for metrics, checkpoints, pictures and result.
 
-    The folder is ``<run_root>/<name>/<hash>-s<seed>``. The hash covers the settings of the module,
-    the data, the callbacks and the trainer. A repeated script therefore uses the same folder, and
-    ``fit(resume=True)`` resumes the run.
+    The folder is ``<run_root>/<name>/s<seed>``. A second run with the same name and seed is a new
+    attempt in the folder ``s<seed>.2``. ``fit(resume=True)`` resumes the newest attempt.
 
     Args:
         module: The module, whose seed is the run's seed.
@@ -49,7 +49,6 @@ class Run:
     Attributes:
         attempt: Folder of the last fit; ``attempt.path`` is the folder's path. None before the
             first fit.
-        config: Settings of the run, as in ``config.yaml``.
 
     Example:
         >>> from functools import partial
@@ -89,22 +88,27 @@ class Run:
         if threads is None and on_cpu(self.trainer_settings["accelerator"]):
             threads = 1
         self._place: dict[str, Any] = {"name": name, "run_root": str(run_root), "threads": threads}
-        self._describe()
 
-    def _describe(self) -> None:
-        """Describe the run's objects. The run's hash is computed from this description."""
+    @property
+    def config(self) -> Config:
+        """Settings of the run, as in ``config.yaml``.
+
+        The settings are the arguments with which the objects were built, as far as these are
+        numbers, strings, lists, dicts, or objects of which the same is true.
+        """
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
-        self._made = built_in_python(self.module, self.data, settings)
-        self.config: Config = {**self._place, **without_decided(self._made, self.data)}
+        built = python_config(self.module, self.data, settings)
+        return {**self._place, **built}
 
     def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> Result:
         """Train the model, and evaluate the final model; write and print the result.
 
         Args:
-            resume: Checkpoint to resume from: the path of a file, ``True`` for the last checkpoint
-                of the newest attempt, or ``"best"`` for the best checkpoint. ``"auto"`` resumes
-                from the last checkpoint if it exists, and otherwise starts a new run. The default
-                is a new run.
+            resume: Checkpoint to resume from: ``True`` for the last checkpoint of the newest attempt
+                with this name and seed, ``"best"`` for its best checkpoint, or the path of a file.
+                ``"auto"`` resumes from the last checkpoint if it exists, and otherwise starts a
+                new run. The default is a new run. With a path, settings may differ from those of
+                the checkpoint; the run is then a new attempt.
             accept_data: Whether the data may differ from the data of the checkpoint.
 
         Returns:
@@ -112,29 +116,25 @@ class Run:
 
         Raises:
             Stopped: A signal stopped the run after a complete round.
-            ConfigurationError: The checkpoint is missing, or a new run gets a module that was
-                already trained.
+            ConfigurationError: The checkpoint is missing, or a setting differs from the setting of
+                the run to resume, or a new run gets a module that was already trained.
         """
-        if self.attempt is None:
-            # describe the objects again: the user may have changed their attributes
-            self._describe()
         self.module.accept_data = accept_data
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
-        training = Training(
-            self.module,
-            self.data,
-            self.config,
-            self._made,
-            self.checkpoint,
-            "fit(resume=True)",
-            header="# built in Python\n",
-        )
+        root = folder_below(self._place["run_root"], self._place["name"])
+        directory = RunDirectory(root, f"s{self.module.seed}")
+        header = "# built in Python; only the class is named of objects that have no plain form\n"
+        way_on = "fit(resume=True)"
+        training = Training(self.module, self.data, self.config, self.checkpoint, way_on, header, directory)
+        ckpt_path = "last" if resume is True else resume or None
+        if ckpt_path == "auto":
+            ckpt_path = "last" if directory.newest_checkpoint() is not None else None
         with warnings.catch_warnings(), stoppable(), ExitStack() as held:
             quiet_host()
             if (threads := self._place["threads"]) is not None:
                 held.callback(torch.set_num_threads, torch.get_num_threads())
                 settings["devices"] = use_threads(threads, settings["devices"])
-            with training.prepare(settings, self.wandb, "last" if resume is True else resume or None) as run:
+            with training.prepare(settings, self.wandb, ckpt_path) as run:
                 self.attempt = run.start.attempt
                 return run.run()
 

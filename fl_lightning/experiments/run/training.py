@@ -25,10 +25,14 @@ from fl_lightning.experiments.run.progress import RoundProgress
 from fl_lightning.experiments.run.trainer import as_list, is_launched, make_trainer, useful_ranks
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.experiments.run_directory.code import full_name
+from fl_lightning.experiments.run_directory.config_digest import (
+    deciding_settings,
+    differences,
+    directory_of,
+    full_name,
+)
 from fl_lightning.experiments.run_directory.continuation import Start, find_start
-from fl_lightning.experiments.run_directory.description import directory_of
-from fl_lightning.experiments.run_directory.directory import Config
+from fl_lightning.experiments.run_directory.directory import Config, RunDirectory
 from fl_lightning.experiments.run_directory.drawings import draw_pictures
 from fl_lightning.experiments.run_directory.finished import Result
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger
@@ -126,11 +130,12 @@ class Training:
         module: The module.
         data: The module's data.
         config: The resolved configuration.
-        made: Description of the built objects, from
-            :func:`~fl_lightning.experiments.run_directory.built.built`.
         keeper: Callback that writes the run's checkpoints.
         way_on: Command or call that resumes the run, for the message of a stopped run.
         header: Comment at the top of ``config.yaml``.
+        directory: The folders of all attempts at the run. Default: the folders that the digest of
+            the configuration names. If the folders are given, their name does not depend on the
+            settings; a run that is resumed by its name must then have the same settings.
 
     Attributes:
         directory: The folders of all attempts at the run.
@@ -143,17 +148,20 @@ class Training:
         module: FederatedModule,
         data: FederatedDataModule,
         config: Config,
-        made: Config,
         keeper: RoundCheckpoint,
         way_on: str,
         header: str = "",
+        directory: RunDirectory | None = None,
     ) -> None:
-        self.module, self.data, self.config, self.made, self.header = module, data, config, made, header
+        self.module, self.data, self.config, self.header = module, data, config, header
         self.keeper, self.way_on = keeper, way_on
-        kind: Any = type(module)
-        model = {"class_path": full_name(kind), "init_args": config["model"]}
-        needs_class = kind is not FederatedModule and "class_path" not in config["model"]
-        self.directory = directory_of({**config, "model": model} if needs_class else config)
+        kind = type(module)
+        self._complete = config
+        if kind is not FederatedModule and "class_path" not in config["model"]:
+            model = {"class_path": full_name(kind), "init_args": config["model"]}
+            self._complete = {**config, "model": model}
+        self._is_named_by_settings = directory is None
+        self.directory = directory_of(self._complete) if directory is None else directory
         self.start = Start()
         self._wandb: RoundWandbLogger | None = None
 
@@ -192,7 +200,7 @@ class Training:
                 silence()
             else:
                 path = self.found(ckpt_path, rounds)
-                self._find_start(path, weights_only, settings, held)
+                self._find_start(path, weights_only, settings, held, by_name=ckpt_path in ("last", "best"))
             self.keeper.weights_only = weights_only
             interruption = FinishRound()
             trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb, interruption))
@@ -232,7 +240,7 @@ class Training:
             paths = [path for path in paths if path.is_file()]
             if not paths and (other := self.directory.other_checkpoint("last.ckpt")) is not None:
                 print(
-                    f"--ckpt_path auto starts a new run; {other} has other settings or an older version",
+                    f"--ckpt_path auto starts a new run; {other} has another seed or other settings",
                     flush=True,
                 )
             return next((path for path in paths if self._has_this_plan(path, rounds)), None)
@@ -243,24 +251,27 @@ class Training:
 
         Milestones and the decay of learning rates depend on the number.
         """
-        if self.module.budget_epochs is not None or rounds in (None, -1):
-            return True  # the data determine the number of rounds; attempts with one hash have equal data
         planned = load_run(path)["fl_lightning"]["total_rounds"]
-        if planned != rounds:
+        if self._is_other_plan(planned, rounds):
             print(
                 f"{path} is of a run planned for {planned} rounds, not {rounds}: --ckpt_path auto ignores it; "
                 "--ckpt_path last would extend that run",
                 flush=True,
             )
-        return bool(planned == rounds)
+            return False
+        return True
+
+    def _is_other_plan(self, planned: int, rounds: int | None) -> bool:
+        # with a budget, the data determine the number of rounds; attempts at one run have equal data
+        return self.module.budget_epochs is None and rounds not in (None, -1, planned)
 
     def _find_start(
-        self, path: Path | None, weights_only: bool | None, settings: Config, held: ExitStack
+        self, path: Path | None, weights_only: bool | None, settings: Config, held: ExitStack, by_name: bool
     ) -> None:
         """Check the checkpoint, and lock the folder in which the run trains.
 
         ``path`` is the checkpoint, or None for a new run. ``held`` is the exit stack that releases
-        the lock.
+        the lock. ``by_name`` says whether the user gave a word such as ``last`` instead of a path.
         """
         writes = not settings.get("fast_dev_run")
         if path is None:
@@ -270,13 +281,26 @@ class Training:
             return
         owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
         resumed = owner if writes and owner in self.directory.attempts() else None
-        if resumed is not None:
-            held.enter_context(resumed.lock())  # lock the folder before the checkpoint is read
-        checkpoint = load_run(path, weights_only)
+        with ExitStack() as locked:
+            if resumed is not None:
+                locked.enter_context(resumed.lock())  # lock the folder before the checkpoint is read
+            checkpoint = load_run(path, weights_only)
+            before = checkpoint["fl_lightning"]["record"]["description"]
+            differs: dict[str, list[Any]] = {"settings": ["unknown", "those of config.yaml"]}
+            if before:  # empty if a trainer wrote the checkpoint without a run
+                differs = differences(before, deciding_settings(self._complete))
+            if by_name and not self._is_named_by_settings:
+                planned, rounds = checkpoint["fl_lightning"]["total_rounds"], settings.get("max_epochs")
+                plans = {"trainer.max_epochs": [planned, rounds]}
+                _refuse_changes(path, differs | (plans if self._is_other_plan(planned, rounds) else {}))
+            if differs:
+                resumed = None
+            else:
+                held.push(locked.pop_all())
         extend_model(self.module.model, as_list(settings.get("callbacks")), self.module.seed)
         check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
         if writes:
-            self.start = find_start(self.directory, path, checkpoint, self.made, resumed, held)
+            self.start = find_start(self.directory, path, checkpoint, differs, resumed, held)
 
     def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
         """Return the trainer's arguments ``callbacks``, ``logger`` and ``default_root_dir``."""
@@ -286,7 +310,7 @@ class Training:
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
         # RunStart is the first callback, so that it prints before the progress bar opens its line
-        beginning = RunStart(self.start, self.config, self.made, self.header)
+        beginning = RunStart(self.start, self.config, self._complete, self.header)
         callbacks = [beginning, *callbacks, interruption, self.keeper]
         attempt = self.start.attempt
         if attempt is None:
@@ -318,6 +342,19 @@ class Training:
             error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} resumes the run"
         if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
             print(self._wandb.place, flush=True)
+
+
+def _refuse_changes(path: Path, differs: Mapping[str, list[Any]]) -> None:
+    """Raise an error if settings differ from the settings of the run that is resumed by its name."""
+    if not differs:
+        return
+    words = ", ".join(
+        f"{name} is {new}, but {old} in {path.parents[1]}" for name, (old, new) in differs.items()
+    )
+    raise ConfigurationError(
+        f"resume: {words}; give the settings of that run, or call fit() for a new run, or "
+        f"fit(resume={str(path)!r}) to continue from this file with the new settings"
+    )
 
 
 def stop_reason(trainer: L.Trainer) -> str:

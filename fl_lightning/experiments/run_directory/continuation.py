@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.experiments.run_directory.description import deciding_settings, differences
-from fl_lightning.experiments.run_directory.directory import Attempt, Config, RunDirectory
+from fl_lightning.experiments.run_directory.directory import Attempt, RunDirectory
 from fl_lightning.experiments.run_directory.metrics_log import lines_until, read_metrics
 from fl_lightning.files import remove_empty
 
@@ -51,7 +50,7 @@ def find_start(
     directory: RunDirectory,
     ckpt_path: Path,
     checkpoint: Mapping[str, Any],
-    made: Config,
+    differs: Mapping[str, list[object]],
     resumed: Attempt | None,
     held: ExitStack,
 ) -> Start:
@@ -65,7 +64,7 @@ def find_start(
         directory: All attempts at the run.
         ckpt_path: The checkpoint file.
         checkpoint: Content of the file.
-        made: Description of the built objects.
+        differs: Old and new value of each setting that has changed since the checkpoint.
         resumed: The attempt that is resumed. Its last checkpoint is ``ckpt_path``. None if a new
             attempt is needed.
         held: Exit stack that holds the lock of a new attempt.
@@ -76,9 +75,8 @@ def find_start(
     reached, source = int(checkpoint["global_step"]), resumed or directory.attempt_of(ckpt_path)
     # read the metrics before the folder is made, because missing lines raise an error
     lines = lines_until(source.metrics, reached) if source is not None else []
-    differs = _differences(checkpoint, made)
     if resumed is not None:
-        return Start(resumed, reached, False, str(ckpt_path), differs or None, b"".join(lines))
+        return Start(resumed, reached, False, str(ckpt_path), None, b"".join(lines))
     attempt = directory.next_attempt(held)
     print(
         f"new attempt {attempt.path} continues from round {reached} of {ckpt_path}, which stays unchanged"
@@ -86,10 +84,3 @@ def find_start(
         flush=True,
     )
     return Start(attempt, reached, True, str(ckpt_path), differs, b"".join(lines))
-
-
-def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
-    before = checkpoint["fl_lightning"]["record"].get("description")
-    if not before:  # a checkpoint of an older version has no description
-        return {"settings": ["unknown", "those of config.yaml"]}
-    return differences(before, deciding_settings(made))

@@ -1,8 +1,9 @@
 """Run directory: one folder for each attempt at a run.
 
-The first attempt is in the folder ``runs/<name>/<config hash>-s<seed>``. For later attempts,
-``.2``, ``.3`` and so on are appended to the name of this folder. A new ``fit`` never changes a
-folder that has a trained round.
+The first attempt at a run from YAML is in the folder ``runs/<name>/<config hash>-s<seed>``. The
+first attempt at a run from Python is in ``runs/<name>/s<seed>``. For later attempts, ``.2``, ``.3``
+and so on are appended to the name of this folder. A new ``fit`` never changes a folder that has a
+trained round.
 """
 
 import re
@@ -147,12 +148,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """All attempts at a run: the folders of one configuration and one seed.
+    """All attempts at a run.
+
+    A run from YAML is one configuration with one seed. A run from Python is one name and one seed.
 
     Args:
         root: The folder ``runs/<name>``.
-        stem: Name of the first attempt's folder, ``<config hash>-s<seed>``. Later attempts append
-            ``.2``, ``.3`` and so on.
+        stem: Name of the first attempt's folder, ``<config hash>-s<seed>`` or ``s<seed>``. Later
+            attempts append ``.2``, ``.3`` and so on.
     """
 
     root: Path
@@ -247,7 +250,7 @@ class RunDirectory:
             other = self.other_checkpoint(name)
             raise ConfigurationError(
                 f"ckpt_path {ckpt_path!r} found no {name} in {self.root / self.stem}; give "
-                + (f"{other}, of other settings or an older version" if other else "the path of a checkpoint")
+                + (f"{other}, of another seed or other settings" if other else "the path of a checkpoint")
                 + ", or start without ckpt_path"
             )
         return path

@@ -94,7 +94,7 @@ def load_run(path: str | os.PathLike[str]) -> LoadedRun:
         runs = sorted(config.parent for config in folder.glob("*/config.yaml"))
         known = f"; it has {', '.join(map(str, runs[:3]))}" if runs else ""
         raise ConfigurationError(
-            f"load_run: {folder} is no run directory (it has no config.yaml){known}; give such as runs/NAME/HASH-s0"
+            f"load_run: {folder} is no run directory (it has no config.yaml){known}; give such as runs/NAME/HASH-s0 or runs/NAME/s0"
         )
     return LoadedRun(folder)
 

@@ -4,25 +4,26 @@ import ast
 import hashlib
 import platform
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 
-from fl_lightning.aliases import current_name
 from fl_lightning.experiments.run_directory.directory import Config
 
 _HOME = Path(__file__).resolve().parents[2]
 
 _NO_NUMBERS = frozenset(
     {
-        *("__init__.py", "__main__.py", "aliases.py", "console.py"),
+        *("__init__.py", "__main__.py", "console.py"),
         *("cli", "experiments", "pictures", "testing", "verification"),
     }
 )
@@ -38,6 +39,7 @@ The code of a method or data module affects only runs that use it.
 """
 
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
+_STANDARD = Path(sysconfig.get_path("stdlib"))
 
 
 def provenance(config: Config) -> dict[str, str]:
@@ -53,8 +55,7 @@ def provenance(config: Config) -> dict[str, str]:
     """
     trainer = config.get("trainer") or {}
     entries = trainer.get("callbacks") or []
-    rest = {**config, "trainer": {name: x for name, x in trainer.items() if name != "callbacks"}}
-    names = _dotted_names(rest)
+    names = _dotted_names({**config, "trainer": {**trainer, "callbacks": None}})
     files = _files(names)
     computes = {
         "source": _digest(files, _core()),
@@ -66,11 +67,11 @@ def provenance(config: Config) -> dict[str, str]:
     for entry in entries if isinstance(entries, list) else [entries]:
         if entry_files := _files(_dotted_names(entry)):
             path = entry["class_path"] if isinstance(entry, Mapping) else str(entry)
-            methods.setdefault(current_name(path), {}).update(entry_files)
+            methods.setdefault(path, {}).update(entry_files)
     for path, method_files in methods.items():
         files |= method_files
         computes[path] = _digest(method_files)
-    names |= {name for module, path in files.items() for name in _imports(path, module)}
+    names |= {name for module, path in files.items() for name in _bindings(path, module).imports}
     roots = {name.partition(".")[0] for name in names}
     return computes | {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
 
@@ -83,86 +84,123 @@ def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
 
 
 def _files(names: Iterable[str]) -> dict[str, Path]:
-    """Return the files that define the given names, and all files that these files import.
+    """Return the files of the modules that define the given names, and the files that they import.
 
-    Files of the core are left out.
+    Only the user's own files count, and the files of the methods and data modules that are used.
+    If a package only re-exports a name, the file of the module that defines the name counts.
     """
     files: dict[str, Path] = {}
-    waiting = [_module(name) for name in names if _may_count(name)]
+    waiting, seen = [*names], set[str]()
     while waiting:
-        module = waiting.pop()
-        if module in files or not _may_count(module):
+        name = waiting.pop()
+        if name in seen:
             continue
-        origin = _origin(module)
-        path = Path(origin)
-        is_own = "site-packages" not in origin or module.startswith(_BY_USE)
-        if origin.endswith(".py") and is_own and path.is_file() and path not in files.values():
+        seen.add(name)
+        module, path, attribute = _module_of(name)
+        if path is None:
+            continue
+        bound = _bindings(path, module)
+        home = module
+        if attribute.isidentifier() and attribute not in bound.defined:
+            home = bound.exports.get(attribute) or _lazy_home(module, path, attribute)
+        if home != module:
+            waiting.append(home)
+        elif module not in files:
             files[module] = path
-            waiting += [_home(name) for name in _imports(path, module)]
+            waiting += bound.imports
     return files
 
 
-def _may_count(name: str) -> bool:
-    root = name.partition(".")[0]
-    return (
-        name.startswith(_BY_USE)
-        if root == "fl_lightning"
-        else bool(root) and root not in sys.stdlib_module_names
-    )
+def _module_of(name: str) -> tuple[str, Path | None, str]:
+    """Split a full name into the module, the module's file and the name inside the module.
 
-
-def _home(name: str) -> str:
-    """Return the name of the module that defines a shipped method or data module.
-
-    Any other name is returned unchanged.
+    The file is None if the name is not defined in a file that counts.
     """
-    if name.startswith(_BY_USE):
-        package, _, rest = name.removeprefix("fl_lightning.").partition(".")
-        exported = getattr(import_module(f"fl_lightning.{package}"), rest.partition(".")[0], None)
-        return getattr(exported, "__module__", name)
-    return name
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        module = ".".join(parts[:length])
+        if (path := _file(module)) is not None:
+            return module, path, parts[length] if length < len(parts) else ""
+    return name, None, ""
 
 
-def _module(name: str) -> str:
-    """Return the name of the module of a class or function, given its full name."""
-    module = _home(name)
-    if module == name:
-        module = name.rpartition(".")[0]
-    while module and not _origin(module):
-        module = module.rpartition(".")[0]
-    return module
+def _file(module: str) -> Path | None:
+    """Return the file of a module of the user's, or of a method or data module, else None.
 
-
-def _imports(path: Path, module: str) -> tuple[str, ...]:
-    """Return the full names of all modules and objects that a module imports.
-
-    Imports inside functions are included.
+    The place of the file decides, not its name: a user may have a module ``trace``.
     """
+    spec = _spec(module) if module not in sys.modules else None
+    origin = getattr(sys.modules.get(module), "__file__", None) if spec is None else spec.origin
+    path = Path(origin or "")
+    if path.suffix != ".py" or not path.is_file():
+        return None
+    if module.partition(".")[0] == _HOME.name:
+        return path if f"{module}.".startswith(_BY_USE) else None
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return None if is_installed or path.is_relative_to(_STANDARD) else path
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Find a module. Do not import the packages around it, because an import runs code."""
+    if (parent := module.rpartition(".")[0]) == "":
+        return find_spec(module)
+    package = sys.modules.get(parent) or _spec(parent)
+    folders = getattr(package, "__path__", None) or getattr(package, "submodule_search_locations", None)
+    return PathFinder.find_spec(module, folders) if folders else None
+
+
+def _lazy_home(module: str, path: Path, attribute: str) -> str:
+    """Return the module that defines an object which a package imports at its first use."""
+    if path.name != "__init__.py":
+        return module  # do not import other modules: a script would start
+    try:
+        made = getattr(import_module(module), attribute, None)
+    except Exception:  # noqa: BLE001  # the error is reported when the run is built
+        return module
+    return getattr(made, "__module__", None) or module
+
+
+class _Bindings(NamedTuple):
+    """Names that a module imports and defines.
+
+    Attributes:
+        imports: Full names of all imported modules and objects, also inside functions.
+        exports: Full name of each imported object, by the object's name in the module.
+        defined: Names that the module itself defines.
+    """
+
+    imports: tuple[str, ...]
+    exports: Mapping[str, str]
+    defined: frozenset[str]
+
+
+def _bindings(path: Path, module: str) -> _Bindings:
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return _imports_of(path.read_bytes(), package)
+    return _bindings_of(path.read_bytes(), package)
 
 
 @cache
-def _imports_of(content: bytes, package: str) -> tuple[str, ...]:
-    names: list[str] = []
+def _bindings_of(content: bytes, package: str) -> _Bindings:
+    imports: list[str] = []
+    exports: dict[str, str] = {}
+    defined: set[str] = set()
     for node in ast.walk(ast.parse(content)):
+        names: list[tuple[str, str]] = []
         if isinstance(node, ast.Import):
-            names += (alias.name for alias in node.names)
+            imports += (alias.name for alias in node.names)
+            names += ((alias.asname, alias.name) for alias in node.names if alias.asname)
         elif isinstance(node, ast.ImportFrom):
             around = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            source = ".".join(filter(None, (around, node.module)))
-            names += (source, *(f"{source}.{alias.name}" for alias in node.names))
-    return tuple(names)
-
-
-def _origin(module: str) -> str:
-    """Return the path of a module's file; empty if there is no such module or file."""
-    if module in sys.modules:
-        return getattr(sys.modules[module], "__file__", None) or ""
-    try:
-        return getattr(find_spec(module), "origin", None) or ""
-    except ImportError:
-        return ""
+            source = tuple(filter(None, (around, node.module)))
+            names += ((alias.asname or alias.name, ".".join((*source, alias.name))) for alias in node.names)
+            imports += (full for _, full in names)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        # a name with two sources, as in try and except, counts like a name that the module defines
+        defined |= {name for name, full in names if exports.setdefault(name, full) != full}
+    return _Bindings(tuple(imports), exports, frozenset(defined))
 
 
 def _dotted_names(tree: Any) -> set[str]:
@@ -170,14 +208,13 @@ def _dotted_names(tree: Any) -> set[str]:
     names, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, str):
-            if "." in node:
-                names.add(current_name(node))
+        if isinstance(node, str) and "." in node and all(part.isidentifier() for part in node.split(".")):
+            names.add(node)
         elif isinstance(node, dict):
-            waiting += [x for x in node.values() if isinstance(x, str | dict | list)]
+            waiting += node.values()
         elif isinstance(node, list):
             waiting += node
-    return {name for name in names if all(part.isidentifier() for part in name.partition(".<")[0].split("."))}
+    return names
 
 
 @cache

@@ -10,13 +10,13 @@ from fl_lightning.batch_norm.kinds import KINDS, STATISTICS, buffer_kinds, state
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.cohort.parts import match_parts
 from fl_lightning.console import print_table
+from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.continuation import Start
 from fl_lightning.experiments.run_directory.describe import (
     describe_computing,
     identity,
     origin_in_words,
 )
-from fl_lightning.experiments.run_directory.description import deciding_settings, misfits
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.drawings import draw_partition, harmless
 from fl_lightning.experiments.run_directory.source import provenance
@@ -34,13 +34,13 @@ class RunStart(L.Callback):
     Args:
         start: The run's folder, and the checkpoint to resume from.
         config: The resolved configuration.
-        made: Description of the built objects.
+        complete: The configuration with the class of the module.
         header: Comment at the top of ``config.yaml``.
     """
 
-    def __init__(self, start: Start, config: Config, made: Config, header: str = "") -> None:
+    def __init__(self, start: Start, config: Config, complete: Config, header: str = "") -> None:
         self.start, self.attempt = start, start.attempt
-        self.config, self.made, self.header = config, made, header
+        self.config, self.complete, self.header = config, complete, header
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write ``config.yaml``, ``run.json``, the partition and the policy; draw the partition."""
@@ -59,7 +59,9 @@ class RunStart(L.Callback):
             _remove_results(self.attempt)
             if self.start.metrics:
                 write_bytes(self.attempt.metrics, self.start.metrics)
-            self._write_configuration(self.attempt, pl_module)
+            origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
+            settings = yaml.safe_dump(self.config, sort_keys=False)
+            write_text(self.attempt.config, origin + self.header + settings)
             write_json(self.attempt.partition, pl_module.data.partition_record())
             write_json(self.attempt.policy, policy)
             with harmless(self.attempt.identity):
@@ -74,26 +76,13 @@ class RunStart(L.Callback):
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
 
-    def _write_configuration(self, attempt: Attempt, module: FederatedModule) -> None:
-        """Write ``config.yaml``, and check that the file describes the built objects.
-
-        Raises:
-            RuntimeError: The file describes other objects.
-        """
-        origin = "".join(f"# {line}\n" for line in origin_in_words(module.record.continued_from))
-        write_text(attempt.config, origin + self.header + yaml.safe_dump(self.config, sort_keys=False))
-        if differing := misfits(yaml.safe_load(attempt.config.read_text()), self.made):
-            raise RuntimeError(
-                f"{attempt.config} would not build this run ({'; '.join(differing)}): a defect of fl_lightning, please report it"
-            )
-
     def _note_origin(self, module: FederatedModule) -> None:
         """Record the settings and code digests that checkpoints contain.
 
         In a resumed run, print what has changed since the checkpoint.
         """
         record, start = module.record, self.start
-        record.description, computes = deciding_settings(self.made), provenance(self.made)
+        record.description, computes = deciding_settings(self.complete), provenance(self.complete)
         last = record.provenance[-1] if record.provenance else {}
         changed = [f"{x} {last[x]} -> {now}" for x, now in computes.items() if last.get(x, now) != now]
         if changed:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.checkpoint_io import load_run
-from fl_lightning.experiments.run_directory.description import directory_of
+from fl_lightning.experiments.run_directory.config_digest import directory_of
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.finished import Result, read_result
 from fl_lightning.experiments.run_directory.source import provenance

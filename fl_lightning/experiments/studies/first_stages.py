@@ -12,8 +12,8 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.config_digest import config_hash
 from fl_lightning.experiments.run_directory.describe import origin_in_words
-from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.methods.callback import FederatedCallback

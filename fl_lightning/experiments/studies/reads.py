@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fl_lightning.errors import ConfigurationError, nearest
-from fl_lightning.experiments.run_directory.description import class_path
+from fl_lightning.experiments.run_directory.config_digest import class_path
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.studies.cells import Cell, State

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from fl_lightning import __version__
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.description import deciding_settings
+from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.columns import check_columns

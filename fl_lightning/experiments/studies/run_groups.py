@@ -1,7 +1,6 @@
 """Findings of run directories in a study's format. Runs that differ only in seed form a group."""
 
 import json
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.config_digest import hash_of_run
 from fl_lightning.experiments.run_directory.describe import origin_in_words
-from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
@@ -57,7 +56,7 @@ def found_in(directories: Sequence[Path]) -> Found:
     attempts_of: dict[Key, list[tuple[int, Attempt]]] = {}
     for attempt in map(Attempt, directories):
         config = resolved(attempt)
-        key = Key(config["name"], _hash_of(attempt, config), config["trainer"]["max_epochs"])
+        key = Key(config["name"], hash_of_run(attempt, config), config["trainer"]["max_epochs"])
         configs.setdefault(key, config)
         attempts_of.setdefault(key, []).append((config["seed_everything"], attempt))
     grouped = {
@@ -165,19 +164,6 @@ def _learning_rate(config: Config) -> float | None:
         return float(config["model"]["client_optimizer"]["init_args"]["lr"])
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _hash_of(attempt: Attempt, config: Config) -> str:
-    """Return a configuration's hash, which ignores the seed and the digest of initial weights."""
-    model = config["model"].get("init_args", config["model"])
-    weights = "weights_digest" in model["model"]
-    named = re.fullmatch(r"([0-9a-f]{8})-s\d+(\.\d+)?", attempt.path.name)
-    if named and not weights:
-        return named[1]
-    node = {name: x for name, x in model["model"].items() if name != "weights_digest"}
-    settings = {**model, "model": node}
-    hashed = {**config["model"], "init_args": settings} if "init_args" in config["model"] else settings
-    return config_hash({"model": hashed, "data": config["data"], "trainer": config["trainer"]})
 
 
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
