@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIMIT = 600  # wall seconds after which a command is ended
+LIMIT = 1800  # wall seconds after which a command is ended
 
 
 class Ended(NamedTuple):
@@ -34,7 +34,12 @@ class Ended(NamedTuple):
 def use(code: Path) -> None:
     """Take fl_lightning from this folder, here and in processes started from here."""
     sys.path.insert(0, str(code))
-    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled", "COLUMNS": "200"}
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "WANDB_MODE": "disabled",
+        "COLUMNS": "200",
+    }
     os.environ.update(settings, PYTHONPATH=str(code), JSONARGPARSE_DEPRECATION_WARNINGS="off")
 
 
@@ -124,7 +129,7 @@ def command_of_its_own(arguments: list[str], folder: Path) -> Ended:
 
 
 def machine(code: Path) -> dict[str, str]:
-    """What a record's floats depend on, and the commit that it is of."""
+    """Return what a record's floats depend on, and the commit that it is of."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
@@ -147,14 +152,14 @@ def write(path: Path, machine: dict[str, str], values: dict[str, Any]) -> None:
 
 
 def text_of(record: Any) -> str:
-    """A record as JSON with a list of plain values on one line."""
+    """Return a record as JSON with a list of plain values on one line."""
     text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False)
     plain = re.compile(r"\[[^\[\]{}\"]*\]")
     return plain.sub(lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a record by their place in it; a list of plain values is a leaf."""
+    """Yield the leaves of a record by their place in it; a list of plain values is a leaf."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from leaves(value, f"{place} / {key}" if place else str(key))

@@ -36,16 +36,19 @@ TESTS = {  # folder of the code: folder of its tests
 }
 CPU_SECONDS = 60
 WALL_SECONDS = 1800
-HEAVY = "lightning.pytorch.cli matplotlib.pyplot pydantic pytest scipy.stats sklearn.datasets torchvision wandb"
+HEAVY = (
+    "lightning.pytorch.cli matplotlib.pyplot pydantic pytest scipy.stats sklearn.datasets torchvision wandb"
+)
 COMPARED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"}  # fmt: skip
 FLIPPED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}  # fmt: skip
 COMPUTED = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"}  # fmt: skip
 CHANGED = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "**": "*"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Judge = Callable[[dict[str, Any], Path], dict[str, Any]]
 
 
 def functions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, Function]]:
-    """All functions by qualified name; one inside of another belongs to the outer one."""
+    """Yield all functions by qualified name; one inside of another belongs to the outer one."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function):
             yield f"{place}{node.name}", node
@@ -56,7 +59,7 @@ def functions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, Function]]:
 
 
 def changes(function: Function) -> Iterator[tuple[str, ast.AST, ast.AST | None, str, str]]:
-    """Kind, first and last node of what is replaced, the text sought between them, and the new text."""
+    """Yield kind, first and last node of what is replaced, the text sought between them, and the new text."""
     names: list[str] = []
     for node in computing(function):
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -87,7 +90,7 @@ def changes(function: Function) -> Iterator[tuple[str, ast.AST, ast.AST | None, 
 
 
 def computing(node: ast.AST) -> Iterator[ast.AST]:
-    """What computes in a function, in the order of its text: no annotations, decorators, errors and texts."""
+    """Yield what computes in a function, in the order of its text: no annotations, decorators, errors and texts."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list"):
             continue
@@ -101,7 +104,9 @@ def is_text(node: ast.BinOp) -> bool:
     """Whether an operator joins or fills texts, or repeats lists."""
     other = ast.JoinedStr | ast.List | ast.Tuple
     sides = (node.left, node.right)
-    return any(isinstance(x, other) or (isinstance(x, ast.Constant) and isinstance(x.value, str)) for x in sides)
+    return any(
+        isinstance(x, other) or (isinstance(x, ast.Constant) and isinstance(x.value, str)) for x in sides
+    )
 
 
 def is_check(called: ast.expr) -> bool:
@@ -113,7 +118,7 @@ def is_check(called: ast.expr) -> bool:
 
 
 def mutants_of(file: str, text: str) -> Iterator[dict[str, Any]]:
-    """Every mutant of a file that changes one line."""
+    """Yield every mutant of a file that changes one line."""
     lines = text.splitlines()
     for name, function in functions(ast.parse(text)):
         if name.split(".")[-1] in ("__repr__", "__str__", "extra_repr"):
@@ -133,13 +138,13 @@ def mutants_of(file: str, text: str) -> Iterator[dict[str, Any]]:
                 new = new.format(line[begin:end].decode()) if kind == "not" else new
             mutated = (line[:begin] + new.encode() + line[end:]).decode()
             own = [x.strip() for x in lines[function.lineno - 1 : number]]
-            found = {"file": file, "function": name, "kind": kind, "line": own[-1], "mutated": mutated.strip()}
+            texts = {"line": own[-1], "mutated": mutated.strip(), "occurrence": own.count(own[-1])}
             try:
                 ast.parse("\n".join([*lines[: number - 1], mutated, *lines[number:]]))
             except SyntaxError:
                 continue
-            if found["line"] != found["mutated"]:
-                yield {**found, "occurrence": own.count(own[-1])}
+            if texts["line"] != texts["mutated"]:
+                yield {"file": file, "function": name, "kind": kind, **texts}
 
 
 def draw(code: Path, count: int, seed: int) -> dict[str, Any]:
@@ -163,12 +168,9 @@ def draw(code: Path, count: int, seed: int) -> dict[str, Any]:
 
 def place_of(mutant: dict[str, Any], copy: Path) -> tuple[Path, int] | None:
     """Where a mutant's line is: in its function, in a function of that name elsewhere, else where it is alone."""
-    own = copy / mutant["file"]
-    paths = {path.resolve(): path for folder in ("fl_lightning", "callbacks") for path in (copy / folder).rglob("*.py")}
-    if own.exists():
-        paths = {own.resolve(): own, **paths}
+    every = [path for folder in ("fl_lightning", "callbacks") for path in (copy / folder).rglob("*.py")]
     anywhere = []
-    for path in paths:
+    for path in sorted({path.resolve() for path in every}, key=lambda path: path != copy / mutant["file"]):
         lines = path.read_text().splitlines()
         if mutant["line"] not in (line.strip() for line in lines):
             continue
@@ -182,12 +184,8 @@ def place_of(mutant: dict[str, Any], copy: Path) -> tuple[Path, int] | None:
 
 
 @contextmanager
-def made(mutant: dict[str, Any], place: tuple[Path, int] | None) -> Iterator[None]:
-    """Have a mutant in a checkout; without a place, nothing is changed."""
-    if place is None:
-        yield
-        return
-    path, number = place
+def made(mutant: dict[str, Any], path: Path, number: int) -> Iterator[None]:
+    """Have a mutant in a line of a file."""
     text = path.read_text()
     lines = text.splitlines(keepends=True)
     lines[number] = lines[number].replace(mutant["line"], mutant["mutated"])
@@ -199,15 +197,16 @@ def made(mutant: dict[str, Any], place: tuple[Path, int] | None) -> Iterator[Non
 
 
 def tests_of(mutant: dict[str, Any], copy: Path) -> list[str]:
-    """The test files of a mutant's room; those that name its class, function or file the most come first."""
+    """Return the test files of a mutant's room; those that name its class, function or file the most come first."""
     folder = copy / "tests" / TESTS[str(Path(mutant["file"]).parent)]
-    words = {mutant["function"].partition(".")[0], mutant["function"].rpartition(".")[2], Path(mutant["file"]).stem}
+    file = Path(mutant["file"]).stem
+    words = {file, mutant["function"].partition(".")[0], mutant["function"].rpartition(".")[2]}
 
-    def named(path: Path) -> int:
+    def order(path: Path) -> tuple[bool, int, str]:
         text = path.read_text()
-        return sum(text.count(word) for word in words) + 100 * (path.stem == f"test_{Path(mutant['file']).stem}")
+        return path.stem != f"test_{file}", -sum(text.count(word) for word in words), path.name
 
-    return [str(path) for path in sorted(folder.glob("test_*.py"), key=lambda path: (-named(path), path.name))]
+    return [str(path) for path in sorted(folder.glob("test_*.py"), key=order)]
 
 
 class FirstFailure:
@@ -229,7 +228,7 @@ def test(copy: Path, arguments: list[str]) -> dict[str, Any]:
         import pytest
 
         plugin = FirstFailure()
-        options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={copy}", f"--basetemp={told.parent / 'tests'}"]
+        options = f"-x -q -p no:cacheprovider --rootdir={copy} --basetemp={told.parent}/tests".split()
         status = int(pytest.main([*options, *arguments], plugins=[plugin]))
         told.write_text(plugin.node)
         return status
@@ -252,7 +251,9 @@ def test(copy: Path, arguments: list[str]) -> dict[str, Any]:
 
 def judge(mutant: dict[str, Any], copy: Path) -> dict[str, Any]:
     """Whether the tests of a mutant's room kill it, by a test that passes without the mutant."""
-    with made(mutant, place_of(mutant, copy)):
+    place = place_of(mutant, copy)
+    assert place, mutant
+    with made(mutant, *place):
         found = test(copy, ["-m", "not slow", *tests_of(mutant, copy)])
     if found["outcome"] == "killed":
         found["passes_without"] = test(copy, [found["test"]])["outcome"] == "survived"
@@ -264,33 +265,34 @@ def judge_again(mutant: dict[str, Any], copy: Path) -> dict[str, Any]:
     place = place_of(mutant, copy)
     if place is None:
         return {"outcome": "line gone"}
-    with made(mutant, place):
+    with made(mutant, *place):
         found = test(copy, [mutant["test"]])
         if found["outcome"] != "killed":
             found = {**test(copy, ["-m", "not slow", *tests_of(mutant, copy)]), "before": found["outcome"]}
     return {**found, "place": f"{place[0].relative_to(copy.resolve())}:{place[1] + 1}"}
 
 
-def each(
-    mutants: dict[str, Any], judge: Callable[[dict[str, Any], Path], dict[str, Any]], copy: Path, file: Path, code: Path
-) -> None:
+def each(mutants: dict[str, Any], judge: Judge, copy: Path, file: Path) -> dict[str, Any]:
     """Judge mutants that have no outcome in a file yet, and write the file after each of them."""
     done = json.loads(file.read_text())["values"] if file.exists() else {}
     for name, mutant in mutants.items():
         if "outcome" in done.get(name, {}):
             continue
         done[name] = {**mutant, **judge(mutant, copy)}
-        common.write(file, common.machine(code), done)
+        common.write(file, common.machine(copy), done)
         print(name, done[name]["outcome"], done[name].get("test"), done[name].get("cpu_seconds"), flush=True)
+    return done
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["draw", "run", "compare"])
     parser.add_argument("file", type=Path, help="the record of the mutants before")
     parser.add_argument("after", type=Path, nargs="?", help="where compare writes what it finds")
-    parser.add_argument("--code", type=Path, default=common.REPOSITORY, help="a checkout; this one if left out")
+    parser.add_argument(
+        "--code", type=Path, default=common.REPOSITORY, help="a checkout; this one if left out"
+    )
     parser.add_argument("--copy", type=Path, help="a checkout for the mutants alone; made if it is not there")
     parser.add_argument("--count", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
@@ -298,31 +300,50 @@ def main() -> None:
     if given.command == "draw":
         common.write(given.file, common.machine(given.code), draw(given.code, given.count, given.seed))
         return
-    given.copy = given.copy.resolve()
-    if not given.copy.exists():
-        head = ["git", "-C", str(given.code), "rev-parse", "HEAD"]
-        commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-        make = ["git", "-C", str(given.code), "worktree", "add", "--detach", str(given.copy), commit]
-        subprocess.run(make, check=True)
-    common.use(given.copy)
+    mutants = json.loads(given.file.read_text())["values"]
+    copy = checkout(given.code, given.copy.resolve())
+    for name in HEAVY.split():
+        import_module(name)
+    if given.command == "run":
+        each(mutants, judge, copy, given.file)
+        return
+    killed = {name: mutant for name, mutant in mutants.items() if mutant.pop("outcome", "") == "killed"}
+    found = each(killed, judge_again, copy, given.after or Path("mutants_after.json"))
+    print(dict(Counter(mutant["outcome"] for mutant in found.values())), "of those killed before")
+    for name, mutant in found.items():
+        if mutant["outcome"] != "killed":
+            print(
+                name,
+                mutant["outcome"],
+                mutant["file"],
+                mutant["function"],
+                mutant["line"],
+                mutant["mutated"],
+                sep="\n    ",
+            )
+    sys.exit(int(any(mutant["outcome"] != "killed" for mutant in found.values())))
+
+
+def checkout(code: Path, copy: Path) -> Path:
+    """Make a copy of a checkout's commit if there is none, and take fl_lightning from it."""
+
+    def git(folder: Path, *words: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    commit = git(code, "rev-parse", "HEAD")
+    if not copy.exists():
+        git(code, "worktree", "add", "--detach", str(copy), commit)
+    if git(copy, "rev-parse", "HEAD") != commit or git(copy, "status", "--porcelain"):
+        sys.exit(f"{copy} is not at {commit}, or has changes; remove it")
+    common.use(copy)
     for folder in ("fl_lightning", "callbacks", "datamodules"):
         # by content, since a mutant's file may have the size and the second of another's
         mode = py_compile.PycInvalidationMode.CHECKED_HASH
-        compileall.compile_dir(given.copy / folder, quiet=1, invalidation_mode=mode)
+        compileall.compile_dir(copy / folder, quiet=1, invalidation_mode=mode)
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    for name in HEAVY.split():
-        import_module(name)
-    mutants = json.loads(given.file.read_text())["values"]
-    if given.command == "run":
-        each(mutants, judge, given.copy, given.file, given.copy)
-        return
-    mutants = {name: mutant for name, mutant in mutants.items() if mutant.get("outcome") == "killed"}
-    after = given.after or Path("mutants_after.json")
-    each({k: {x: y for x, y in v.items() if x not in ("outcome",)} for k, v in mutants.items()}, judge_again, given.copy, after, given.copy)  # fmt: skip
-    found = json.loads(after.read_text())["values"]
-    print(dict(Counter(mutant["outcome"] for mutant in found.values())), "of those killed before")
-    sys.exit(int(any(mutant["outcome"] != "killed" for mutant in found.values())))
+    return copy
 
 
 if __name__ == "__main__":

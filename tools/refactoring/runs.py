@@ -74,7 +74,7 @@ def digests(state: Any) -> dict[str, Any]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What is recorded of the one run in a folder."""
+    """Return what is recorded of the one run in a folder."""
     import torch
 
     (path,) = folder.glob("runs/**/last.ckpt")
@@ -105,7 +105,8 @@ def look(only: str, folder: Path) -> dict[str, Any]:
             os.environ["STOP_AFTER"] = "2"
             stopped = common.command(words, own)
             del os.environ["STOP_AFTER"]
-            assert "stopped" in stopped.err and not [*own.glob("runs/**/result.json")], stopped
+            assert "stopped" in stopped.err, stopped
+            assert not [*own.glob("runs/**/result.json")], stopped
             words += ["--ckpt_path", "last"]
         ended = common.command(words, own)
         found[name] = {"failed": ended.err} if ended.status else outcome(own)
