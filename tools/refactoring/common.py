@@ -134,9 +134,12 @@ def machine(code: Path) -> dict[str, str]:
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    git = ["git", "-C", str(code), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    git = ["git", "-C", str(code), "log", "-1", "--format=%h"]
+    others = ["--", ".", ":!tools"]  # all but these scripts
+    changed = subprocess.run([*git[:3], "status", "--porcelain", *others], capture_output=True, check=False)
+    commit = subprocess.run([*git, *others], capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": commit + (" with changes" if changed.stdout else ""),
         "cpu": names[0] if names else platform.processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),

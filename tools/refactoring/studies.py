@@ -27,7 +27,7 @@ def with_published(study: Study) -> None:
     quick = study["scales"]["quick"]
     quick["published"] = study["scales"]["full"]["published"][:2]
     more = {
-        "diverges": {"model.client_optimizer.lr": 1e30},
+        "diverges": {"model.client_optimizer.lr": 1e30, "model.on_divergence": "record"},
         "raises": {"trainer.callbacks": ["raising.Raises"]},
     }
     study["axes"]["method"] |= more
