@@ -109,7 +109,8 @@ def look(only: str, folder: Path) -> dict[str, Any]:
         ended = common.command_of_its_own(words.split(), own)
         result = own / "runs/studies" / f"{name}-quick"
         tables = result.exists()
-        text = [line.rstrip() for line in ended.out.splitlines() if line.strip() and not UNLIKE.search(line)]
+        out = re.sub(r"; its output: .*", "", ended.out)
+        text = [line.rstrip() for line in out.splitlines() if line.strip() and not UNLIKE.search(line)]
         found[name] = {
             "status": ended.status,
             "cells": rows(result / "cells.csv") if tables else [],
