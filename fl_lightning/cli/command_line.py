@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NoReturn
 
-import yaml
-from jsonargparse import get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
 # imported so that YAML can name these classes without their dotted path
@@ -17,11 +15,10 @@ import fl_lightning.execution.vectorized
 import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # noqa: F401
-from fl_lightning.aliases import current_name
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.given import with_shipped_configs
 from fl_lightning.cli.messages import command, refusals
 from fl_lightning.cli.parser import ConciseParser
+from fl_lightning.cli.user_settings import with_shipped_configs
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
 from fl_lightning.experiments.run_directory.directory import Config
@@ -31,14 +28,12 @@ from fl_lightning.round.module import FederatedModule
 @command()
 def main(
     args: Sequence[str] | None = None,
-    model_class: type[FederatedModule] = FederatedModule,
     cli_class: type[FederatedCLI] = FederatedCLI,
 ) -> FederatedCLI:
     """Run the command line.
 
     Args:
         args: Arguments without the program's name; None for ``sys.argv[1:]``.
-        model_class: Class of the module, such as a subclass with another loss.
         cli_class: Class of the command line.
 
     Returns:
@@ -47,16 +42,12 @@ def main(
     """
     # remove the argument --_wandb... that a W&B sweep adds when it restarts a run
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
-    return _started(given, cli_class, model_class)
+    return _started(given, cli_class)
 
 
-def _started(
-    args: Sequence[str],
-    cli_class: type[FederatedCLI],
-    model_class: type[FederatedModule] = FederatedModule,
-) -> FederatedCLI:
+def _started(args: Sequence[str], cli_class: type[FederatedCLI]) -> FederatedCLI:
     return cli_class(
-        model_class,
+        FederatedModule,
         FederatedDataModule,
         save_config_callback=None,
         parser_class=ConciseParser,
@@ -140,25 +131,6 @@ def resolve(args: Sequence[str]) -> Config:
         reader = _reader()
         FederatedCLI.parse_arguments(reader, reader.parser, ["fit", *with_shipped_configs(args)])
         return reader.plain(reader.config.fit)
-
-
-_load_yaml = get_loader("yaml")
-
-
-def _with_current_names(text: str) -> Any:
-    """Read YAML, and replace the old dotted paths of shipped classes with the current paths."""
-
-    def renamed(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: renamed(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return [renamed(value) for value in node]
-        return current_name(node) if isinstance(node, str) else node
-
-    return renamed(_load_yaml(text))
-
-
-set_loader("yaml", _with_current_names, (yaml.YAMLError,))
 
 
 if __name__ == "__main__":
