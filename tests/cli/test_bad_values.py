@@ -167,7 +167,7 @@ TABLE = [
     ("--trainer.check_val_every_n_epoch x", "trainer.check_val_every_n_epoch: x is not valid; it takes int, null"),
     ("--trainer.check_val_every_n_epoch -1", "trainer.check_val_every_n_epoch: -1 must be at least 1 round"),
     ("--trainer.colour 3", "there is no setting 'trainer.colour'; did you mean trainer.logger or trainer.plugins or trainer.accelerator?"),
-    ("--trainer.plugins x", "trainer.plugins: there is no class 'x'; give one that this setting takes, or the dotted path of your own"),
+    ("--trainer.plugins x", "trainer.plugins: there is no class 'x'; did you mean XLAPrecision or XLAPrecisionPlugin or XLABf16PrecisionPlugin?"),
     ("--trainer.overfit_batches x", "trainer.overfit_batches: x is not valid; it takes int, float"),
     ("--checkpoint.every_n_rounds 0", "every_n_rounds must be >= 1 or null, found 0"),
     ("--checkpoint.every_n_rounds x", "checkpoint.every_n_rounds: x is not valid; it takes int, null"),
