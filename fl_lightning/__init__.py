@@ -7,5 +7,9 @@ The public names are listed in ``__init__.pyi`` and imported on first use. There
 
 import lazy_loader
 
+from fl_lightning import folders
+
 __version__ = "0.2.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+folders.install()

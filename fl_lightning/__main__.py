@@ -72,6 +72,10 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(list(sys.argv[1:] if args is None else args))
+    except ConfigurationError as error:
+        # only for an incomplete package, because commands print their errors themselves
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
         # only for Ctrl-C during the import of torch, because commands handle Ctrl-C themselves
         if not launched_rank():
@@ -118,7 +122,7 @@ def _check_files(arguments: list[str]) -> None:
     """
     if launched_rank() or os.environ.get("FL_LIGHTNING_TRACEBACK"):
         return
-    from fl_lightning.cli.early import check_files
+    from fl_lightning.cli.early_checks import check_files
 
     with suppress(Exception):
         try:

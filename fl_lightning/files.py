@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.folders import folder_of
 
 
 @contextmanager
@@ -140,9 +141,10 @@ def shipped(path: str, folder: Path = Path()) -> Path | None:
         path: Path of a configuration or study.
         folder: Folder to which a relative path refers (default: the working directory).
     """
-    is_shipped = path.startswith("configs/") and not (folder / path).exists()
-    file = Path(__file__).parent / path
-    return file.resolve() if is_shipped and file.is_file() else None
+    if not path.startswith("configs/") or (folder / path).exists():
+        return None
+    file = (folder_of("configs").parent / path).resolve()
+    return file if file.is_file() else None
 
 
 def user_file(setting: str, text: str | os.PathLike[str]) -> Path:

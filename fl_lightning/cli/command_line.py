@@ -16,9 +16,9 @@ import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # noqa: F401
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.given import with_shipped_configs
 from fl_lightning.cli.messages import command, refusals
 from fl_lightning.cli.parser import ConciseParser
+from fl_lightning.cli.user_settings import with_shipped_configs
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
 from fl_lightning.experiments.run_directory.directory import Config
@@ -28,14 +28,12 @@ from fl_lightning.round.module import FederatedModule
 @command()
 def main(
     args: Sequence[str] | None = None,
-    model_class: type[FederatedModule] = FederatedModule,
     cli_class: type[FederatedCLI] = FederatedCLI,
 ) -> FederatedCLI:
     """Run the command line.
 
     Args:
         args: Arguments without the program's name; None for ``sys.argv[1:]``.
-        model_class: Class of the module, such as a subclass with another loss.
         cli_class: Class of the command line.
 
     Returns:
@@ -44,16 +42,12 @@ def main(
     """
     # remove the argument --_wandb... that a W&B sweep adds when it restarts a run
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
-    return _started(given, cli_class, model_class)
+    return _started(given, cli_class)
 
 
-def _started(
-    args: Sequence[str],
-    cli_class: type[FederatedCLI],
-    model_class: type[FederatedModule] = FederatedModule,
-) -> FederatedCLI:
+def _started(args: Sequence[str], cli_class: type[FederatedCLI]) -> FederatedCLI:
     return cli_class(
-        model_class,
+        FederatedModule,
         FederatedDataModule,
         save_config_callback=None,
         parser_class=ConciseParser,

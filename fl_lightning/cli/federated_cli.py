@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import Namespace
-from jsonargparse._util import import_object
 from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fl_lightning.cli.given import given_settings, read_given
 from fl_lightning.cli.messages import fail
+from fl_lightning.cli.mistakes import imported
 from fl_lightning.cli.parser import ConciseParser, new_lists
+from fl_lightning.cli.user_settings import given_settings, read_given
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_trainer, use_threads
@@ -105,7 +105,7 @@ class FederatedCLI(LightningCLI):
         read = [
             setting._replace(name=setting.name.removeprefix(f"{command}.")) for setting in read_given(args)
         ]
-        ConciseParser.given, self.given = read, given_settings(read)
+        parser.given, self.given = read, given_settings(read)
         seed = self.given.get("seed_everything", 0)
         # if seed_everything is true, Lightning would draw a random seed
         if type(seed) is not int or not 0 <= seed < 2**32:
@@ -178,7 +178,7 @@ class FederatedCLI(LightningCLI):
         """
         resolved = self.plain(config)
         # the class of the data may fix a value, such as CIFAR10's ten classes
-        kind = import_object(config.data.class_path)
+        kind = imported(config.data.class_path)
         for name in LINKED:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):

@@ -3,28 +3,29 @@
 import re
 from collections.abc import Sequence
 from inspect import isabstract, isfunction
-from pathlib import Path
 from typing import get_type_hints
 
 import lightning as L
-import yaml
 from tabulate import tabulate
+from torch import nn
 
-import fl_lightning
 from fl_lightning import aggregation, attacks, callbacks, datamodules, models
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cli.command_line import build
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.messages import base_classes, command, kinds_of_settings
+from fl_lightning.cli.messages import command
+from fl_lightning.cli.mistakes import base_classes
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.experiments.run.trainer import as_list
+from fl_lightning.folders import folder_of
 from fl_lightning.models.norm import NORMS
 from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.hooks import configure_batch_norm, extend_model, in_order
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import stages_in_words, treatment_table
+from fl_lightning.yaml_file import read_yaml
 
 KINDS = {
     "methods": "trainer.callbacks",
@@ -73,12 +74,12 @@ def files(kind: str) -> dict[str, str]:
     Args:
         kind: Key of :data:`FILES`.
     """
-    home = Path(fl_lightning.__file__).parent
+    home = folder_of("configs").parent
     folders = ("configs", "configs/overlays") if kind == "configs" else ("configs/studies",)
     lines = {}
     for path in (path for folder in folders for path in sorted((home / folder).glob("*.yaml"))):
         text = path.read_text(encoding="utf-8")
-        title = yaml.safe_load(text).get("title") if kind == "studies" else None
+        title = read_yaml(text).get("title") if kind == "studies" else None
         lines[path.relative_to(home).as_posix()] = title or text.partition("\n")[0].removeprefix("# ")
     return lines
 
@@ -133,8 +134,14 @@ def named(kind: str) -> dict[str, str]:
     """
     if kind == "norms":
         return dict(NORMS)
-    modules = {"methods": callbacks, "models": models, "aggregators": aggregation, "attacks": attacks}
-    module, base = modules.get(kind, datamodules), kinds_of_settings()[KINDS[kind].rpartition(".")[2]]
+    module, base = {
+        "methods": (callbacks, L.Callback),
+        "models": (models, nn.Module),
+        "data": (datamodules, FederatedDataModule),
+        "partitions": (datamodules, datamodules.Partition),
+        "aggregators": (aggregation, aggregation.Aggregator),
+        "attacks": (attacks, attacks.Attack),
+    }[kind]
     lines = {}
     for name in sorted(module.__all__, key=str.lower):
         thing = getattr(module, name)

@@ -5,7 +5,6 @@ An error names the file and the line of a setting, and suggests similar names.
 
 import enum
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from types import NoneType
@@ -13,20 +12,23 @@ from typing import Any, ClassVar, NoReturn, get_args, get_type_hints
 
 import torch
 import yaml
-from jsonargparse import Namespace
-from jsonargparse._parameter_resolvers import UnknownDefault
-from jsonargparse._util import import_object
+from jsonargparse import Namespace, add_instantiator, set_loader
 from jsonargparse.typing import register_type
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torchmetrics import Metric
 
-from fl_lightning.cli.given import Given, given_settings, place_in, plain_name, read_given
-from fl_lightning.cli.messages import broken_module, explain, setting_of
+from fl_lightning.cli.messages import broken_module, one_line
+from fl_lightning.cli.mistakes import first_mistake, imported
 from fl_lightning.cli.options import Refusal
+from fl_lightning.cli.user_settings import Given, plain_name, read_given
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.recorded import parameters
+from fl_lightning.yaml_file import plain_yaml
+
+# let jsonargparse read YAML as the other parts of the program do
+set_loader("yaml", plain_yaml, (yaml.YAMLError, ValueError))
 
 # Lightning's Timer has the enum Interval.step as a default: write the value of an enum
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
@@ -39,29 +41,22 @@ class ConciseParser(LightningArgumentParser):
     """Parser with one-line errors. It does not accept abbreviated names of settings.
 
     Attributes:
-        owner: Name of the class whose settings the parser reads. The name is empty if the parser
-            reads the settings of several classes.
         given: The user's settings, with file names and line numbers for error messages.
+        commands: The subcommands of the parser; None without subcommands.
     """
 
-    owner = ""
-    given: ClassVar[Sequence["Given"]] = ()
-    _functions: ClassVar[set[Any]] = set()
+    given: Sequence[Given] = ()
+    _asked: ClassVar["ConciseParser | None"] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # with abbreviations, the misspelt --model.local_step would set --model.local_steps
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-        self._commands: Any = None
+        self.commands: Any = None
 
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        """Add the settings of a class.
-
-        Without ``nested_key``, store the name of the class in the attribute ``owner``.
-        """
-        if nested_key is None:
-            self.owner = class_type.__name__
+        """Add the settings of a class."""
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
         self._let_links_decide(kwargs.get("linked_targets"))
         self._refuse_class_defaults(class_type)
@@ -77,8 +72,8 @@ class ConciseParser(LightningArgumentParser):
         jsonargparse calls this method with ``linked_targets``. jsonargparse's own method does not
         accept this argument.
         """
-        self.owner = function.__name__
-        self._functions.add(function)
+        # the argument instantiators of jsonargparse's instantiate affects only classes
+        add_instantiator(_make, function, subclasses=False)  # type: ignore[arg-type]  # a function works, too
         names: list[str] = super().add_function_arguments(function, *args, **kwargs)
         self._let_links_decide(linked_targets)
         self._refuse_class_defaults(function)
@@ -95,7 +90,7 @@ class ConciseParser(LightningArgumentParser):
         jsonargparse would ignore a link to a setting whose default is unknown.
         """
         for action in self._actions:
-            if action.dest in (targets or ()) and isinstance(action.default, UnknownDefault):
+            if action.dest in (targets or ()) and type(action.default).__module__.startswith("jsonargparse"):
                 action.default = None
 
     def _let_data_decide_classes(self) -> None:
@@ -114,7 +109,7 @@ class ConciseParser(LightningArgumentParser):
         for action in self._actions:
             if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
                 path = action.default["class_path"]
-                needed = inspect.signature(import_object(path)).parameters.values()
+                needed = inspect.signature(imported(path)).parameters.values()
                 if any(p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in needed):
                     raise ConfigurationError(
                         f"{made.__name__}: its setting {action.dest} is a class by default ({path}), which a configuration cannot name; "
@@ -123,8 +118,8 @@ class ConciseParser(LightningArgumentParser):
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
         """Add the subcommands, and store them, because :meth:`settings` needs them."""
-        self._commands = super().add_subcommands(*args, **kwargs)
-        return self._commands
+        self.commands = super().add_subcommands(*args, **kwargs)
+        return self.commands
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
         """Create the configured objects.
@@ -134,40 +129,34 @@ class ConciseParser(LightningArgumentParser):
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
 
-    def _get_parser_instantiators(self) -> dict[tuple[Any, bool], Any]:
-        """Let jsonargparse call :func:`_make` for each function that returns a model.
-
-        The argument ``instantiators`` of jsonargparse's ``instantiate`` affects only classes.
-        """
-        return {(function, False): _make for function in self._functions}
-
     def settings(self) -> list[str]:
         """Return the plain names of all settings, including the settings of subcommands."""
-        parsers = self._commands.choices.values() if self._commands else [self]
+        parsers = self.commands.choices.values() if self.commands else [self]
         names = [name for parser in parsers for name, _ in parser.get_defaults().items()]
         return list(dict.fromkeys(map(plain_name, names)))
 
+    def parse_args(self, args: Sequence[str], *more: Any, **settings: Any) -> Namespace:  # type: ignore[override]  # no default
+        """Read the user's settings. Parsers of subcommands and of classes read a part of them."""
+        if ConciseParser._asked is not None:
+            return super().parse_args(args, *more, **settings)
+        self.given = self.given or read_given(args)
+        ConciseParser._asked = self
+        try:
+            return super().parse_args(args, *more, **settings)
+        finally:
+            ConciseParser._asked = None
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise ``Refusal`` with the parser's message, shortened to one line."""
-        settings = self.settings()
-        given = given_settings(self.given)
-        place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)
-        broken = broken_module(ex) or broken_module(_of_import(message))
-        raise Refusal(explain(message, settings, self.owner, given) + (broken or place))
+        """Raise ``Refusal`` with a line about the user's first mistake.
 
-
-def _of_import(message: str) -> Exception | None:
-    """Return the import error of the class that a parser's message names, or None.
-
-    jsonargparse itself does not report import errors of classes in a list.
-    """
-    named = re.search(r"Given value: '?(\w+(?:\.\w+)+)'?$", message)
-    try:
-        if named:
-            import_object(named[1])
-    except Exception as error:  # noqa: BLE001  # the module may raise anything
-        return error
-    return None
+        If the user's settings have the right types, the line is the parser's message.
+        """
+        asked = ConciseParser._asked or self
+        if line := first_mistake(asked, asked.given):
+            raise Refusal(line)
+        for command in asked.commands.choices if asked.commands else ():
+            message = message.replace(f" {command}.", " ")  # users write settings without a command
+        raise Refusal(one_line(message) + broken_module(ex))
 
 
 def _make(class_type: type, *args: Any, **settings: Any) -> Any:
@@ -196,20 +185,6 @@ def _refuse_null(class_type: type, settings: Config) -> None:
         if NoneType not in kinds and all(isinstance(kind, type) for kind in kinds):
             takes = ", ".join(kind.__name__ for kind in kinds)
             raise ConfigurationError(f"{class_type.__name__}.{name}: null is not valid; it takes {takes}")
-
-
-def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
-    """Return where the user gives a setting, such as `` (mine.yaml, line 7)``.
-
-    If the user gives the setting in several places, the text is empty.
-    """
-    inner = f".{setting}"
-    entries = [x for x in given if x.setting == setting or (of_a_class and x.setting.endswith(inner))]
-    entries = entries if setting else []
-    outermost = min((entry.name for entry in entries), key=len, default="")
-    places = {(entry.file, entry.line) for entry in entries if entry.name == outermost or not entry.file}
-    is_clear = len({entry.setting for entry in entries}) == len(places) == 1
-    return place_in(*places.pop()) if is_clear else ""
 
 
 def new_lists(arguments: Sequence[str]) -> list[str]:

@@ -153,11 +153,7 @@ PLACES = [
     ({"model.aggregator": ["Median"]}, "", ("aggregator",)),
     ({}, "--trainer.max_epochs x", None),  # not in the file
     ({"trainer.max_epochs": 3}, "--trainer.max_epochs x", None),
-    (
-        {"trainer.callbacks": [CALLBACKS[0], {**CALLBACKS[0], "init_args": {"mu": 1}}]},
-        "",
-        None,
-    ),  # which of them?
+    ({"trainer.callbacks": [{**CALLBACKS[0], "init_args": {"mu": 1}}, CALLBACKS[0]]}, "", ("mu: x",)),
 ]
 
 

@@ -154,7 +154,7 @@ TABLE = {
     "null for a number": (f"{DATA}batch_size null", ["batch_size", "null", "int"]),
     "null for a number of the module": (
         "--model.participation null",
-        ["participation", "None", "int, float"],
+        ["participation", "null", "int, float"],
     ),
     "null for a number of an optimizer": (
         "--model.client_optimizer.init_args.momentum null",

@@ -85,7 +85,7 @@ def test_class_weights_are_a_list_of_numbers(capsys):
     cli = run("--ckpt_path", "last", "--trainer.max_epochs", 2, config=str(cli.attempt.config))
     assert cli.model.loss.weight.tolist() == weights
     words = message_of(capsys, lambda: run("--model.loss.init_args.weight", "[a, 2]", config=config))
-    assert "CrossEntropyLoss.weight: ['a', 2] is not valid" in words
+    assert "CrossEntropyLoss.weight: [a, 2] is not valid" in words
 
 
 def test_a_loss_may_be_a_function():

@@ -1,104 +1,51 @@
-"""jsonargparse's messages are no interface of it: what this project reads of them is held here, one raw message each."""
+"""What this project and Lightning use of jsonargparse, so that a new version breaks here first."""
 
-import importlib.metadata
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Literal
+import inspect
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import cli
+from packaging.requirements import Requirement
 
-from fl_lightning.cli.messages import SHAPES
-
-
-class Own:
-    """A class with settings."""
-
-    def __init__(self, size: int = 1) -> None:
-        self.size = size
+VERSION = version("jsonargparse")
 
 
-class Kind(ABC):
-    """A class that others are of."""
-
-    @abstractmethod
-    def work(self): ...
-
-
-def parser_of():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--config", action="config")
-    parser.add_argument("--number", type=int)
-    parser.add_argument("--numbers", type=int | None)
-    parser.add_argument("--word", type=Literal["a", "b"])
-    parser.add_argument("--thing", type=Own)
-    parser.add_argument("--things", type=list[Own] | Own | None)
-    parser.add_argument("--nothing", type=Kind | None)
-    parser.add_argument("--no_function", type=Callable[[int], float] | None)
-    parser.add_argument("--function", type=Callable[[int], int])
-    return parser
-
-
-def of_commands():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--config", action="config")
-    commands = parser.add_subcommands()
-    commands.add_subcommand("fit", parser_of())
-    return parser
-
-
-# (shape, what is given, the groups that must be found)
-TABLE = [
-    ("setting", ["--number", "x"], ["number"]),
-    ("unknown setting", ["--thing", f"{__name__}.Own", "--thing.colour", "1"], ["colour"]),
-    ("unknown setting", ["--nubmer", "1"], ["nubmer"]),
-    ("unknown setting", {"fit": {"nubmer": 1}}, ["nubmer"]),
-    ("unknown class", ["--thing", "Nothing"], ["Nothing"]),
-    ("unknown class", ["--things", "Nothing"], ["Nothing"]),
-    ("unknown class", ["--thing", "torch.nn.ReLU"], ["torch.nn.ReLU"]),
-    ("no class", {"thing": 3}, ["3"]),
-    ("no class", {"nothing": ["A", "B"]}, ["['A', 'B']"]),
-    ("no class", {"function": ["A"]}, ["['A']"]),
-    ("setting of no class", ["--nothing.size", "2"], ["size"]),
-    ("setting of no class", ["--no_function.size", "2"], ["size"]),
-    ("broken class", ["--thing", "torch.nn.Nothing"], ["torch.nn.Nothing", "module 'torch.nn' has no attribute 'Nothing'"]),
-    ("broken class", {"things": [{"class_path": "torch.nn.Nothing"}]}, ["torch.nn.Nothing", "module 'torch.nn' has no attribute 'Nothing'"]),
-    ("value", ["--number", "x"], ["<class 'int'>", "x"]),
-    ("value", ["--word", "c"], ["typing.Literal['a', 'b']", "c"]),
-    ("value of several types", ["--numbers", "x"], ["<class 'int'>, <class 'NoneType'>", "x"]),
-    ("what a class says", {"things": [{"class_path": "says.Mine"}]}, ["Mine is not finished"]),
-    ("what a class says", ["--things+", "says.Mine"], ["Mine is not finished"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("shape", "given", "groups"), TABLE)
-def test_message_has_the_shape_that_is_read(shape, given, groups, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "says.py").write_text("raise ValueError('Mine is not finished')\n")
-    parser = of_commands() if "fit" in given else parser_of()
-    with pytest.raises(ArgumentError) as refused:
-        parser.parse_args(given) if isinstance(given, list) else parser.parse_object(given)
-    message = refused.value.message
-    found = re.search(SHAPES[shape], message)
-    version = importlib.metadata.version("jsonargparse")
-    assert found, (
-        f"jsonargparse {version} words {shape!r} anew; mend SHAPES in fl_lightning/cli/messages.py: {message}"
+@pytest.mark.parametrize("name", ["add_instantiator", "instantiate_classes"])
+def test_jsonargparse_has_the_methods_that_lightnings_command_line_calls(name):
+    assert hasattr(ArgumentParser, name), (
+        f"jsonargparse {VERSION} has no ArgumentParser.{name}, which lightning.pytorch.cli calls; keep jsonargparse<5 "
+        "in pyproject.toml until Lightning does not call it"
     )
-    assert [group for group in found.groups() if group] == groups
 
 
-def test_every_shape_is_held():
-    assert {shape for shape, *_ in TABLE} == set(SHAPES)
+def test_jsonargparse_stays_below_5_while_lightning_calls_what_5_removes():
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    (bound,) = (line for line in settings["project"]["dependencies"] if line.startswith("jsonargparse"))
+    calls = [name for name in ("instantiate_classes", "skip_none") if name in inspect.getsource(cli)]
+    assert calls, (
+        "Lightning no longer calls what jsonargparse 5 removes: try jsonargparse 5, then change this test"
+    )
+    assert not Requirement(bound).specifier.contains("5.0")
 
 
-def test_what_jsonargparse_says_itself_is_not_what_a_class_says():
-    for given in (
-        ["--things", "Nothing"],
-        ["--numbers", "x"],
-        ["--things", "torch.nn.Nothing"],
-        ["--no_function.size", "2"],
-    ):
-        with pytest.raises(ArgumentError) as refused:
-            parser_of().parse_args(given)
-        assert not re.search(SHAPES["what a class says"], refused.value.message), refused.value.message
+def test_settings_have_types_and_classes_have_an_option_for_help():
+    """``fl_lightning.cli.mistakes`` reads both from the parser's actions."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--number", type=int | None)
+    parser.add_argument("--parser", type=ArgumentParser)
+    actions = {action.dest: action for action in parser._actions}
+    words = f"jsonargparse {VERSION}: mend _Settings in fl_lightning/cli/mistakes.py"
+    assert getattr(actions["number"], "_typehint", None) == int | None, words
+    assert "parser.help" in actions, words
+    assert "number.help" not in actions, words
+
+
+def test_a_value_of_another_type_is_an_argument_error():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--number", type=int)
+    for read in (lambda: parser.parse_object({"number": "x"}), lambda: parser.parse_args(["--number=x"])):
+        with pytest.raises(ArgumentError):
+            read()

@@ -7,9 +7,9 @@ from command_line import message_of
 
 import fl_lightning.callbacks  # noqa: F401  # makes their bare names known
 from fl_lightning import FederatedCallback
-from fl_lightning.cli.given import given_settings, read_given
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
+from fl_lightning.cli.user_settings import given_settings, read_given
 from fl_lightning.errors import ConfigurationError
 
 
@@ -75,6 +75,6 @@ def test_a_file_below_the_home_is_found_where_the_shell_leaves_the_tilde(tmp_pat
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x.yaml").write_text("model:\n  seed: 5\n")
     assert given_settings(read_given(["fit", "--config=~/x.yaml"])) == {"model.seed": 5}
-    (tmp_path / "x.yaml").write_text("date: 2025-02-30\n")
+    (tmp_path / "x.yaml").write_text("date: [2025\n")
     with pytest.raises(ConfigurationError, match=r"x\.yaml is not YAML"):
         given_settings(read_given(["fit", "--config=~/x.yaml"]))

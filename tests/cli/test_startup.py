@@ -1,12 +1,16 @@
+import json
+import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import fl_lightning
-from fl_lightning.cli.early import SECTIONS, arguments_of
+from fl_lightning.cli.early_checks import SETTINGS, check_files
+from fl_lightning.errors import ConfigurationError
 
 HEAVY = {"torch", "lightning", "torchvision", "torchmetrics", "numpy", "sklearn", "wandb"}
 
@@ -99,7 +103,7 @@ STUDY = "title: x\naxes: {method: {BN: {}}}\nscales: {quick: {base: configs/quic
         ("study good.yaml --config odd.yaml", "config odd.yaml is not YAML: line 2: expected ',' or ']', but got ':'"),
         ("fit --config names.yaml", "there is no setting 'trainer.max_epoch'; did you mean trainer.max_epochs? (names.yaml, line 3)"),
         ("test --config section.yaml", "there is no setting 'modell'; did you mean model? (section.yaml, line 1)"),
-        ("study odd.yaml", "study: odd.yaml is no YAML: "),
+        ("study odd.yaml", "study: odd.yaml is not YAML: line 2: "),
         ("study bad.yaml", "bad.yaml: 2 mistakes: (1) axes is missing (2) there is no key 'axe'; did you mean axes?"),
         ("study good.yaml --scale large", "--scale: good.yaml has no scale 'large'"),
         ("study good.yaml --jobs 0", "--jobs: 0 must be at least 1"),
@@ -126,26 +130,45 @@ except SystemExit as stop:
     assert answer.stdout.startswith(f"2 [] error: {line}"), answer
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
-def test_the_early_check_knows_the_names_of_all_settings(command, monkeypatch):
+def test_the_list_of_settings_is_that_of_the_parsers(monkeypatch):
+    """With WRITE_SETTINGS=1 the list is written anew."""
     from command_line import main
 
     from fl_lightning.cli.federated_cli import FederatedCLI
 
-    found = []
+    names = {
+        "dataloaders",
+        "datamodule",
+        "return_predictions",
+        "verbose",
+    }  # Lightning's own arguments of commands
 
     def stop(self, parser, args):
-        found.extend(name.split(".") for name in parser.settings())
+        names.update(parser.settings(), ("config", "data", "model.seed", "print_config"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FederatedCLI, "parse_arguments", stop)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        main([command, "--config", "configs/quickstart.yaml"])
-    assert {name[0] for name in found} <= {*SECTIONS}
-    for section in ("trainer", "model"):
-        known = {name[1] for name in found if name[0] == section}
-        assert known <= {*arguments_of(section)}
-        assert len(known) > 20
+        main(["--config", "configs/quickstart.yaml"])  # without a command: the settings of all commands
+    sections = {name.partition(".")[0]: [] for name in sorted(names)}
+    for name in sorted(names):
+        section, _, rest = name.partition(".")
+        sections[section] += [rest] if rest else []
+    now = {"lightning": version("lightning"), "sections": sections}
+    if os.environ.get("WRITE_SETTINGS"):
+        SETTINGS.write_text(json.dumps(now, indent=1) + "\n")
+    assert json.loads(SETTINGS.read_text()) == now, (
+        f"{SETTINGS.name} is out of date; write it anew: WRITE_SETTINGS=1 pytest tests/cli/test_startup.py -k list_of_settings"
+    )
+    assert len(sections["trainer"]) > 20 < len(sections["model"])
+
+
+def test_another_version_of_lightning_may_have_other_settings_of_the_trainer(monkeypatch):
+    Path("names.yaml").write_text("trainer: {max_epoch: 3}\n")
+    with pytest.raises(ConfigurationError, match=r"did you mean trainer\.max_epochs"):
+        check_files(["fit", "--config", "names.yaml"])
+    monkeypatch.setattr("fl_lightning.cli.early_checks.version", lambda package: "99")
+    check_files(["fit", "--config", "names.yaml"])
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])

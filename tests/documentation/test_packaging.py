@@ -32,14 +32,23 @@ import fl_lightning, fl_lightning.callbacks, fl_lightning.datamodules
 import callbacks, callbacks.mine, datamodules
 assert callbacks.__file__ == datamodules.__file__.replace("datamodules", "callbacks"), callbacks.__file__
 assert not hasattr(callbacks, "FixBN")
-assert fl_lightning.callbacks.FixBN is callbacks.mine.FixBN
-print(fl_lightning.__file__)
+assert callbacks.mine.FixBN is fl_lightning.callbacks.FixBN
+print(fl_lightning.__file__, fl_lightning.callbacks.__file__, fl_lightning.datamodules.__file__)
 """
 
 ALONE = """\
-import fl_lightning, fl_lightning.callbacks
-from fl_lightning.callbacks import FixBN
+import fl_lightning.callbacks, fl_lightning.datamodules, fl_lightning.configs
+from fl_lightning.callbacks.fixbn import FixBN
+assert FixBN is fl_lightning.callbacks.FixBN
 assert FixBN.__module__ == "fl_lightning.callbacks.fixbn"
+"""
+
+IN_A_CHECKOUT = """\
+from callbacks import FixBN
+import callbacks.fixbn, callbacks.observers, datamodules.digits, configs
+import fl_lightning.callbacks, fl_lightning.datamodules
+assert FixBN is callbacks.fixbn.FixBN is fl_lightning.callbacks.FixBN
+assert datamodules.digits.Digits is fl_lightning.datamodules.Digits
 """
 
 
@@ -51,14 +60,20 @@ def tracked():
     return [name for name in found.stdout.split("\0") if name and os.path.lexists(ROOT / name)]
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """A copy of what git tracks, with its links."""
-    copy = tmp_path_factory.mktemp("checkout")
+def copied(copy, links):
+    """Copy what git tracks. In place of its links, some systems write files, and some nothing."""
     for name in tracked():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, copy / name, follow_symlinks=False)
+        if links == "links" or not (ROOT / name).is_symlink():
+            shutil.copyfile(ROOT / name, copy / name, follow_symlinks=False)
+        elif links == "files":
+            (copy / name).write_text(os.readlink(ROOT / name))
     return copy
+
+
+@pytest.fixture(scope="module", params=["links", "files", "nothing"])
+def checkout(request, tmp_path_factory):
+    return copied(tmp_path_factory.mktemp("checkout"), request.param)
 
 
 def build(what, source, out):
@@ -69,20 +84,31 @@ def build(what, source, out):
     return made
 
 
-@pytest.fixture(scope="module", params=["checkout", "editable", "wheel of the source distribution"])
-def installed(request, checkout, tmp_path_factory):
+KINDS = [
+    ("links", "checkout"),
+    ("links", "editable"),
+    ("links", "wheel of the source distribution"),
+    ("nothing", "checkout"),
+    ("files", "editable"),
+    ("files", "wheel"),
+    ("nothing", "wheel of the source distribution"),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+def installed(request, tmp_path_factory):
     """The folder that Python finds an installation in."""
+    links, kind = request.param
+    source = copied(tmp_path_factory.mktemp("source"), links)
     place, out = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("out")
-    if request.param == "checkout":
-        return checkout
-    if "source" in request.param:
-        with tarfile.open(build("sdist", checkout, tmp_path_factory.mktemp("sdist"))) as archive:
+    if kind == "checkout":
+        return source
+    if "source" in kind:
+        with tarfile.open(build("sdist", source, tmp_path_factory.mktemp("sdist"))) as archive:
             archive.extractall(tmp := tmp_path_factory.mktemp("unpacked"), filter="data")
-        (checkout,) = tmp.iterdir()
-    with zipfile.ZipFile(
-        build("editable" if request.param == "editable" else "wheel", checkout, out)
-    ) as wheel:
-        if "wheel" in request.param:
+        (source,) = tmp.iterdir()
+    with zipfile.ZipFile(build("editable" if kind == "editable" else "wheel", source, out)) as wheel:
+        if "wheel" in kind:
             shipped = {
                 f"fl_lightning/{name}".replace("fl_lightning/fl_lightning/", "fl_lightning/")
                 for name in tracked()
@@ -94,15 +120,27 @@ def installed(request, checkout, tmp_path_factory):
     return place
 
 
-def python(code, place, folder):
-    """Run code in a folder with an installation, and return what it prints."""
+def started(code, place, folder):
+    """Run code in a folder with an installation."""
     libraries = sysconfig.get_paths()["purelib"]  # -S: without what is installed there in editable form
     paths = f"import site, sys; sys.path[:0] = ['', {str(place)!r}]; sys.path.append({libraries!r}); site.addsitedir({str(place)!r})\n"
     command = [sys.executable, "-S", "-c", paths + code]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+
+
+def python(code, place, folder):
+    """Run code in a folder with an installation, and return what it prints."""
+    done = started(code, place, folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def failure(code, place, folder):
+    """Run code that fails, and return the last line of the message."""
+    done = started(code, place, folder)
+    assert done.returncode != 0
+    return done.stderr.splitlines()[-1]
 
 
 @pytest.fixture
@@ -140,6 +178,23 @@ def test_shipped_configurations_are_found_from_an_empty_folder(installed, tmp_pa
         assert line in printed
 
 
+@pytest.mark.slow
+def test_a_checkout_imports_its_folders_as_the_same_objects(checkout):
+    python(IN_A_CHECKOUT, checkout, checkout)
+
+
+@pytest.mark.slow
+def test_half_a_checkout_is_one_line_and_never_takes_another_copy(checkout, tmp_path):
+    half = shutil.copytree(checkout, tmp_path / "half", symlinks=True)
+    shutil.rmtree(half / "callbacks")
+    finder = f"sys.path.append({str(ROOT)!r})\n"
+    code = finder + "import fl_lightning.callbacks"
+    line = f"fl_lightning in {half} is incomplete: its folder callbacks is missing; copy the whole repository"
+    assert failure(code, half, tmp_path) == f"fl_lightning.errors.ConfigurationError: {line}"
+    code = finder + "from fl_lightning.__main__ import main; main(['list', 'methods'])"
+    assert failure(code, half, tmp_path) == f"error: {line}"
+
+
 def command(*arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-m", "fl_lightning", *arguments]
@@ -149,7 +204,10 @@ def command(*arguments):
 @pytest.mark.slow
 def test_a_project_with_callbacks_of_its_own_trains_them_beside_the_shipped_ones(project, monkeypatch):
     monkeypatch.chdir(project)
-    methods = [{"class_path": "callbacks.mine.Mine", "init_args": {"freeze_round": 1}}, "FedProx"]
+    methods = [
+        {"class_path": "callbacks.mine.Mine", "init_args": {"freeze_round": 1}},
+        "fl_lightning.callbacks.FedProx",
+    ]
     config = {**TINY, "name": "mine", "trainer": {**TINY["trainer"], "callbacks": methods}}
     Path("mine.yaml").write_text(yaml.safe_dump(config))
     done = command("fit", "--config", "mine.yaml")

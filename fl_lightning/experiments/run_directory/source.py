@@ -23,7 +23,7 @@ _HOME = Path(__file__).resolve().parents[2]
 
 _NO_NUMBERS = frozenset(
     {
-        *("__init__.py", "__main__.py", "console.py"),
+        *("__init__.py", "__main__.py", "console.py", "folders.py", "yaml_file.py"),
         *("cli", "experiments", "pictures", "testing", "verification"),
     }
 )

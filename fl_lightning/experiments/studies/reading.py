@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
@@ -24,6 +23,7 @@ from fl_lightning.experiments.studies.definition import (
     listed,
     rows_of,
 )
+from fl_lightning.yaml_file import read_yaml, reason
 
 _NO_SUCH_KEY = "unexpected_keyword_argument"
 """pydantic's name for the error about an unknown key."""
@@ -62,9 +62,7 @@ def read_study(path: Path, scale: str) -> Study:
         ConfigurationError: The file cannot be read, has no such scale, or has mistakes at any
             scale.
     """
-    content, mistakes = _content(path)
-    definition, wrong = _checked(content)
-    mistakes += wrong
+    definition, mistakes = _checked(_content(path))
     if definition is not None and scale not in definition.scales:
         raise ConfigurationError(
             f"--scale: {path} has no scale {scale!r}; use one of {', '.join(definition.scales)}"
@@ -88,51 +86,34 @@ def _printable(text: str) -> str:
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML loader that turns keys into strings and collects messages about duplicate keys."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.mistakes: list[str] = []
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                key.value, key.tag = str(self.construct_object(key)), "tag:yaml.org,2002:str"
-                self.constructed_objects.pop(key)
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    where = f"in lines {lines[key.value]} and {line}"
-                    self.mistakes.append(f"{key.value!r} appears twice, {where}; name it once")
-                lines.setdefault(key.value, line)
-        return node
-
-
-def _content(path: Path) -> tuple[Any, list[str]]:
-    """Return the content of a file and messages about its duplicate keys."""
+def _content(path: Path) -> Any:
+    """Return the content of a file. All keys are strings."""
     try:
-        loader = _Loader(path.read_text())
-        content = loader.get_single_data()
+        content = read_yaml(path.read_text(encoding="utf-8"))
         size = 0
-        for part in json.JSONEncoder(default=_refused).iterencode(content):
+        for part in json.JSONEncoder(default=_refused, skipkeys=True).iterencode(content):
             size += len(part)
             # limit the size: a few lines of nested aliases could fill the memory
             if size > _LARGEST:
                 raise ValueError
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8")
-        message = f"study: {path} cannot be read: {reason}; give the YAML of a study"
+        cause = getattr(error, "strerror", "it is not UTF-8")
+        message = f"study: {path} cannot be read: {cause}; give the YAML of a study"
         raise ConfigurationError(message) from error
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"study: {path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigurationError(f"study: {path} is not YAML: {reason(error)}") from error
     except (RecursionError, TypeError, ValueError) as error:
         what = "an alias within itself, too many aliases, or too many levels or digits"
         what = str(error) if isinstance(error, TypeError) else what
         message = f"study: {path} holds {what}; use texts, numbers, true, false, null, lists and mappings"
         raise ConfigurationError(message) from error
-    return content, loader.mistakes
+    return _with_text_keys(content)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list) else value
 
 
 def _refused(value: Any) -> None:
@@ -145,7 +126,6 @@ def _checked(content: Any) -> tuple[Definition | None, list[str]]:
     If a value is wrong, the definition is None.
     """
     adapter, mistakes = TypeAdapter(Definition), list[str]()
-    content = deepcopy(content)
     while True:
         try:
             return adapter.validate_python(content), mistakes
@@ -159,8 +139,7 @@ def _checked(content: Any) -> tuple[Definition | None, list[str]]:
             owner = content
             for part in place:
                 owner = owner[part]
-            # the key may already be missing, since YAML aliases share one mapping
-            owner.pop(key, None)
+            del owner[key]
 
 
 def _in_words(error: Any) -> str:

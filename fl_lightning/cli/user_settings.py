@@ -3,7 +3,7 @@
 This module does not import PyTorch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import yaml
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.files import shipped, user_path
+from fl_lightning.yaml_file import Lined, read_yaml, reason
 
 
 class Given(NamedTuple):
@@ -20,13 +21,15 @@ class Given(NamedTuple):
 
     Attributes:
         name: Dotted name as the user wrote it.
-        value: Value of the setting.
+        value: Value of the setting. The value of a section is a dict.
+        text: Value as the user wrote it on the command line, or the value from a file as a text.
         file: File that gives the setting; empty for the command line.
         line: Line number of the setting's key in the file.
     """
 
     name: str
     value: Any
+    text: str
     file: str = ""
     line: int = 0
 
@@ -34,10 +37,6 @@ class Given(NamedTuple):
     def setting(self) -> str:
         """Plain name of the setting (see :func:`plain_name`), without a final ``+``."""
         return plain_name(self.name).removesuffix("+")
-
-
-_SECTION = object()
-"""Placeholder for the value of a YAML section, whose settings have separate entries."""
 
 
 def read_given(arguments: Sequence[str]) -> list[Given]:
@@ -56,16 +55,17 @@ def read_given(arguments: Sequence[str]) -> list[Given]:
         option, equals, value = argument.partition("=")
         if option == "-c" or option.startswith("--"):
             name = "" if option in ("-c", "--config") else option.removeprefix("--")
-            given += _walk(Given(name, _value(value if equals else following)), Path())
+            text = value if equals else following
+            given += _walk(Given(name, _value(text), text), Path())
     return given
 
 
 def given_settings(given: Sequence[Given]) -> Config:
-    """Return the settings' values, keyed by :func:`plain_name`.
+    """Return the settings' values, keyed by :func:`plain_name`. Sections are left out.
 
     If a setting is given several times, the last value is returned.
     """
-    return {entry.setting: entry.value for entry in given if entry.value is not _SECTION}
+    return {entry.setting: entry.value for entry in given if not isinstance(entry.value, dict)}
 
 
 def plain_name(setting: str) -> str:
@@ -77,7 +77,7 @@ def plain_name(setting: str) -> str:
 
 
 def _walk(given: Given, folder: Path) -> Iterator[Given]:
-    name, tree, file, _ = given
+    name, tree, file = given.name, given.value, given.file
     may_be_file = isinstance(tree, str) and (not name or tree.endswith((".yaml", ".yml")))
     if may_be_file and (path := folder / user_path("config", tree)).is_file():
         folder, tree, file = path.parent, _read(path), str(path)
@@ -85,19 +85,19 @@ def _walk(given: Given, folder: Path) -> Iterator[Given]:
         raise ConfigurationError(
             f"config: {tree} does not exist; give a file, such as configs/quickstart.yaml"
         )
+    if name and not name.endswith(".init_args"):
+        yield given._replace(value=tree)
+    for item in tree if isinstance(tree, list) else ():
+        if isinstance(item, dict):
+            yield from _walk(given._replace(value=item, file=file), folder)
     if not isinstance(tree, dict):
-        yield given
-        for item in tree if isinstance(tree, list) else ():
-            if isinstance(item, dict):
-                yield from _walk(Given(name, item, file), folder)
         return
+    lines = tree.lines if isinstance(tree, Lined) else {}
     if "class_path" in tree:
-        _check_class(tree, plain_name(name), place_in(file, getattr(tree, "lines", {}).get("class_path", 0)))
-    if given.line:
-        yield given._replace(value=_SECTION)
+        _check_class(tree, plain_name(name), place_in(file, lines.get("class_path", 0)))
     for key, value in tree.items():
-        line = getattr(tree, "lines", {}).get(key, 0)
-        yield from _walk(Given(f"{name}.{key}".lstrip("."), value, file, line), folder)
+        text = "null" if value is None else str(value)
+        yield from _walk(Given(f"{name}.{key}".lstrip("."), value, text, file, lines.get(key, 0)), folder)
 
 
 def place_in(file: str, line: int) -> str:
@@ -129,50 +129,18 @@ def _check_class(tree: Config, name: str, place: str) -> None:
 
 def _read(path: Path) -> Config:
     try:
-        # _OnceEach is a SafeLoader: a file cannot run code
-        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)
+        settings = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
-        raise ConfigurationError(f"config {path} is not YAML: {reason}") from error
+        raise ConfigurationError(f"config {path} is not YAML: {reason(error)}") from error
     if not isinstance(settings, dict):
         raise ConfigurationError(f"config {path} holds no settings such as 'model: ...': {settings}")
     return settings
 
 
-class _Lined(dict[Any, Any]):
-    """A mapping in a YAML file, with the line number of each key."""
-
-    lines: Mapping[Any, int]
-
-
-class _OnceEach(yaml.SafeLoader):
-    """YAML loader that stores the line number of each key.
-
-    A duplicate key is an error, although PyYAML's own loaders accept duplicate keys.
-    """
-
-    def lined(self, node: yaml.MappingNode) -> Iterator[_Lined]:
-        """Yield an empty dict, and fill it later, because a mapping in YAML may contain itself."""
-        mapping = _Lined()
-        yield mapping
-        keys: dict[Any, int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.tag != "tag:yaml.org,2002:merge" and key.value in keys:
-                problem = f"{key.value!r} is given twice; keep one of them"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            keys[key.value] = key.start_mark.line + 1
-        mapping.update(self.construct_mapping(node))
-        mapping.lines = keys
-
-
-_OnceEach.add_constructor("tag:yaml.org,2002:map", _OnceEach.lined)
-
-
 def _value(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    # a date that does not exist, such as 2024-02-30, gives a ValueError
+        return read_yaml(text)
+    # a number with very many digits gives a ValueError
     except (yaml.YAMLError, ValueError):
         return text
 
