@@ -132,7 +132,7 @@ def mutants_of(file: str, text: str) -> Iterator[dict[str, Any]]:
                 gap = line[first.end_col_offset : last.col_offset].decode()
                 if gap.count(f" {sought} ") != 1:
                     continue
-                begin, end = first.end_col_offset, last.col_offset
+                begin, end = first.end_col_offset or 0, last.col_offset
                 new = gap.replace(f" {sought} ", f" {new} ")
             else:
                 new = new.format(line[begin:end].decode()) if kind == "not" else new
