@@ -97,7 +97,7 @@ def fork(
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what the command has started
     texts = [path.read_text(errors="replace") if path.exists() else "" for path in paths]
-    return Ended(status, *texts, round(time.monotonic() - started, 2))
+    return Ended(status, texts[0], texts[1], round(time.monotonic() - started, 2))
 
 
 def _wait(child: int, end: float) -> int:

@@ -209,8 +209,9 @@ def mistakes() -> Iterator[tuple[str, list[str], Changes]]:
 def prepare(name: str, folder: Path, trained: Path) -> None:
     """Write the files that a mistake needs."""
     kind, _, what = name.partition(" ")
-    if kind == "file:" and FILES[what] is not None:
-        (folder / "odd.yaml").write_bytes(FILES[what].encode(errors="surrogateescape"))
+    content = FILES.get(what) if kind == "file:" else None
+    if content is not None:
+        (folder / "odd.yaml").write_bytes(content.encode(errors="surrogateescape"))
     if kind == "checkpoint":
         shutil.copytree(trained / "runs", folder / "runs")
         (path,) = folder.glob("runs/**/last.ckpt")

@@ -58,7 +58,7 @@ def functions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, Function]]:
             yield from functions(node, place)
 
 
-def changes(function: Function) -> Iterator[tuple[str, ast.AST, ast.AST | None, str, str]]:
+def changes(function: Function) -> Iterator[tuple[str, ast.expr, ast.expr | None, str, str]]:
     """Yield kind, first and last node of what is replaced, the text sought between them, and the new text."""
     names: list[str] = []
     for node in computing(function):
@@ -125,14 +125,14 @@ def mutants_of(file: str, text: str) -> Iterator[dict[str, Any]]:
             continue
         for kind, first, last, sought, new in changes(function):
             number, line = first.lineno, lines[first.lineno - 1].encode()
-            begin, end = first.col_offset, (last or first).end_col_offset
+            begin, end = first.col_offset, (last or first).end_col_offset or 0
             if (last or first).end_lineno != number:
                 continue
             if last:
                 gap = line[first.end_col_offset : last.col_offset].decode()
                 if gap.count(f" {sought} ") != 1:
                     continue
-                begin, end = first.end_col_offset, last.col_offset
+                begin, end = first.end_col_offset or 0, last.col_offset
                 new = gap.replace(f" {sought} ", f" {new} ")
             else:
                 new = new.format(line[begin:end].decode()) if kind == "not" else new
@@ -149,7 +149,7 @@ def mutants_of(file: str, text: str) -> Iterator[dict[str, Any]]:
 
 def draw(code: Path, count: int, seed: int) -> dict[str, Any]:
     """Draw mutants: at most one in a function, and as many of each kind."""
-    every = []
+    every: list[dict[str, Any]] = []
     for folder in TESTS:
         for path in sorted((code / folder).glob("*.py")):
             every += mutants_of(str(path.relative_to(code)), path.read_text())
