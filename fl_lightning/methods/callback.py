@@ -90,6 +90,12 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                     f"{cls.__name__}.{name} is not a hook of FederatedCallback{nearest(name, known)}"
                 )
 
+    @property
+    def state_key(self) -> str:
+        """Key of the state in checkpoints. Several callbacks of one class without state may be in a run."""
+        stateless = not self.saved and type(self).state_dict is FederatedCallback.state_dict
+        return f"{super().state_key} {id(self)}" if stateless else super().state_key
+
     def state_dict(self) -> dict[str, Any]:
         """Return the attributes that ``saved`` names, for a checkpoint.
 

@@ -23,23 +23,17 @@ from fl_lightning.round.tasks import Task
 class RunContext(ClientTask, Protocol):
     """Interface of a run, which :class:`~fl_lightning.round.module.FederatedModule` implements.
 
+    Settings, such as ``weighting``, are described in ``FederatedModule``.
+
     Attributes:
-        executor: Executor of the clients' forward and backward passes.
-        aggregator: Rule that combines the clients' parameters.
         statistics: Rule that combines the clients' running statistics.
-        weighting: Quantity to which aggregation weights are proportional.
-        on_divergence: Reaction to a client's non-finite update: raise an error, record it, or drop
-            the client.
-        min_clients: Smallest number of clients that the user accepts in a round.
-        centralised: Whether one client trains on the union of the cohort's batches.
-        tf32: Whether a GPU may compute in TF32.
-        task: Task with its loss and metrics.
         total_rounds: Planned number of rounds; None before round 1.
-        plan: Clients that take part in each round, and their local steps.
+        plan: Clients that take part in each round, and their local steps; set by ``setup("fit")``.
         record: Metrics and totals of the run.
         clock: Time of each stage of a round.
         communication: Bytes and exchanges of the newest round.
-        tracking_layers: BN layers that update running statistics in training.
+        tracking_layers: BN layers that update running statistics in training. BN layers in eval
+            mode are not included.
     """
 
     executor: Executor

@@ -122,18 +122,12 @@ class FederatedModule(Recorded, L.LightningModule):
             see :func:`~fl_lightning.round.first_steps.check_first_steps`.
         seed: Seed of participation and dropout.
 
+    Attributes of a run, such as ``plan`` and ``record``, are described in
+    :class:`~fl_lightning.round.context.RunContext`.
+
     Attributes:
-        total_rounds: Planned number of rounds; None before round 1.
-        record: Metrics and totals of the run.
-        clock: Time of each stage of a round.
         accept_data: Whether the data may differ from the data of the loaded checkpoint.
-        plan: Participation and local steps of every round; set by ``setup("fit")``.
-        slots: Object that replaces the model's tensors by a client's tensors; set at the start of
-            training.
         executor_choice: The chosen executor and the reason; None if the user has set an executor.
-        communication: Bytes and exchanges of the newest round.
-        tracking_layers: BN layers that update running statistics in training. BN layers in eval
-            mode are not included.
         merged: Tensors that the model's ``eval()`` has changed, with their values in training.
             Outside of evaluations, the dict is empty.
 

@@ -70,7 +70,6 @@ def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
 
 
 def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
-    """Log the numbers of reporting and dropped clients, if clients can fail or be dropped."""
     dropping = run.on_divergence == "drop"
     if run.plan.failures is None and not dropping:
         return

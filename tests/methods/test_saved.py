@@ -34,3 +34,15 @@ class Misspelt(Counts):
 def test_an_attribute_that_is_missing_is_named_before_round_1():
     with pytest.raises(ConfigurationError, match=r"Misspelt.saved: there is no attribute 'memry'.*memory"):
         train(small_cnn(), blobs(), 1, [Misspelt()])
+
+
+class Scales(FederatedCallback):
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for block in cohort.grads.blocks.values():
+            block *= 0.5
+
+
+def test_a_run_may_have_two_callbacks_of_one_class_without_state():
+    train(small_cnn(), blobs(), 1, [Scales(), Scales()])
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `Counts`"):
+        train(small_cnn(), blobs(), 1, [Counts(), Counts()])
