@@ -166,7 +166,7 @@ def test_a_failure_is_printed_with_its_place_and_makes_the_status_1(own_code, ca
         (["--callback", "methods.number"], "methods.number is no FederatedCallback"),
         (["--callback", "SlidingWindowFixBN", "--callback.window", "3"], "SlidingWindowFixBN: the following arguments are required: threshold"),
         (["--callback", "FixBN", "--callback.freeze_rounds", "3"], "FixBN: there is no setting 'freeze_rounds' among freeze_round, "),
-        (["--callback", "FixBN", "--callback.freeze_round", "soon"], "FixBN.freeze_round: soon is not valid; it takes int, null"),
+        (["--callback", "FixBN", "--callback.freeze_round", "soon"], "FixBN.freeze_round: soon is not valid; it takes int, float"),
         (["--callback", "FixBN", "--callback.init_args.freeze_round", "-1"], "FixBN.freeze_round: -1"),
         (["--callback", "FBN", "--callback.wire", "rum"], "FBN.wire: rum is not valid; it takes ['run', 'batch']"),
         (["--all", "--callback", "FBN"], "verify: give one of --callback and --all"),
