@@ -93,7 +93,6 @@ class HuggingFaceImages(ImageFiles):
         return replace(data, train_groups=groups, test_groups=test_groups, group_names=names)
 
     def _files(self, split: str) -> list[Path]:
-        """Return the files of a split."""
         patterns = "{}/*.arrow", "{}.parquet", "{}-*.parquet", "{}/*.parquet", "data/{}-*.parquet"
         listed = (sorted(self.data_dir.glob(pattern.format(split))) for pattern in patterns)
         files = next(filter(None, listed), [])
@@ -136,7 +135,6 @@ class HuggingFaceImages(ImageFiles):
         return fitting[0]
 
     def _values(self, column: str) -> list[list[Any]]:
-        """Return the values of a column for all training samples, and for all test samples."""
         return [list(self._open(split, [column])[column]) for split in self._splits.values()]
 
     def _numbered(self, column: str) -> tuple[list[str], list[Tensor]]:

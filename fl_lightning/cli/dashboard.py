@@ -48,7 +48,6 @@ def main(args: Sequence[str]) -> None:
 
 
 def _metrics(folders: Sequence[str]) -> Metrics:
-    """Return the metrics of all runs, beginning with the metrics of the first run."""
     metrics: dict[str, dict[str, str]] = {}
     for folder in folders:
         attempt = Attempt(user_path("dashboard", folder))

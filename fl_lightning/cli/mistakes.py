@@ -253,7 +253,6 @@ def imported(path: str, setting: str = "") -> Any:
 
 
 def _named(name: str, kind: Any, shown: str) -> Any:
-    """Return the class with a bare name among the classes that a setting takes."""
     known = {made.__name__: made for base in _bases(kind) for made in _subclasses(base)}
     if name in known:
         return known[name]
@@ -267,7 +266,6 @@ def _named(name: str, kind: Any, shown: str) -> Any:
 
 
 def _accepts(kind: Any, entry: Given) -> bool:
-    """Return whether jsonargparse accepts a value for a type."""
     if kind is None:
         return True
     probe = ArgumentParser(exit_on_error=False)
@@ -297,7 +295,6 @@ def base_classes() -> tuple[type, ...]:
 
 
 def _suggested(kind: Any) -> dict[str, type]:
-    """Return the shipped classes that a setting takes, keyed by name."""
     classes = {made.__name__: made for base in _bases(kind) for made in _subclasses(base)}
     return {x: made for x, made in classes.items() if _is_shipped(made) and made not in base_classes()}
 

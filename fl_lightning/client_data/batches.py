@@ -120,7 +120,6 @@ def _describe(leaf: Any) -> str:
 
 
 def _first_shape(batch: Any) -> torch.Size:
-    """Return the shape of a batch's first tensor."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             return leaf.shape

@@ -216,7 +216,6 @@ class Cohort:
         return self._rows(self._everyones(key))
 
     def _rows(self, everyones: Mapping[str, Tensor]) -> Rows:
-        """Return this cohort's rows of a state of the client optimizer."""
         blocks = {name: block[self.rows] for name, block in everyones.items()}
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 

@@ -158,7 +158,6 @@ def _trouble() -> str | None:
 
 @cache
 def _try() -> None:
-    """Compile a small function as a test."""
     torch.compile(torch.square)(torch.ones(8))
 
 

@@ -181,7 +181,6 @@ def _meeting_folder() -> Iterator[str]:
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
-    """Run a function on this rank without loggers and output, then exit the process."""
     # keep an earlier process group: freeing the group would wait for threads that a fork lacks
     gc.freeze()
     os.environ["LOCAL_RANK"] = str(rank)

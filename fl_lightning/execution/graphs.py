@@ -159,7 +159,6 @@ class GraphExecutor(SequentialExecutor):
     def _fill(
         self, cohort: RoundCohort, batch: BatchStack, rows: list[int], conditions: Any
     ) -> list[_Client]:
-        """Copy the batches to fixed places."""
         try:
             stacks = [(rows, batch.stack())]
         except CannotVectorize:
@@ -255,7 +254,6 @@ def _results(cohort: RoundCohort, row: int) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _unchanged(cohort: RoundCohort, client: _Client) -> Iterator[None]:
-    """Restore a client's parameters, buffers and batch at the end of the ``with`` block."""
     state = [x for name, x in _results(cohort, client.row) if name != "gradients"]
     saved = [(x, x.clone()) for x in (*state, *tree_leaves(client.batch))]
     try:

@@ -158,7 +158,6 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _find_others(self) -> Any:
-        """Wait until all ranks have connected, and return the store with their addresses."""
         environment = self.cluster_environment
         assert environment is not None
         store: Any = None

@@ -43,7 +43,6 @@ def extend_model(model: nn.Module, callbacks: Iterable[Any], seed: int) -> None:
 
 
 def _numbered(methods: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-    """Yield each method with the number of earlier methods of the same class."""
     seen: Counter[type] = Counter()
     for method in methods:
         yield method, seen[type(method)]

@@ -303,7 +303,6 @@ class Training:
             self.start = find_start(self.directory, path, checkpoint, differs, resumed, held)
 
     def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
-        """Return the trainer's arguments ``callbacks``, ``logger`` and ``default_root_dir``."""
         callbacks = as_list(settings.get("callbacks"))
         # True stands for Lightning's default logger, which the run replaces by metrics.jsonl
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]

@@ -181,7 +181,6 @@ def _same_name(path: str) -> str:
 
 @cache
 def _imported(path: str) -> Any:
-    """Return the class or function at a dotted path; None if it cannot be imported."""
     try:
         return locate(path)
     except ErrorDuringImport:

@@ -79,6 +79,5 @@ def _node(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> Config:
 
 
 def _optimizer(make: Callable[..., Optimizer]) -> Config:
-    """Describe an optimizer factory by the optimizer that it makes."""
     optimizer = make([nn.Parameter(torch.zeros(1))])
     return _node(type(optimizer), optimizer.defaults)

@@ -259,7 +259,6 @@ def _finished(attempt: Attempt, rounds: int) -> Result | None:
 
 
 def _damaged(attempt: Attempt) -> str:
-    """Return the error message if an attempt's result cannot be read, else ``""``."""
     try:
         if attempt.result.exists():
             read_result(attempt.result)
@@ -269,7 +268,6 @@ def _damaged(attempt: Attempt) -> str:
 
 
 def _last_round(attempt: Attempt) -> int:
-    """Return the round in the last complete row of ``metrics.jsonl``; 0 if there is no row."""
     try:
         with attempt.metrics.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))

@@ -141,7 +141,6 @@ def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> It
 
 
 def _labels(text: str, claim: str, known: Mapping[str, Sequence[str]], key: str = "claims") -> dict[str, str]:
-    """Return the labels that a part of a claim names, keyed by axis."""
     labels: dict[str, str] = {}
     for part in (part.strip() for part in text.split(",")):
         axis, _, label = part.rpartition("=")

@@ -185,7 +185,6 @@ def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, lis
 
 
 def _contradictions(study: Study) -> Iterator[str]:
-    """Yield messages about unknown axes, unknown labels and contradictory settings."""
     definition, known = study.definition, study.known_labels()
     named: list[tuple[str, Mapping[str, object]]] = [("without", entry) for entry in definition.without]
     named += [("published", rows_of(entry)) for entry in definition.published]

@@ -125,7 +125,6 @@ def write_report(
 
 
 def _check_place(page: Path, studies: Sequence[Path]) -> None:
-    """Raise an error if the page's file or folder belongs to another study."""
     known = {path.resolve() for path in studies}
     others = {page.parent.resolve()} if (page.parent / "study.json").is_file() else set()
     with suppress(OSError, ValueError):
@@ -219,7 +218,6 @@ def _flat(config: Config) -> Config:
 
 
 def _differences(first: Config, config: Config) -> list[tuple[str, Any, Any]]:
-    """Return each setting that differs between two configurations, with its two values."""
     before, now = _flat(first), _flat(config)
     names = (name for name in dict.fromkeys([*before, *now]) if name != "seed_everything")
     different = [name for name in names if before.get(name) != now.get(name)]

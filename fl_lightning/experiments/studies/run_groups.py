@@ -159,7 +159,6 @@ def _planned_rounds(attempt: Attempt) -> int | None:
 
 
 def _learning_rate(config: Config) -> float | None:
-    """Return the client optimizer's learning rate; None if the configuration does not set it."""
     try:
         return float(config["model"]["client_optimizer"]["init_args"]["lr"])
     except (KeyError, TypeError, ValueError):
@@ -191,7 +190,6 @@ def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
 
 
 def _first_attempt(path: Path) -> Path:
-    """Return the folder of a run's first attempt."""
     return path.with_suffix("") if path.suffix[1:].isdigit() else path
 
 

@@ -162,7 +162,6 @@ class Runner:
         self.engine.submit(jobs)
 
     def _state(self, cell: Cell) -> State:
-        """Return the state of a cell. A state with the phase ``done`` is cached."""
         state = self._done.get(cell) or cell.state(self.accept_stale)
         if state.phase == "done":
             self._done[cell] = state

@@ -221,13 +221,11 @@ def _shown(p: float) -> str:
 
 
 def _has_labels(claim: Claim, found: Found) -> bool:
-    """Return whether the study, at its scale, has all labels that a claim names."""
     named = [*claim.fixed.items(), *(item for side in claim.constraints for item in side.items())]
     return all(label in found["axes"][axis] for axis, label in named)
 
 
 def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
-    """Return the verdict on a claim at a significance level."""
     kinds = [test.kind(level, len(tests)) for test in tests]
     worst = ("does not hold", CONTRADICTS, "undecided", AGREES, "holds")
     words = tests[0].in_words(level)
@@ -282,7 +280,6 @@ def _by_seed(more: Mapping[str, float], less: Mapping[str, float]) -> list[float
 
 
 def _reasons(group: Group, other: Group, metric: str) -> Iterator[str]:
-    """Yield the reasons why two combinations cannot be compared."""
     for run in (*group["runs"], *other["runs"]):
         if run["phase"] != "done":
             state = "diverged" if run.get("diverged") else f"is {run['phase']}"
