@@ -298,6 +298,6 @@ def test_a_folder_with_the_name_of_a_shipped_package_needs_an_init(capsys):
     Path("callbacks/mine.py").write_text("class Mine:\n    pass\n")
     message = message_of(capsys, lambda: run("--trainer.callbacks", "callbacks.mine.Mine"))
     assert message == (
-        "error: trainer.callbacks: class 'callbacks.mine.Mine' cannot be imported: module 'callbacks' has no "
+        "error: trainer.callbacks: class 'callbacks.mine.Mine' cannot be imported: module 'fl_lightning.callbacks' has no "
         "attribute 'mine'; your folder callbacks needs an __init__.py\n"
     )

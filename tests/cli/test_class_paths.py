@@ -39,6 +39,7 @@ PARTS = {
     "RunStart",  # likewise
     "Companion",  # of the verification
     "FoundFreezing",  # a base of methods
+    "BatchNormReport",  # a base of observers
 }
 """What belongs to a class that can be named, or to the program."""
 

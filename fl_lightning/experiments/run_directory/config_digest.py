@@ -126,10 +126,23 @@ def full_name(maker: Any) -> str:
 def differences(before: Config, after: Config) -> dict[str, list[Any]]:
     """Return the old and the new value of each setting that has changed, by name.
 
-    Two NaN values are equal here.
+    Two NaN values are equal here. A file that has been removed counts as unchanged, because a
+    resumed run does not read its initial weights again.
     """
     pairs = {name: [before.get(name), after.get(name)] for name in dict.fromkeys([*before, *after])}
-    return {name: [old, new] for name, (old, new) in pairs.items() if old != new and repr(old) != repr(new)}
+    return {
+        name: [old, new]
+        for name, (old, new) in pairs.items()
+        if old != new and repr(old) != repr(new) and not (_is_content(old) and _is_removed(new))
+    }
+
+
+def _is_content(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("content ")
+
+
+def _is_removed(value: Any) -> bool:
+    return isinstance(value, str) and not _is_content(value) and not Path(value).expanduser().exists()
 
 
 def _callbacks(config: Config) -> dict[str, Any]:
