@@ -17,7 +17,7 @@ from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 from fl_lightning.ranks import Ranks
 
 Mask = Mapping[int, Collection[str] | None]
-"""What rests: names of parameters by row. None means the entire row, with its buffers."""
+"""Names of the resting parameters by row. None means the entire row, with its buffers."""
 
 Place = tuple[str, int, str]
 """Key of an optimizer state, row, and name of a parameter or block."""
@@ -326,7 +326,7 @@ class RoundCohort(Cohort):
             self.samples[row] += size
 
     def take_step(self) -> None:
-        """Take one step of the client optimizer for all rows. What rests does not change."""
+        """Take one step of the client optimizer for all rows. Resting state does not change."""
         idle = self._idle()
         saved = self._save(idle)
         self._optimizer.step()
