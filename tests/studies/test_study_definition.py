@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import fl_lightning
+import fl_lightning.configs
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies.reading import read_study
 
@@ -60,7 +60,7 @@ def test_a_scale_has_its_own_labels_values_and_settings(tmp_path):
 
 
 def test_a_base_is_a_shipped_file_unless_the_folder_of_the_study_has_it(tmp_path):
-    home, name = Path(fl_lightning.__file__).parent, "configs/digits_fedavg_bn.yaml"
+    home, name = Path(fl_lightning.configs.__file__).parents[1], "configs/digits_fedavg_bn.yaml"
     scales = {"reduced": {"base": [name, "configs/mine.yaml"]}}
     axes = {"method": {"FixBN": {"config": "configs/overlays/fixbn.yaml"}}}
     (folder := tmp_path / "studies").mkdir()
