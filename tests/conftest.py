@@ -45,10 +45,20 @@ def no_waiting_for_the_disk(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def pictures_are_drawn_where_they_are_looked_at(request, monkeypatch):
-    """Rendering takes as long as training: without the mark ``pictures`` runs and studies leave out these files."""
+    """Drawing takes as long as training: without the mark ``pictures`` runs and studies leave out these files."""
     if request.node.get_closest_marker("pictures") is None:
+        for name in ("clients_figure", "learning_curve_figure", "class_quality_figure", "overlays"):
+            drawings = "fl_lightning.experiments.run_directory.drawings"
+            monkeypatch.setattr(f"{drawings}.{name}", lambda *args: None)
         for name in ("run_directory.drawings.write_figure", "studies.figures.write"):
             monkeypatch.setattr(f"fl_lightning.experiments.{name}", lambda path, figure: None)
+
+
+@pytest.fixture(autouse=True)
+def first_steps_are_compared_where_it_is_tested(request, monkeypatch):
+    """The comparison takes a third of a short run: without the mark ``first_steps`` a test leaves it out."""
+    if request.node.get_closest_marker("first_steps") is None:
+        monkeypatch.setattr("fl_lightning.round.module.check_first_steps", lambda run: None)
 
 
 @pytest.fixture(autouse=True)

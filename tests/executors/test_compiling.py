@@ -101,6 +101,7 @@ def test_a_model_that_the_compiler_runs_in_parts_trains_as_without_it(compiler, 
     assert distance(*states) < 1e-9
 
 
+@pytest.mark.first_steps
 @needs_compiler
 def test_wrong_numbers_of_the_compiler_are_refused():
     """torch.compile gives other numbers for the old spectral norm."""

@@ -2,6 +2,7 @@
 
 from functools import cache, partial
 
+import pytest
 import torch
 from contract import ADAM, EVERY_ROW, method_of, run
 from helpers import States, blobs, distance, federated_run
@@ -25,6 +26,7 @@ def without_a_method(**settings):
     return federated_run(data=blobs(4, (24, 40, 32)), rounds=ROUNDS, **settings).states
 
 
+@pytest.mark.first_steps
 @EVERY_ROW
 def test_a_method_lowers_the_loss_and_changes_the_training_which_an_observer_does_not(row):
     losses, states = [], States()

@@ -24,7 +24,10 @@ from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.experiments.run_directory.config_digest import config_hash
 from fl_lightning.randomness import derive_seed, seed_everything
 
-pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
+pytestmark = [
+    pytest.mark.first_steps,
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
+]
 
 STEPS = 5
 ALL = (SequentialExecutor, VectorizedExecutor)
