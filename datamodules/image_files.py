@@ -2,24 +2,19 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from hashlib import sha256
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, BinaryIO
-from zlib import crc32
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from fl_lightning.datamodules.image_cache import cached_tensors
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
-from fl_lightning.files import atomic_write, locked, missing_folders, remove_empty, unwritable
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -121,103 +116,6 @@ def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int)
     for index, image in enumerate(images):
         pixels[index] = np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
     return stack
-
-
-DECODER = 3
-"""Version of the cache's format.
-
-Version 1 clipped 16-bit pixels at 255. Version 2 stored file names. Version 3 stores a digest.
-"""
-
-
-def cached_tensors(
-    paths: Sequence[Path], root: Path, cache: Path, read: Callable[[], dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Return the tensors that ``read`` creates from files, or load them from a valid cache.
-
-    A cache is valid if two conditions hold. No file has changed its path below ``root``, its size
-    or its modification time. The cached tensors have the stored CRC-32 checksum. One process
-    rebuilds an invalid cache, and other processes wait.
-
-    Args:
-        paths: The files, all below ``root``.
-        root: The folder of the data set.
-        cache: The cache file. It is memory-mapped.
-        read: Function that reads the files and returns tensors by name.
-
-    Raises:
-        ConfigurationError: A file cannot be read or the cache cannot be written.
-    """
-    files = _digest(paths, root)
-    tensors = _read(cache, files)
-    if tensors is not None:
-        return tensors
-    with building(cache):
-        tensors = _read(cache, files)  # another process may have built the cache
-        if tensors is None:
-            rank_zero_info(f"Decoding {len(paths)} files of {root} into {cache}")
-            tensors = read()
-            with atomic_write(cache) as file:
-                content = {"decoder": DECODER, "files": files, "crc32": _checksum(tensors)}
-                torch.save({**content, "tensors": tensors}, file)
-    return tensors
-
-
-def _digest(paths: Sequence[Path], root: Path) -> str:
-    """Return a digest of each file's size, modification time and path below the root."""
-    digest = sha256()
-    start = len(os.fspath(root)) + 1
-    for path in map(os.fspath, paths):
-        with suppress(OSError):
-            status = os.stat(path)
-            if S_ISREG(status.st_mode):
-                digest.update(os.fsencode(f"{path[start:]}\0{status.st_size}\0{status.st_mtime_ns}\0"))
-                continue
-        raise ConfigurationError(
-            f"data_dir holds {path}, which is no readable file (a broken link, a pipe); remove it"
-        )
-    return digest.hexdigest()
-
-
-def _read(cache: Path, files: str) -> dict[str, Tensor] | None:
-    try:
-        content = torch.load(cache, weights_only=True, mmap=True)
-        tensors: dict[str, Tensor] = content["tensors"]
-        current = (content["decoder"], content["files"]) == (DECODER, files)
-        current = current and content["crc32"] == _checksum(tensors)
-    except Exception:  # noqa: BLE001  # torch.load does not document what a damaged file raises
-        return None
-    return tensors if current else None
-
-
-def _checksum(tensors: Mapping[str, Tensor]) -> int:
-    checksum = 0
-    for name, tensor in tensors.items():
-        checksum = crc32(tensor.numpy().data, crc32(name.encode(), checksum))
-    return checksum
-
-
-@contextmanager
-def building(target: Path) -> Iterator[None]:
-    """Lock the folder of a file while the ``with`` block builds the file.
-
-    The folder is created if it is missing. If the block then fails, a created folder is removed.
-
-    Raises:
-        ConfigurationError: The folder cannot be created.
-    """
-    made = missing_folders(target.parent)
-    with ExitStack() as held:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(target.parent.resolve(), folder=True))
-        except OSError as error:
-            raise unwritable(target, error) from error
-        try:
-            yield
-        except BaseException:
-            remove_empty(made)
-            raise
 
 
 Samples = Sequence[tuple[Path, int]]

@@ -8,7 +8,8 @@ from urllib.error import URLError
 
 from torch.hub import download_url_to_file
 
-from fl_lightning.datamodules.image_files import ImageFiles, building, list_images, subfolders, wrong_layout
+from fl_lightning.datamodules.image_cache import building
+from fl_lightning.datamodules.image_files import ImageFiles, list_images, subfolders, wrong_layout
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 

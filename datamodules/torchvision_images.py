@@ -11,7 +11,8 @@ from torch import Tensor
 from torchvision import datasets
 
 from fl_lightning.datamodules.folders import ClassFolders
-from fl_lightning.datamodules.image_files import ImageFiles, building, converted, square, stacked
+from fl_lightning.datamodules.image_cache import building
+from fl_lightning.datamodules.image_files import ImageFiles, converted, square, stacked
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least

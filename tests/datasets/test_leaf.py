@@ -67,9 +67,8 @@ def test_later_runs_read_the_cache_and_none_that_is_damaged(root, monkeypatch):
     monkeypatch.setattr("fl_lightning.datamodules.leaf._writers", lambda path: pytest.fail("read again"))
     assert made(root).fingerprint() == first
     monkeypatch.undo()
-    content = bytearray(cache.read_bytes())
-    content[len(content) // 2] ^= 1
-    cache.write_bytes(content)
+    content = cache.read_bytes()
+    cache.write_bytes(content[: len(content) // 2])
     assert made(root).fingerprint() == first
 
 
