@@ -1,8 +1,7 @@
 """Data sets of image files, decoded once and cached as tensors on disk."""
 
 import hashlib
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,51 +10,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from fl_lightning.datamodules.class_folders import Sample
 from fl_lightning.datamodules.image_cache import cached_tensors
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
-
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-
-def is_image(name: str) -> bool:
-    """Return whether a file is visible and its name has an image suffix."""
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
-
-
-def image_names(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of all images below a folder.
-
-    Symbolic links are followed.
-
-    Raises:
-        ConfigurationError: A link leads to a folder that contains the link.
-    """
-    for parent, _, names in os.walk(folder, followlinks=True):
-        if os.path.islink(parent) and (here := Path(parent)).parent.resolve().is_relative_to(here.resolve()):
-            raise ConfigurationError(
-                f"data_dir holds {here}, a link to the folder {here.resolve()} that contains it; remove the link"
-            )
-        place = "" if parent == str(folder) else os.path.relpath(parent, folder)
-        yield from (os.path.join(place, name) for name in names if is_image(name))
-
-
-def list_images(folder: Path) -> list[Path]:
-    """Return the paths of all images below a folder, in alphabetical order."""
-    return [folder / name for name in sorted(image_names(folder), key=lambda name: name.split(os.sep))]
-
-
-def subfolders(folder: Path) -> list[str]:
-    """Return the sorted names of a folder's visible subfolders; [] if the folder is missing."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def wrong_layout(data_dir: Path, missing: str, expected: str) -> ConfigurationError:
-    """Return the error for a data folder that does not exist or does not contain ``missing``."""
-    state = f"holds no {missing}" if data_dir.is_dir() else "does not exist"
-    return ConfigurationError(f"data_dir={data_dir} {state}; expected {expected}")
 
 
 def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
@@ -118,10 +77,6 @@ def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int)
     return stack
 
 
-Samples = Sequence[tuple[Path, int]]
-"""Paths of image files, each with its class."""
-
-
 class ImageFiles(InMemoryDataModule):
     """Base class of data sets of image files.
 
@@ -167,8 +122,8 @@ class ImageFiles(InMemoryDataModule):
 
     def read(
         self,
-        train: Samples,
-        test: Samples,
+        train: Sequence[Sample],
+        test: Sequence[Sample],
         train_groups: Sequence[int] | None = None,
         test_groups: Sequence[int] | None = None,
         group_names: Sequence[str] = (),

@@ -1,8 +1,6 @@
-"""Data sets from tensors, arrays or CSV files."""
+"""Data sets from tensors, arrays or tables."""
 
-import csv
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.datamodules.dirichlet import Dirichlet
 from fl_lightning.datamodules.images import Batch, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
 from fl_lightning.datamodules.partition_file import FromFile
-from fl_lightning.datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Shards
+from fl_lightning.datamodules.partitions import IID, GammaSimilarity, Natural
+from fl_lightning.datamodules.shards import Shards
+from fl_lightning.datamodules.tables import MISSING, missing_word, read_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
@@ -26,9 +27,6 @@ from fl_lightning.recorded import describe
 Array = Tensor | NDArray[Any]
 _PARTS = ("features", "targets", "groups", "test_features", "test_targets", "test_groups")
 _BINS = 10
-_UNKNOWN = ("na", "n/a", "<na>", "#n/a", "nan", "null", "?")
-"""Words for missing values, in lower case."""
-_MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
 
 
 class Samples(Dataset[Batch]):
@@ -73,7 +71,7 @@ class TensorData(InMemorySamples):
 
     A partition needs a class for each sample. The class depends on the targets:
 
-    - Integer targets ``[N]`` are the classes, numbered from 0. In a CSV, the targets may be names.
+    - Integer targets ``[N]`` are the classes, numbered from 0. In a table, the targets may be names.
     - Other targets ``[N]`` are divided into ten groups at their quantiles. Each group counts as a
       class.
     - If targets have more dimensions, all samples are of one class.
@@ -81,15 +79,15 @@ class TensorData(InMemorySamples):
     Args:
         features: Tensor or array ``[N, ...]``, or the path of a file. A ``.npz`` or ``.pt`` file
             holds ``features`` and ``targets``; ``groups``, ``test_features``, ``test_targets`` and
-            ``test_groups`` are optional. A ``.csv`` file has a header. Float64 is converted to
-            float32.
-        targets: Tensor or array ``[N, ...]``. For a CSV: the name of the target column, or a list
+            ``test_groups`` are optional. A ``.csv`` file has a header. A ``.parquet`` file needs
+            the package pyarrow. Float64 is converted to float32.
+        targets: Tensor or array ``[N, ...]``. For a table: the name of the target column, or a list
             of names.
-        groups: Group of each sample ``[N]``, as integers or names. For a CSV: name of the column of
-            groups. With groups, the default partition is ``Natural``, which makes each group a
+        groups: Group of each sample ``[N]``, as integers or names. For a table: name of the column
+            of groups. With groups, the default partition is ``Natural``, which makes each group a
             client. The partitions ``IID``, ``Dirichlet``, ``Shards``, ``GammaSimilarity`` and
             ``FromFile`` ignore groups and are refused.
-        columns: Names of the feature columns of a CSV. Default: all columns that are neither
+        columns: Names of the feature columns of a table. Default: all columns that are neither
             targets nor groups.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
         test_targets: Test targets.
@@ -101,7 +99,7 @@ class TensorData(InMemorySamples):
         num_clients: Number of clients. Ignored if the partition decides this number.
         batch_size: Number of samples in a client's batch. Every batch is complete.
         **settings: Settings of
-            :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
+            :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
 
     Raises:
         ConfigurationError: A file, column or tensor cannot be used.
@@ -165,7 +163,7 @@ class TensorData(InMemorySamples):
             if lowest != 0 or highest >= len(every):
                 raise ConfigurationError(
                     f"data.targets: the classes of {len(every)} samples are {lowest} to {highest}; number the classes from 0 to C - 1, with at "
-                    "least as many samples as classes, give names in a CSV, or floating-point targets if they are no classes"
+                    "least as many samples as classes, give names in a table, or floating-point targets if they are no classes"
                 )
             self.num_classes = highest + 1
         self.in_features = self._data["features"][0].numel()
@@ -250,12 +248,13 @@ _Given = Mapping[str, Any]
 
 
 def _read(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str, Any]:
-    if path.suffix not in (".csv", ".npz", ".pt"):
-        raise ConfigurationError(f"data.features: {path} has no known ending; use .csv, .npz or .pt")
+    kinds = ".csv, .parquet, .npz or .pt"
+    if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
+        raise ConfigurationError(f"data.features: {path} has no known ending; use {kinds}")
     if not path.is_file():
-        raise ConfigurationError(f"data.features: {path} does not exist; give a .csv, .npz or .pt file")
-    if path.suffix == ".csv":
-        return _read_csv(path, given, columns)
+        raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
+    if path.suffix in (".csv", ".parquet"):
+        return {**given, **read_table(path, given["targets"], given["groups"], columns)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)
@@ -268,106 +267,6 @@ def _read(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str,
         if name in content and given[name] is not None:
             raise ConfigurationError(f"data.{name}: {path} holds {name}; leave data.{name} out")
     return {**given, **{name: content[name] for name in _PARTS if name in content}}
-
-
-def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str, Any]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header, *rows = ([value.strip() for value in row] for row in csv.reader(file))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"data.features: {path} is no CSV with a header: {error}") from error
-    ragged = next((number for number, row in enumerate(rows, 2) if len(row) != len(header)), None)
-    if ragged is not None:
-        raise ConfigurationError(
-            f"data.features: line {ragged} of {path} does not have {len(header)} values; give each column a value, or remove the line"
-        )
-    if not rows:
-        raise ConfigurationError(
-            f"data.features: {path} has a header, but no samples; add a line for each sample"
-        )
-    table = dict(zip(header, zip(*rows, strict=True), strict=True))
-    names = [given["targets"]] if isinstance(given["targets"], str) else [*(given["targets"] or ())]
-    group = [given["groups"]] if given["groups"] is not None else []
-    used = [*columns] if columns is not None else [name for name in header if name not in (*names, *group)]
-    nameless = [name for name in used if not name or name.startswith("Unnamed: ")]
-    if columns is None and nameless:
-        raise ConfigurationError(
-            f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
-            "feature columns in data.columns, or write the file with index=False"
-        )
-    for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
-        missing = [name for name in wanted if name not in table]
-        if missing or (setting != "groups" and not wanted):
-            raise ConfigurationError(
-                f"data.{setting}: {missing[0] if missing else 'null'} is no column of {path}; it has {', '.join(header)}"
-            )
-        for name in wanted:
-            empty = next((line for line, value in enumerate(table[name], 2) if not value), None)
-            if empty is not None:
-                raise ConfigurationError(
-                    f"data.{setting}: line {empty} of {path} has no {name}; fill in a value, or remove the line"
-                )
-            if header.count(name) > 1:
-                raise ConfigurationError(
-                    f"data.{setting}: {path} has two columns {name!r}; rename one of them"
-                )
-    features = np.stack([_numbers(path, name, table[name]) for name in used], axis=1)
-    targets, labels = zip(*(_classes(path, name, table[name]) for name in names), strict=True)
-    return {
-        **given,
-        "features": features,
-        "targets": targets[0] if len(targets) == 1 else np.stack(targets, axis=1),
-        "class_names": labels[0] if len(labels) == 1 else None,
-        "groups": [*table[group[0]]] if group else None,
-    }
-
-
-def _parsed(values: Sequence[str], kind: type) -> NDArray[Any]:
-    """Convert text to numbers. Python's digit separators are refused: 1_0 may be a name."""
-    if separated := [value for value in values if "_" in value]:
-        raise ValueError(f"could not convert string to {kind.__name__}: {separated[0]!r}")
-    return np.asarray(values, dtype=kind)
-
-
-def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
-    try:
-        return _parsed(values, np.float64)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"data.columns: {name} of {path} is no column of numbers ({error}); fill in missing values, or leave it out of data.columns"
-        ) from error
-
-
-def _classes(path: Path, name: str, values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
-    """Convert the values of a CSV column to numbers.
-
-    Returns:
-        The numbers and None. If the values are no numbers, each value is a name: the result is the
-        position of each value in the sorted list of names, and this list.
-
-    Raises:
-        ConfigurationError: A value is a word such as NA.
-    """
-    for kind in (np.int64, np.float64):
-        with suppress(ValueError, OverflowError):
-            return _parsed(values, kind), None
-    names, positions = np.unique(np.asarray(values), return_inverse=True)
-    if word := _missing_word(names):
-        raise ConfigurationError(
-            f"data.targets: line {values.index(word) + 2} of {path} has {word} for {name}, {_MISSING}"
-        )
-    return positions, [*map(str, names)]
-
-
-def _missing_word(names: Iterable[Any]) -> str | None:
-    """Return the first name that stands for a missing value, or None."""
-    words = [str(name) for name in names]
-    missing = [word for word in words if word.lower() in _UNKNOWN]
-    maybe = [word for word in words if word.lower() in ("none", "-")]
-    with suppress(ValueError):  # these two may be names, unless all others are numbers
-        _parsed([word for word in words if word not in maybe], np.float64)
-        missing += maybe
-    return next(iter(missing), None)
 
 
 def _tensor(name: str, given: Any) -> Tensor:
@@ -407,8 +306,8 @@ def _numbered(*groups: Any) -> tuple[dict[str, Tensor], list[str]]:
     if not known:
         return {}, []
     names, numbers = np.unique(np.concatenate([*known.values()]), return_inverse=True)
-    if word := _missing_word(names):
-        raise ConfigurationError(f"data.groups: one group is {word}, {_MISSING}")
+    if (word := missing_word(names)) is not None:
+        raise ConfigurationError(f"data.groups: one group is {word or 'empty'}, {MISSING}")
     parts = np.split(numbers, np.cumsum([len(x) for x in known.values()])[:-1])
     return {split: torch.from_numpy(part).long() for split, part in zip(known, parts, strict=True)}, [
         *map(str, names)

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision import datasets
 
-from fl_lightning.datamodules.folders import ClassFolders
+from fl_lightning.datamodules.class_folders import ClassFolders
 from fl_lightning.datamodules.image_cache import building
 from fl_lightning.datamodules.image_files import ImageFiles, converted, square, stacked
 from fl_lightning.datamodules.images import ImageData
@@ -231,7 +231,7 @@ class CIFAR10(ImageFiles):
     def load(self) -> ImageData:
         """Return the images."""
         if self.folders is not None:
-            return self.read(*self.folders.samples(self.class_names, generator(self.seed, "test split")))
+            return self.read(*self.folders.samples(generator(self.seed, "test split")))
         return ImageData(*self._tensors(self._files(0)), *self._tensors(self._files(1)))
 
     def _class_folders(self) -> ClassFolders | None:

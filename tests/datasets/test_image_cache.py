@@ -10,8 +10,7 @@ import torch
 from colour_folders import cache_file, load, save
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules import ImageFolder
-from fl_lightning.datamodules import image_cache, image_files
+from fl_lightning.datamodules import ImageFolder, image_cache, image_files
 
 
 def test_the_second_start_reads_the_cache(tree, decoded):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
+from fl_lightning.datamodules import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
 
 PARTITIONS = {
     "iid": IID(),

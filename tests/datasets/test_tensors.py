@@ -1,6 +1,8 @@
 """Data sets of tensors, arrays and tables."""
 
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from fl_lightning.datamodules import (
     Shards,
     TensorData,
 )
+from fl_lightning.datamodules.tables import read_table
 
 
 def samples(count=60, classes=3):
@@ -69,9 +72,6 @@ def test_features_of_any_type_and_shape_come_as_they_are(dtype, shape):
     assert inputs.shape == (2, 4, *shape)
     assert targets.shape == (2, 4, 2)
     assert inputs.dtype == (torch.float32 if dtype == torch.float64 else dtype)
-    one, target = data.clients[1].train_dataloader().dataset[0]
-    assert one.shape == shape
-    assert target.shape == (2,)
 
 
 def test_a_batch_of_the_cohort_is_that_of_each_client():
@@ -211,8 +211,14 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": "short.csv", "targets": "outcome"},
-            r"data.features: line 3 of short.csv does not have 2 values",
+            r"data.targets: line 3 of short.csv has no outcome; fill in a value",
         ),
+        (
+            {"features": "long.csv", "targets": "outcome"},
+            r"data.features: long.csv cannot be read as a table \(.*2 fields in line 3, saw 3\); write a header",
+        ),
+        ({"features": "empty.csv", "targets": "outcome"}, r"empty.csv cannot be read as a table .*; write a"),
+        ({"features": "bytes.csv", "targets": "outcome"}, r"bytes.csv cannot be read as a table \('utf-8"),
         ({"features": "header.csv", "targets": "outcome"}, r"header.csv has a header, but no samples"),
         ({"features": "twice.csv", "targets": "age"}, r"data.targets: twice.csv has two columns 'age'"),
         (
@@ -233,7 +239,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": "unknown.csv", "targets": "dose", "columns": ["outcome"]},
-            r"data.columns: outcome of unknown.csv is no column of numbers \(.*'NA'\); fill in missing values",
+            r"data.columns: line 3 of unknown.csv has NA for outcome, which stands for a missing value",
         ),
         (
             {"features": [[1.0]] * 3, "targets": [0, 1, 0], "groups": ["a", "b", float("nan")]},
@@ -263,6 +269,9 @@ def test_bad_tables_are_one_line(settings, words):
     Path("unlabelled.csv").write_text("age,outcome\n1,yes\n2, \n")
     Path("header.csv").write_text("age,outcome\n")
     Path("short.csv").write_text("age,outcome\n1,yes\n2\n")
+    Path("long.csv").write_text("age,outcome\n1,yes\n2,no,3\n")
+    Path("empty.csv").write_text("")
+    Path("bytes.csv").write_bytes(b"age,outcome\n1,\xff\n")
     Path("twice.csv").write_text("age,age\n1,2\n")
     Path("index.csv").write_text(",age,outcome\n0,1,yes\n1,2,no\n")
     Path("unknown.csv").write_text(
@@ -271,8 +280,9 @@ def test_bad_tables_are_one_line(settings, words):
     Path("separated.csv").write_text("age,outcome\n1_0,yes\n2,no\n")
     np.savez("groups.npz", features=np.zeros((4, 1)), targets=[0, 1, 0, 1], groups=[0, 0, 1, 1])
     np.savez("empty.npz", x=np.zeros(3))
-    with pytest.raises(ConfigurationError, match=words):
+    with pytest.raises(ConfigurationError, match=words) as refused:
         TensorData(**settings)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +293,7 @@ def test_bad_tables_are_one_line(settings, words):
         ("age,dose,outcome\n1,2,1_0\n3,4,0_0\n", ["0_0", "1_0"], "utf-8"),
         ("age,dose,outcome\n1,2,none\n3,4,mild\n", ["mild", "none"], "utf-8"),
         ("age,dose,outcome\n1,2,0\n3,4, 1\n", None, "utf-8"),
+        ('age,dose,outcome\n1,2,"small, ""round"""\n"3",4, "large"\n', ["large", 'small, "round"'], "utf-8"),
     ],
 )
 def test_a_csv_of_a_spreadsheet_gives_its_columns_and_classes(text, names, encoding):
@@ -290,6 +301,39 @@ def test_a_csv_of_a_spreadsheet_gives_its_columns_and_classes(text, names, encod
     data = TensorData("sheet.csv", "outcome", columns=["age", "dose"])
     assert (data.class_names, data.num_classes) == (names, 2)
     assert data._data["features"][:2].tolist() == [[1, 2], [3, 4]]
+
+
+def test_numbers_of_a_csv_are_the_nearest_floats():
+    texts = ["0.1", "1e23", "123456789.123456789012", "2.2250738585072011e-308", "8.41470984807896504e-01"]
+    Path("exact.csv").write_text("\n".join(["x,y", *(f"{text},0" for text in texts)]))
+    assert read_table(Path("exact.csv"), "y", None, None)["features"][:, 0].tolist() == [*map(float, texts)]
+
+
+def test_a_parquet_file_gives_what_its_csv_gives():
+    pytest.importorskip("pyarrow")
+    pandas = pytest.importorskip("pandas")
+    write_csv(Path("table.csv"))
+    pandas.read_csv("table.csv").to_parquet("table.parquet")
+    found = [
+        TensorData(f"table.{ending}", "outcome", groups="site", batch_size=4) for ending in ("csv", "parquet")
+    ]
+    for data in found:
+        data.setup("fit")
+    assert found[0].fingerprint() == found[1].fingerprint()
+    assert found[0].class_names == found[1].class_names == ["no", "yes"]
+    table = pandas.read_csv("table.csv")
+    table.loc[2, "site"] = None
+    table.to_parquet("table.parquet")
+    with pytest.raises(ConfigurationError, match=r"data.groups: row 3 of table.parquet has no site; fill in"):
+        TensorData("table.parquet", "outcome", groups="site")
+
+
+def test_pandas_is_imported_for_tables_alone():
+    script = (
+        "import sys; from fl_lightning.datamodules import TensorData; TensorData([[1.0]] * 9, [0] * 9); "
+        "assert 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_labels_of_more_than_64_bits_are_no_classes():
