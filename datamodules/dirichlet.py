@@ -49,6 +49,8 @@ class Dirichlet(Partition):
             without a sample.
     """
 
+    ignores_groups = True
+
     def __init__(self, alpha: float, balance: Balance = "client") -> None:
         if not 0 < alpha < math.inf:
             raise ConfigurationError(

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import atomic_write, locked, missing_folders, remove_empty, unwritable
+from fl_lightning.files import atomic_write, locked, unwritable
 
 DECODER = 4
 """Version of the decoding and of the cache's format. Another version makes every cache invalid."""
@@ -77,20 +77,15 @@ def _load(cache: Path, key: str) -> dict[str, Tensor] | None:
 def building(target: Path) -> Iterator[None]:
     """Lock the folder of a file while the ``with`` block builds the file.
 
-    The folder is created if it is missing. If the block then fails, a created folder is removed.
+    The folder is created if it is missing.
 
     Raises:
         ConfigurationError: The folder cannot be created.
     """
-    made = missing_folders(target.parent)
     with ExitStack() as held:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(target.parent.resolve(), folder=True))
         except OSError as error:
             raise unwritable(target, error) from error
-        try:
-            yield
-        except BaseException:
-            remove_empty(made)
-            raise
+        yield

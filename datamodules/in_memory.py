@@ -15,8 +15,8 @@ from fl_lightning.datamodules.images import (
     ImageData,
     Images,
     Normalization,
+    Samples,
     TrainImages,
-    TrainSamples,
     channel_statistics,
 )
 from fl_lightning.datamodules.partition_file import Distribution
@@ -44,7 +44,7 @@ class InMemoryClient(ClientDataModule):
     def __init__(
         self,
         client_id: int,
-        images: TrainSamples,
+        images: Samples,
         indices: Tensor,
         batch_size: int,
         horizontal_flip: bool,

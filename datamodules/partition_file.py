@@ -102,6 +102,7 @@ class FromFile(Partition):
         ConfigurationError: The file does not exist, or it is a pickle.
     """
 
+    ignores_groups = True
     deciding_files = ("path",)
 
     def __init__(self, path: str) -> None:

@@ -18,7 +18,14 @@ Groups = Tensor | Sequence[str] | Sequence[int] | None
 
 
 class Partition(Recorded):
-    """A rule that assigns the training samples to the clients."""
+    """A rule that assigns the training samples to the clients.
+
+    Attributes:
+        ignores_groups: Whether the rule ignores the groups of the samples. Data with groups then
+            refuse the partition.
+    """
+
+    ignores_groups = False
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
@@ -46,6 +53,8 @@ class Partition(Recorded):
 class IID(Partition):
     """Random partition. Client sizes differ by at most one."""
 
+    ignores_groups = True
+
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
@@ -67,6 +76,8 @@ class GammaSimilarity(Partition):
     Args:
         gamma: Share of the data that is assigned at random, in [0, 1].
     """
+
+    ignores_groups = True
 
     def __init__(self, gamma: float) -> None:
         if not 0 <= gamma <= 1:

@@ -53,6 +53,8 @@ class Shards(Partition):
             for its clients or for the tail.
     """
 
+    ignores_groups = True
+
     def __init__(self, class_fraction: float, assignment: ClassAssignment = "random", tail: int = 0) -> None:
         if not 0 < class_fraction <= 1:
             raise ConfigurationError(f"class_fraction must be in (0, 1], such as 0.2, found {class_fraction}")

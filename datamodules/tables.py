@@ -48,24 +48,21 @@ def read_table(
             "feature columns in data.columns, or write the file with index=False"
         )
     for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
-        missing = [name for name in wanted if name not in header]
-        if missing or (setting != "groups" and not wanted):
-            raise ConfigurationError(
-                f"data.{setting}: {missing[0] if missing else 'null'} is no column of {path}; it has {', '.join(header)}"
-            )
+        if not wanted and setting != "groups":
+            wanted = ["null"]
         for name in wanted:
-            if header.count(name) > 1:
+            if header.count(name) != 1:
+                what = f"is {'no' if name not in header else 'more than one'} column"
                 raise ConfigurationError(
-                    f"data.{setting}: {path} has two columns {name!r}; rename one of them"
+                    f"data.{setting}: {name} {what} of {path}; it has {', '.join(header)}"
                 )
-            _check_missing(path, setting, table[name])
-    features = [_numbers(path, name, [*table[name]]) for name in used]
-    numbers, words = zip(*(_classes([*table[name]]) for name in names), strict=True)
+    features = [_numbers(path, table[name]) for name in used]
+    numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
     return {
         "features": np.stack(features, axis=1),
         "targets": numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1),
         "class_names": words[0] if len(words) == 1 else None,
-        "groups": [*table[group[0]]] if group else None,
+        "groups": _names(path, "groups", table[groups]) if group else None,
     }
 
 
@@ -74,10 +71,10 @@ def missing_word(names: Iterable[Any]) -> str | None:
     words = [str(name) for name in names]
     missing = [word for word in words if word.lower() in _UNKNOWN]
     maybe = [word for word in words if word.lower() in ("none", "-")]
-    with suppress(ValueError):  # these two may be names, unless all others are numbers
-        if maybe:
-            _parsed([word for word in words if word not in (*maybe, *missing)], np.float64)
-            missing += maybe
+    # these two may be names, unless all others are numbers
+    with suppress(ValueError):
+        [float(word) for word in words if maybe and word not in (*maybe, *missing)]
+        missing += maybe
     return next(iter(missing), None)
 
 
@@ -119,40 +116,44 @@ def _read(path: Path) -> Any:
     return table.apply(lambda column: column.str.strip())
 
 
-def _check_missing(path: Path, setting: str, values: Any) -> None:
+def _place(path: Path, rows: Any) -> str:
+    """Name the first row for which ``rows`` is True."""
+    return f"{'row' if path.suffix == '.parquet' else 'line'} {rows.idxmax()} of {path}"
+
+
+def _numbers(path: Path, values: Any) -> NDArray[np.float64]:
+    import pandas as pd
+
+    wrong = pd.to_numeric(values, errors="coerce").isna()
+    if wrong.any():
+        word, place = values[wrong].iloc[0], _place(path, wrong)
+        raise ConfigurationError(
+            f"data.columns: {values.name} is no column of numbers, {place} has {repr(word) if word else 'no value'}; fill in a number, "
+            "leave the sample out, or leave the column out of data.columns"
+        )
+    return np.asarray([*values], np.float64)  # the nearest floats, for any version of pandas
+
+
+def _names(path: Path, setting: str, values: Any) -> list[str]:
     if (word := missing_word(values.unique())) is not None:
-        place = f"{'row' if path.suffix == '.parquet' else 'line'} {values.index[values == word][0]}"
         has = f"has {word} for {values.name}, {MISSING}"
         if not word:
-            has = f"has no {values.name}; fill in a value, or remove the sample"
-        raise ConfigurationError(f"data.{setting}: {place} of {path} {has}")
+            has = f"has no {values.name}; fill in a value, or leave the sample out"
+        raise ConfigurationError(f"data.{setting}: {_place(path, values == word)} {has}")
+    return [*values]
 
 
-def _parsed(values: Sequence[str], kind: type) -> NDArray[Any]:
-    """Convert text to numbers. Python's digit separators are refused: 1_0 may be a name."""
-    if separated := [value for value in values if "_" in value]:
-        raise ValueError(f"could not convert string to {kind.__name__}: {separated[0]!r}")
-    return np.asarray(values, dtype=kind)
-
-
-def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
-    try:
-        return _parsed(values, np.float64)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"data.columns: {name} of {path} is no column of numbers ({error}); leave it out of data.columns"
-        ) from error
-
-
-def _classes(values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
-    """Convert the values of a column to numbers.
+def _classes(path: Path, values: Any) -> tuple[NDArray[Any], list[str] | None]:
+    """Convert a column to numbers.
 
     Returns:
-        The numbers and None. If the values are no numbers, each value is a name: the result is the
+        The numbers and None. If a value is no number, each value is a name: the result is the
         position of each value in the sorted list of names, and this list.
     """
-    for kind in (np.int64, np.float64):
-        with suppress(ValueError, OverflowError):
-            return _parsed(values, kind), None
-    names, positions = np.unique(np.asarray(values), return_inverse=True)
+    import pandas as pd
+
+    numbers = pd.to_numeric(values, errors="coerce")
+    if not numbers.isna().any():
+        return np.asarray([*values], np.int64 if numbers.dtype.kind == "i" else np.float64), None
+    names, positions = np.unique(_names(path, "targets", values), return_inverse=True)
     return positions, [*map(str, names)]

@@ -8,15 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.datamodules.dirichlet import Dirichlet
-from fl_lightning.datamodules.images import Batch, balanced_subset
+from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
-from fl_lightning.datamodules.partition_file import FromFile
-from fl_lightning.datamodules.partitions import IID, GammaSimilarity, Natural
-from fl_lightning.datamodules.shards import Shards
+from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.datamodules.tables import MISSING, missing_word, read_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
@@ -27,43 +23,6 @@ from fl_lightning.recorded import describe
 Array = Tensor | NDArray[Any]
 _PARTS = ("features", "targets", "groups", "test_features", "test_targets", "test_groups")
 _BINS = 10
-
-
-class Samples(Dataset[Batch]):
-    """Features and targets in memory, indexed by sample.
-
-    Args:
-        features: Features, shape ``[N, ...]``.
-        targets: Targets, shape ``[N, ...]``.
-    """
-
-    padding = 0
-
-    def __init__(self, features: Tensor, targets: Tensor) -> None:
-        self.features, self.targets = features, targets
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """The stored features and targets."""
-        return self.features, self.targets
-
-    def to(self, device: torch.device) -> None:
-        """Move the samples to the memory of a device."""
-        self.features, self.targets = self.features.to(device), self.targets.to(device)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int | slice | Tensor) -> Batch:
-        return self.features[index], self.targets[index]
-
-    def batch(self, draws: Tensor) -> Batch:
-        """Return the samples with indices ``draws[..., 0]``.
-
-        The other columns of ``draws`` are random numbers for the augmentation of images, and are
-        ignored.
-        """
-        return self[draws[..., 0].to(self.features.device)]
 
 
 class TensorData(InMemorySamples):
@@ -126,32 +85,26 @@ class TensorData(InMemorySamples):
         super().__init__(num_clients, batch_size, **settings)
         if not 0 < test_fraction < 1:
             raise ConfigurationError(f"test_fraction must be in (0, 1), such as 0.2, found {test_fraction}")
-        given = dict(
-            zip(_PARTS, (features, targets, groups, test_features, test_targets, test_groups), strict=True)
-        )
+        parts = features, targets, groups, test_features, test_targets, test_groups
+        given = dict(zip(_PARTS, parts, strict=True))
         if isinstance(features, str | Path):
             given = _read(user_path("data.features", str(features)), given, columns)
         if names := given.pop("class_names", None):
             self.class_names = names
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
-        self._data = {
-            name: _tensor(name, x) for name, x in given.items() if x is not None and "groups" not in name
-        }
-        _check_shapes(self._data)
+        named = {name: x for name, x in given.items() if x is not None and "groups" in name}
+        data = {name: _tensor(name, x) for name, x in given.items() if x is not None and name not in named}
+        numbers, self._group_names = _numbered(named)
+        self._data = data | numbers
+        _check_lengths(self._data)
         if "test_targets" not in self._data:
             self.drawn_splits = ("val", "test")
-        self._groups, self._group_names = _numbered(given.get("groups"), given.get("test_groups"))
-        for split, labels in self._groups.items():
-            if len(labels) != len(self._data[f"{split}targets"]):
-                raise ConfigurationError(
-                    f"data.{split}groups: {len(labels)} groups of {len(self._data[f'{split}targets'])} samples; give one for each"
-                )
-        if settings.get("partition") is None and self._groups:
+        if settings.get("partition") is None and named:
             self.partition = Natural()
         of_honest = getattr(self.partition, "partition", self.partition)
-        if self._groups and isinstance(of_honest, IID | Dirichlet | Shards | GammaSimilarity | FromFile):
-            name = f"{next(iter(self._groups))}groups"
+        if named and of_honest.ignores_groups:
+            name = next(iter(named))
             raise ConfigurationError(
                 f"data.{name}: {groups if isinstance(groups, str) else name} would be ignored by the partition "
                 f"{describe(self.partition)}; use data.partition: Natural, or leave the groups out"
@@ -176,15 +129,14 @@ class TensorData(InMemorySamples):
         return super().class_histograms() if self.num_classes is not None else []
 
     def _make_clients(self) -> None:
-        self.loaded = digest([self._data, self._groups])
+        self.loaded = digest(self._data)
         parts = self._split()
-        names = self._group_names
         dealt = self.distribute(
             _strata(parts["targets"]),
             _strata(parts["test_targets"]),
             parts.get("groups"),
             parts.get("test_groups"),
-            names,
+            self._group_names,
         )
         features = torch.cat([parts["features"], parts["test_features"]])
         targets = torch.cat([parts["targets"], parts["test_targets"]])
@@ -198,7 +150,7 @@ class TensorData(InMemorySamples):
 
     def _split(self) -> dict[str, Tensor]:
         """Return training and test data. If no test data are given, draw them from the samples."""
-        data = {**self._data, **{f"{split}groups": x for split, x in self._groups.items()}}
+        data = self._data
         if "test_targets" in data:
             return data
         strata = _strata(data["targets"])
@@ -243,11 +195,7 @@ class ScikitLearn(TensorData):
             self.class_names = [str(name) for name in loaded.target_names]
 
 
-_Given = Mapping[str, Any]
-"""Arguments of :class:`TensorData` by name."""
-
-
-def _read(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str, Any]:
+def _read(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
     kinds = ".csv, .parquet, .npz or .pt"
     if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
         raise ConfigurationError(f"data.features: {path} has no known ending; use {kinds}")
@@ -283,35 +231,34 @@ def _tensor(name: str, given: Any) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-def _check_shapes(data: Mapping[str, Tensor]) -> None:
+def _check_lengths(data: Mapping[str, Tensor]) -> None:
     for split in ("", "test_"):
-        features, targets = data.get(f"{split}features"), data.get(f"{split}targets")
-        if features is None and targets is None and split:
-            continue
-        if features is None or targets is None or not len(targets) or len(features) != len(targets):
-            counts = [None if x is None else len(x) for x in (features, targets)]
+        names = [f"{split}{part}" for part in ("features", "targets", "groups")]
+        sizes = {name: len(data[name]) for name in names if name in data}
+        if sizes and (not {*names[:2]} <= sizes.keys() or len({*sizes.values()}) > 1 or 0 in sizes.values()):
+            counts = ", ".join(f"data.{name}: {size} samples" for name, size in sizes.items())
             raise ConfigurationError(
-                f"data.{split}features and {split}targets: {counts[0]} and {counts[1]} samples; give one target for each sample"
+                f"{counts}; give features and targets, and groups if there are any, of the same samples"
             )
 
 
-def _numbered(*groups: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """Replace the groups of training and test samples by numbers.
+def _numbered(groups: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Replace groups by numbers.
+
+    Args:
+        groups: Groups of training samples, and of test samples, by name.
 
     Returns:
-        The numbers of the training samples (key ``""``) and test samples (key ``"test_"``), and the
-        name of each number.
+        The numbers by name, and the name of each number.
     """
-    known = {split: np.asarray(x) for split, x in zip(("", "test_"), groups, strict=True) if x is not None}
-    if not known:
+    if not groups:
         return {}, []
-    names, numbers = np.unique(np.concatenate([*known.values()]), return_inverse=True)
+    parts = [np.asarray(x) for x in groups.values()]
+    names, numbers = np.unique(np.concatenate(parts), return_inverse=True)
     if (word := missing_word(names)) is not None:
         raise ConfigurationError(f"data.groups: one group is {word or 'empty'}, {MISSING}")
-    parts = np.split(numbers, np.cumsum([len(x) for x in known.values()])[:-1])
-    return {split: torch.from_numpy(part).long() for split, part in zip(known, parts, strict=True)}, [
-        *map(str, names)
-    ]
+    split = torch.split(torch.from_numpy(numbers).long(), [len(part) for part in parts])
+    return dict(zip(groups, split, strict=True)), [*map(str, names)]
 
 
 def _has_classes(targets: Tensor) -> bool:

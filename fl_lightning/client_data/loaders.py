@@ -104,15 +104,16 @@ class LoaderBatches:
         if loader.batch_sampler is None:
             batches = [[index] for index in batches]
         self.samples_per_step = sum(map(len, batches)) / len(batches)
+        sampler: Any = loader.sampler
         # a batch sampler of an unknown class need not draw from the loader's sampler
         known = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
-        kind = type(loader.sampler) if known else None
+        kind = type(sampler) if known else None
         if kind is RandomSampler:
-            self.num_examples = len(loader.sampler.data_source)
+            self.num_examples = len(sampler.data_source)
         elif kind is WeightedRandomSampler:
-            self.num_examples = int(loader.sampler.weights.count_nonzero())
+            self.num_examples = int(sampler.weights.count_nonzero())
         elif known:
-            self.num_examples = len(set(self._first_epoch(loader.sampler)))
+            self.num_examples = len(set(self._first_epoch(sampler)))
         else:
             self.num_examples = len({index for batch in batches for index in batch})
 

@@ -136,14 +136,6 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(tree):
             load(tree, cache_dir=folder)
 
 
-def test_failed_build_leaves_no_folder(tree):
-    before = sorted(Path.cwd().iterdir())
-    (tree / "train" / "ant" / "2.png").write_bytes(b"no image")
-    with pytest.raises(ConfigurationError):
-        load(tree)
-    assert sorted(Path.cwd().iterdir()) == before
-
-
 def test_a_folder_that_cannot_be_locked_is_read_all_the_same(tree, monkeypatch):
     def refuse(*_):
         raise OSError(9, "Bad file descriptor")  # what some network file systems say of a folder

@@ -42,8 +42,8 @@ def test_each_sample_is_one_clients_or_the_servers():
     features, labels = samples()
     data = TensorData(features, labels, num_clients=4, batch_size=5, val_fraction=0.2)
     data.setup("fit")
-    seen = [client.images.features[client.indices] for client in data.clients]
-    seen += [data.val_images.features, data.test_images.features]
+    seen = [client.images.inputs[client.indices] for client in data.clients]
+    seen += [data.val_images.inputs, data.test_images.inputs]
     assert sorted(torch.cat(seen)[:, 0].tolist()) == features[:, 0].tolist()
     assert [len(data.val_images), len(data.test_images)] == [10, 12]
     assert (data.num_classes, data.in_features) == (3, 4)
@@ -57,7 +57,7 @@ def test_partitions_separate_classes_and_quantiles_of_numbers():
     numbers = torch.linspace(0, 1, 60)
     data = TensorData(features, numbers, partition=Shards(class_fraction=0.1), num_clients=10, batch_size=2)
     data.setup("fit")
-    spans = [client.images.targets[client.indices] for client in data.clients]
+    spans = [client.images.labels[client.indices] for client in data.clients]
     assert all(float(span.max() - span.min()) < 0.2 for span in spans)
     assert (data.num_classes, data.class_histograms()) == (None, [])
 
@@ -89,10 +89,10 @@ def test_standardized_features_have_the_moments_of_the_training_samples():
     features[:, 3] = 7
     data = TensorData(features, labels, num_clients=3, batch_size=5, standardize=True)
     data.setup("fit")
-    train = data.train_images.features.double()
+    train = data.train_images.inputs.double()
     assert torch.allclose(train.mean(0), torch.zeros(4, dtype=torch.float64), atol=1e-6)
     assert torch.allclose(train[:, :3].std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-6)
-    assert bool((data.test_images.features[:, 3] == 0).all())
+    assert bool((data.test_images.inputs[:, 3] == 0).all())
 
 
 @pytest.mark.parametrize("ending", ["npz", "pt", "csv"])
@@ -172,16 +172,22 @@ def test_scikit_learns_tables():
         ({"features": "table.csv", "targets": "outcom"}, r"data.targets: outcom is no column"),
         (
             {"features": "table.csv", "targets": "outcome"},
-            r"data.columns: site of .* is no column of numbers",
+            r"data.columns: site is no column of numbers, line 2 of table.csv has 'a'; fill in",
         ),
         ({"features": "empty.npz"}, r"data.features: .*empty.npz holds no features and targets"),
         (
             {"features": [[1.0], [float("nan")]], "targets": [0, 1]},
             r"data.features: some values are not finite",
         ),
-        ({"features": [[1.0], [2.0]], "targets": [0]}, r"data.features and targets: 2 and 1 samples"),
+        (
+            {"features": [[1.0], [2.0]], "targets": [0]},
+            r"data.features: 2 samples, data.targets: 1 samples; give",
+        ),
         ({"features": "text", "targets": [0]}, r"data.features: .*text has no known ending"),
-        ({"features": [[1.0]] * 9, "targets": [0] * 9, "groups": [0]}, r"data.groups: 1 groups of 9 samples"),
+        (
+            {"features": [[1.0]] * 9, "targets": [0] * 9, "groups": [0]},
+            r"data.targets: 9 samples, data.groups: 1 samples; give",
+        ),
         (
             {"features": [[1.0]] * 9, "targets": [0] * 9, "test_fraction": 1.0},
             r"test_fraction must be in \(0, 1\)",
@@ -220,7 +226,7 @@ def test_scikit_learns_tables():
         ({"features": "empty.csv", "targets": "outcome"}, r"empty.csv cannot be read as a table .*; write a"),
         ({"features": "bytes.csv", "targets": "outcome"}, r"bytes.csv cannot be read as a table \('utf-8"),
         ({"features": "header.csv", "targets": "outcome"}, r"header.csv has a header, but no samples"),
-        ({"features": "twice.csv", "targets": "age"}, r"data.targets: twice.csv has two columns 'age'"),
+        ({"features": "twice.csv", "targets": "age"}, r"data.targets: age is more than one column of twice.csv; it has age, age"),
         (
             {"features": "index.csv", "targets": "outcome"},
             r"data.columns: column 1 of index.csv has no name, as pandas writes its index; name the feature columns",
@@ -239,7 +245,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": "unknown.csv", "targets": "dose", "columns": ["outcome"]},
-            r"data.columns: line 3 of unknown.csv has NA for outcome, which stands for a missing value",
+            r"data.columns: outcome is no column of numbers, line 3 of unknown.csv has 'NA'; fill in a number",
         ),
         (
             {"features": [[1.0]] * 3, "targets": [0, 1, 0], "groups": ["a", "b", float("nan")]},
@@ -251,7 +257,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": "separated.csv", "targets": "outcome"},
-            r"data.columns: age of separated.csv is no column of numbers \(.*'1_0'\)",
+            r"data.columns: age is no column of numbers, line 2 of separated.csv has '1_0'",
         ),
         (
             {"features": "groups.npz", "partition": IID()},
