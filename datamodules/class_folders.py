@@ -105,9 +105,7 @@ class ClassFolders:
 
     def __init__(self, data_dir: Path, test_fraction: float | None = None) -> None:
         if test_fraction is not None and not 0 < test_fraction < 1:
-            raise ConfigurationError(
-                f"test_fraction must be between 0 and 1, such as 0.2, found {test_fraction}"
-            )
+            raise ConfigurationError(f"test_fraction must be in (0, 1), such as 0.2, found {test_fraction}")
         self.data_dir, self.test_fraction = data_dir, test_fraction
         self.layout = LAYOUT if test_fraction is None else "<class>/*.jpg"
         self.train_folder = data_dir / "train" if test_fraction is None else data_dir

@@ -1,7 +1,7 @@
 """The partition with class proportions from a Dirichlet distribution."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from fl_lightning.datamodules.partitions import (
     deal,
     equal_sizes,
 )
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
 
 Balance = Literal["client", "class"]
 
@@ -56,8 +56,7 @@ class Dirichlet(Partition):
             raise ConfigurationError(
                 f"alpha must be a positive number, found {alpha}; IID() is the limit alpha = inf"
             )
-        if balance not in ("client", "class"):
-            raise ConfigurationError(f"balance must be 'client' or 'class', found {balance!r}")
+        check_choice("Dirichlet.balance", balance, get_args(Balance))
         self.alpha = alpha
         self.balance: Balance = balance
 

@@ -21,7 +21,7 @@ from fl_lightning.datamodules.images import (
 )
 from fl_lightning.datamodules.partition_file import Distribution
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator, permutation
 
 
@@ -213,10 +213,7 @@ class InMemoryDataModule(InMemorySamples):
         **settings: Any,
     ) -> None:
         super().__init__(num_clients, batch_size, **settings)
-        if crop_padding < 0:
-            raise ConfigurationError(
-                f"crop_padding must be at least 0 pixels (0 for no crops), found {crop_padding}"
-            )
+        check_at_least(0, crop_padding=crop_padding)
         self.crop_padding = crop_padding
         self.horizontal_flip = horizontal_flip
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Generator, Tensor
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.recorded import Recorded
 
 Counts = npt.NDArray[np.int64]
@@ -131,8 +131,7 @@ class HonestOnly(Partition):
     """
 
     def __init__(self, partition: Partition, attackers: int) -> None:
-        if attackers < 0:
-            raise ConfigurationError(f"HonestOnly.attackers: {attackers} must be at least 0")
+        check_at_least(0, attackers=attackers)
         self.partition, self.attackers = partition, attackers
 
     def __call__(

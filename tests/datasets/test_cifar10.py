@@ -185,8 +185,9 @@ def test_a_read_only_folder_is_enough(pickles):
 def test_other_class_folders_are_refused(folders):
     (folders / "train" / "cat").rename(folders / "train" / "caterpillar")
     (folders / "test" / "cat").rename(folders / "test" / "caterpillar")
-    with pytest.raises(ConfigurationError, match=r"caterpillar.*use ImageFolder"):
-        CIFAR10(str(folders))
+    for download in (False, True):
+        with pytest.raises(ConfigurationError, match=r"caterpillar.*use ImageFolder"):
+            CIFAR10(str(folders), download=download)
 
 
 def test_defaults_are_those_of_the_fixbn_paper(pickles):
