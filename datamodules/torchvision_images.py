@@ -203,9 +203,10 @@ class CIFAR10(TorchvisionImages):
         if self._train.is_dir() and not self._pickles.is_dir():
             self._folders = ImageFolder(data_dir, image_size, cache_dir=cache_dir)
         super().__init__("CIFAR10", 10, data_dir, download, image_size, num_clients=num_clients, **settings)
-        if self._folders is not None and self._folders.class_names != list(self.class_names):
+        classes = list(self.class_names) if self._folders is None else self._folders.folders.classes
+        if classes != list(self.class_names):
             raise ConfigurationError(
-                f"data_dir={self.data_dir} has the class folders {', '.join(self._folders.class_names[:12])} in train/; those of "
+                f"data_dir={self.data_dir} has the class folders {', '.join(classes[:12])} in train/; those of "
                 f"CIFAR-10 are {', '.join(self.class_names)}; use ImageFolder for other images"
             )
 

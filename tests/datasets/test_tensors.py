@@ -226,7 +226,10 @@ def test_scikit_learns_tables():
         ({"features": "empty.csv", "targets": "outcome"}, r"empty.csv cannot be read as a table .*; write a"),
         ({"features": "bytes.csv", "targets": "outcome"}, r"bytes.csv cannot be read as a table \('utf-8"),
         ({"features": "header.csv", "targets": "outcome"}, r"header.csv has a header, but no samples"),
-        ({"features": "twice.csv", "targets": "age"}, r"data.targets: age is more than one column of twice.csv; it has age, age"),
+        (
+            {"features": "twice.csv", "targets": "age"},
+            r"data.targets: age is more than one column of twice.csv; it has age, age",
+        ),
         (
             {"features": "index.csv", "targets": "outcome"},
             r"data.columns: column 1 of index.csv has no name, as pandas writes its index; name the feature columns",
