@@ -17,7 +17,7 @@ from fl_lightning.datamodules.partitions import (
     class_sizes,
     deal,
 )
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError, check_at_least, check_choice
 
 Incidence = npt.NDArray[np.bool_]
 ClassAssignment = Literal["random", "consecutive", "modulo"]
@@ -59,10 +59,7 @@ class Shards(Partition):
         if not 0 < class_fraction <= 1:
             raise ConfigurationError(f"class_fraction must be in (0, 1], such as 0.2, found {class_fraction}")
         check_choice("Shards.assignment", assignment, get_args(ClassAssignment))
-        if not isinstance(tail, int) or tail < 0:
-            raise ConfigurationError(
-                f"Shards.tail: {tail} must be at least 0, a whole number of samples of every class"
-            )
+        check_at_least(0, tail=tail)
         self.class_fraction = class_fraction
         self.assignment: ClassAssignment = assignment
         self.tail = tail

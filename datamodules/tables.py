@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def missing_word(names: Iterable[Any]) -> str | None:
     words = [str(name) for name in names]
     missing = [word for word in words if word.lower() in _UNKNOWN]
     maybe = [word for word in words if word.lower() in ("none", "-")]
-    # these two may be names, unless all others are numbers
-    with suppress(ValueError):
-        [float(word) for word in words if maybe and word not in (*maybe, *missing)]
+    others = [word for word in words if word not in (*maybe, *missing)]
+    with suppress(ValueError):  # these two may be names, unless all others are numbers
+        list(map(float, others))
         missing += maybe
     return next(iter(missing), None)
 
@@ -116,22 +117,32 @@ def _read(path: Path) -> Any:
     return table.apply(lambda column: column.str.strip())
 
 
-def _place(path: Path, rows: Any) -> str:
-    """Name the first row for which ``rows`` is True."""
-    return f"{'row' if path.suffix == '.parquet' else 'line'} {rows.idxmax()} of {path}"
+def _place(path: Path, values: Any, rows: Any) -> str:
+    return f"{'row' if path.suffix == '.parquet' else 'line'} {values.index[rows][0]} of {path}"
+
+
+def _floats(values: Any) -> NDArray[np.float64]:
+    """Convert text to the nearest floats; NaN if a value is no number."""
+
+    def number(word: str) -> float:
+        try:
+            return nan if "_" in word else float(word)  # to Python, 1_0 is a number
+        except ValueError:
+            return nan
+
+    return np.fromiter(map(number, values.to_list()), np.float64, len(values))
 
 
 def _numbers(path: Path, values: Any) -> NDArray[np.float64]:
-    import pandas as pd
-
-    wrong = pd.to_numeric(values, errors="coerce").isna()
+    numbers = _floats(values)
+    wrong = np.isnan(numbers)
     if wrong.any():
-        word, place = values[wrong].iloc[0], _place(path, wrong)
+        word, place = values[wrong].iloc[0], _place(path, values, wrong)
         raise ConfigurationError(
             f"data.columns: {values.name} is no column of numbers, {place} has {repr(word) if word else 'no value'}; fill in a number, "
             "leave the sample out, or leave the column out of data.columns"
         )
-    return np.asarray([*values], np.float64)  # the nearest floats, for any version of pandas
+    return numbers
 
 
 def _names(path: Path, setting: str, values: Any) -> list[str]:
@@ -139,8 +150,8 @@ def _names(path: Path, setting: str, values: Any) -> list[str]:
         has = f"has {word} for {values.name}, {MISSING}"
         if not word:
             has = f"has no {values.name}; fill in a value, or leave the sample out"
-        raise ConfigurationError(f"data.{setting}: {_place(path, values == word)} {has}")
-    return [*values]
+        raise ConfigurationError(f"data.{setting}: {_place(path, values, values == word)} {has}")
+    return [str(value) for value in values.to_list()]
 
 
 def _classes(path: Path, values: Any) -> tuple[NDArray[Any], list[str] | None]:
@@ -150,10 +161,10 @@ def _classes(path: Path, values: Any) -> tuple[NDArray[Any], list[str] | None]:
         The numbers and None. If a value is no number, each value is a name: the result is the
         position of each value in the sorted list of names, and this list.
     """
-    import pandas as pd
-
-    numbers = pd.to_numeric(values, errors="coerce")
-    if not numbers.isna().any():
-        return np.asarray([*values], np.int64 if numbers.dtype.kind == "i" else np.float64), None
-    names, positions = np.unique(_names(path, "targets", values), return_inverse=True)
-    return positions, [*map(str, names)]
+    numbers = _floats(values)
+    if np.isnan(numbers).any():
+        names, positions = np.unique(_names(path, "targets", values), return_inverse=True)
+        return positions, [*map(str, names)]
+    with suppress(ValueError, OverflowError):  # a decimal point, or more than 64 bits
+        return np.asarray([*map(int, values.to_list())], np.int64), None
+    return numbers, None

@@ -107,34 +107,27 @@ class ClientDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of epoch 0, or of the epoch set by ``loader.sampler.set_epoch``."""
-        return DataLoader(_Batches(self), sampler=_Steps(self.steps_per_epoch), batch_size=None)
+        batches = _Epoch(self)
+        return DataLoader(batches, sampler=batches, batch_size=None)
 
 
-class _Batches(Dataset[Any]):
-    """A client's batches, indexed by local step."""
+class _Epoch(Dataset[Any]):
+    """A client's batches, indexed by local step, and the sampler of an epoch's steps."""
 
     def __init__(self, client: ClientDataModule) -> None:
-        self.client = client
+        self.client, self.epoch = client, 0
 
-    def __getitem__(self, step: int) -> Any:
-        return self.client.train_batch(step)
-
-
-class _Steps:
-    """Sampler of the local steps of an epoch. Lightning calls ``set_epoch``."""
-
-    def __init__(self, steps_per_epoch: int) -> None:
-        self.steps_per_epoch, self.epoch = steps_per_epoch, 0
-
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:  # Lightning calls it before each epoch
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.steps_per_epoch
+        return self.client.steps_per_epoch
 
     def __iter__(self) -> Iterator[int]:
-        first = self.epoch * self.steps_per_epoch
-        return iter(range(first, first + self.steps_per_epoch))
+        return iter(range(self.epoch * len(self), (self.epoch + 1) * len(self)))
+
+    def __getitem__(self, step: int) -> Any:
+        return self.client.train_batch(step)
 
 
 class FederatedDataModule(Recorded, L.LightningDataModule):
