@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision import datasets
 
-from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import files_digest
-from fl_lightning.datamodules.image_files import wrong_layout
+from fl_lightning.datamodules.class_folders import subfolders, wrong_layout
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.streamed import (
     IGNORED,
@@ -123,7 +123,6 @@ class Cityscapes(FederatedDataModule):
         self._image_size = image_size
         self._augmentation = crop_size, scale, horizontal_flip, color_jitter
         self._reading = {"mean": mean, "std": std, "threads": threads}
-        self.names: list[str] = []
 
     def setup(self, stage: str) -> None:
         """List the files at the first call; check the masks and the size of each client's data.
@@ -132,7 +131,7 @@ class Cityscapes(FederatedDataModule):
             ConfigurationError: An image has no mask, a client has fewer images than a batch, or an
                 image of the split file is evaluation data.
         """
-        if self.names:
+        if self._clients:
             return
         cities = self._cities("train")
         if unknown := sorted(set(self.evaluation_cities) - set(cities)):
@@ -160,7 +159,7 @@ class Cityscapes(FederatedDataModule):
         shares = [self._images(pairs, augment) for pairs in clients.values()]
         self._clients = [StreamedClient(share, self.batch_size) for share in shares]
         self.evaluation_images = self._images(evaluated, None)
-        self.names = list(clients)
+        self.client_names = list(clients)
         files = sorted({path for pair in sum(clients.values(), evaluated) for path in pair})
         self.loaded = files_digest(files, self.data_dir)
 
@@ -177,10 +176,6 @@ class Cityscapes(FederatedDataModule):
         kind = "cities" if self.split_file is None else f"users of {Path(self.split_file).name}"
         return f"{self.num_clients} {kind}, one client each"
 
-    def partition_record(self) -> PartitionRecord:
-        """Return the record of the partition, with the clients' sizes and names."""
-        return {**super().partition_record(), "clients": self.names}
-
     def picture(self, inputs: Tensor) -> Tensor:
         """Return a normalised image ``[3, H, W]`` as uint8 ``[H, W, 3]``."""
         return self.evaluation_images.picture(inputs)
@@ -190,10 +185,9 @@ class Cityscapes(FederatedDataModule):
 
     def _cities(self, split: str) -> dict[str, list[Pair]]:
         images = self.data_dir / "leftImg8bit" / split
-        folders = sorted(path for path in images.iterdir() if path.is_dir()) if images.is_dir() else []
         cities = {
-            folder.name: [self._pair(path) for path in sorted(folder.glob("*_leftImg8bit.png"))]
-            for folder in folders
+            city: [self._pair(path) for path in sorted((images / city).glob("*_leftImg8bit.png"))]
+            for city in subfolders(images)
         }
         if not any(cities.values()):
             raise wrong_layout(self.data_dir, f"image in leftImg8bit/{split}/", LAYOUT)

@@ -4,12 +4,11 @@ from math import inf, pi
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from fl_lightning.client_data.batches import copied
 from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import Batch
-from fl_lightning.datamodules.in_memory import EpochSampler
 from fl_lightning.datamodules.partitions import GammaSimilarity
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
@@ -85,12 +84,8 @@ class Gaussians(FederatedDataModule):
         return f"gamma={self.gamma}, {self.num_clients} clients"
 
     def partition_record(self) -> PartitionRecord:
-        """Return the record of the partition, with sizes, seed and class histogram."""
-        return {
-            **super().partition_record(),
-            "seed": self.seed,
-            "class_histogram": self.class_histograms(),
-        }
+        """Return the record of the partition, with the seed."""
+        return {**super().partition_record(), "seed": self.seed}
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of points of class c in client i's first batch."""
@@ -136,27 +131,6 @@ class GaussianClient(ClientDataModule):
         labels = torch.full((self.num_examples,), self.client_id)
         labels[: self.num_mixed] = torch.randint(len(self.centres), (self.num_mixed,), generator=draws)
         return sample_points(labels, self.centres, self.std, draws)
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        """Return a loader of epoch 0, or of the epoch set by ``loader.sampler.set_epoch``."""
-        sampler = EpochSampler(lambda epoch: [epoch], self.steps_per_epoch)
-        return DataLoader(ClientBatches(self), sampler=sampler, batch_size=None)
-
-
-class ClientBatches(Dataset[Batch]):
-    """A client's batches, indexed by local step.
-
-    The length of this data set is the number of points in a batch, not the number of batches.
-    """
-
-    def __init__(self, client: GaussianClient) -> None:
-        self.client = client
-
-    def __len__(self) -> int:
-        return self.client.num_examples
-
-    def __getitem__(self, step: int) -> Batch:
-        return self.client.train_batch(step)
 
 
 def sample_points(labels: Tensor, centres: Tensor, std: float, draws: torch.Generator) -> Batch:

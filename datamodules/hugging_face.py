@@ -12,7 +12,9 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors, decode, stacked, wrong_layout
+from fl_lightning.datamodules.class_folders import wrong_layout
+from fl_lightning.datamodules.image_cache import cached_tensors
+from fl_lightning.datamodules.image_files import ImageFiles, decode, stacked
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 

@@ -1,66 +1,20 @@
 """Data sets of image files, decoded once and cached as tensors on disk."""
 
 import hashlib
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from hashlib import sha256
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, BinaryIO
-from zlib import crc32
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from fl_lightning.datamodules.class_folders import Sample
+from fl_lightning.datamodules.image_cache import cached_tensors
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
-from fl_lightning.files import atomic_write, locked, missing_folders, remove_empty, unwritable
-
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-
-def is_image(name: str) -> bool:
-    """Return whether a file is visible and its name has an image suffix."""
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
-
-
-def image_names(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of all images below a folder.
-
-    Symbolic links are followed.
-
-    Raises:
-        ConfigurationError: A link leads to a folder that contains the link.
-    """
-    for parent, _, names in os.walk(folder, followlinks=True):
-        if os.path.islink(parent) and (here := Path(parent)).parent.resolve().is_relative_to(here.resolve()):
-            raise ConfigurationError(
-                f"data_dir holds {here}, a link to the folder {here.resolve()} that contains it; remove the link"
-            )
-        place = "" if parent == str(folder) else os.path.relpath(parent, folder)
-        yield from (os.path.join(place, name) for name in names if is_image(name))
-
-
-def list_images(folder: Path) -> list[Path]:
-    """Return the paths of all images below a folder, in alphabetical order."""
-    return [folder / name for name in sorted(image_names(folder), key=lambda name: name.split(os.sep))]
-
-
-def subfolders(folder: Path) -> list[str]:
-    """Return the sorted names of a folder's visible subfolders; [] if the folder is missing."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def wrong_layout(data_dir: Path, missing: str, expected: str) -> ConfigurationError:
-    """Return the error for a data folder that does not exist or does not contain ``missing``."""
-    state = f"holds no {missing}" if data_dir.is_dir() else "does not exist"
-    return ConfigurationError(f"data_dir={data_dir} {state}; expected {expected}")
 
 
 def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
@@ -123,107 +77,6 @@ def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int)
     return stack
 
 
-DECODER = 3
-"""Version of the cache's format.
-
-Version 1 clipped 16-bit pixels at 255. Version 2 stored file names. Version 3 stores a digest.
-"""
-
-
-def cached_tensors(
-    paths: Sequence[Path], root: Path, cache: Path, read: Callable[[], dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Return the tensors that ``read`` creates from files, or load them from a valid cache.
-
-    A cache is valid if two conditions hold. No file has changed its path below ``root``, its size
-    or its modification time. The cached tensors have the stored CRC-32 checksum. One process
-    rebuilds an invalid cache, and other processes wait.
-
-    Args:
-        paths: The files, all below ``root``.
-        root: The folder of the data set.
-        cache: The cache file. It is memory-mapped.
-        read: Function that reads the files and returns tensors by name.
-
-    Raises:
-        ConfigurationError: A file cannot be read or the cache cannot be written.
-    """
-    files = _digest(paths, root)
-    tensors = _read(cache, files)
-    if tensors is not None:
-        return tensors
-    with building(cache):
-        tensors = _read(cache, files)  # another process may have built the cache
-        if tensors is None:
-            rank_zero_info(f"Decoding {len(paths)} files of {root} into {cache}")
-            tensors = read()
-            with atomic_write(cache) as file:
-                content = {"decoder": DECODER, "files": files, "crc32": _checksum(tensors)}
-                torch.save({**content, "tensors": tensors}, file)
-    return tensors
-
-
-def _digest(paths: Sequence[Path], root: Path) -> str:
-    """Return a digest of each file's size, modification time and path below the root."""
-    digest = sha256()
-    start = len(os.fspath(root)) + 1
-    for path in map(os.fspath, paths):
-        with suppress(OSError):
-            status = os.stat(path)
-            if S_ISREG(status.st_mode):
-                digest.update(os.fsencode(f"{path[start:]}\0{status.st_size}\0{status.st_mtime_ns}\0"))
-                continue
-        raise ConfigurationError(
-            f"data_dir holds {path}, which is no readable file (a broken link, a pipe); remove it"
-        )
-    return digest.hexdigest()
-
-
-def _read(cache: Path, files: str) -> dict[str, Tensor] | None:
-    try:
-        content = torch.load(cache, weights_only=True, mmap=True)
-        tensors: dict[str, Tensor] = content["tensors"]
-        current = (content["decoder"], content["files"]) == (DECODER, files)
-        current = current and content["crc32"] == _checksum(tensors)
-    except Exception:  # noqa: BLE001  # torch.load does not document what a damaged file raises
-        return None
-    return tensors if current else None
-
-
-def _checksum(tensors: Mapping[str, Tensor]) -> int:
-    checksum = 0
-    for name, tensor in tensors.items():
-        checksum = crc32(tensor.numpy().data, crc32(name.encode(), checksum))
-    return checksum
-
-
-@contextmanager
-def building(target: Path) -> Iterator[None]:
-    """Lock the folder of a file while the ``with`` block builds the file.
-
-    The folder is created if it is missing. If the block then fails, a created folder is removed.
-
-    Raises:
-        ConfigurationError: The folder cannot be created.
-    """
-    made = missing_folders(target.parent)
-    with ExitStack() as held:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(target.parent.resolve(), folder=True))
-        except OSError as error:
-            raise unwritable(target, error) from error
-        try:
-            yield
-        except BaseException:
-            remove_empty(made)
-            raise
-
-
-Samples = Sequence[tuple[Path, int]]
-"""Paths of image files, each with its class."""
-
-
 class ImageFiles(InMemoryDataModule):
     """Base class of data sets of image files.
 
@@ -269,8 +122,8 @@ class ImageFiles(InMemoryDataModule):
 
     def read(
         self,
-        train: Samples,
-        test: Samples,
+        train: Sequence[Sample],
+        test: Sequence[Sample],
         train_groups: Sequence[int] | None = None,
         test_groups: Sequence[int] | None = None,
         group_names: Sequence[str] = (),

@@ -6,7 +6,6 @@ A normalised image is ``(pixel / scale - mean) / std`` in float32, per channel.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,25 +44,21 @@ class ImageData:
     group_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for split in ("train", "test"):
-            images, labels = getattr(self, f"{split}_images"), getattr(self, f"{split}_labels")
-            wanted = (images, torch.uint8, 4, "[N, channels, height, width]"), (labels, torch.int64, 1, "[N]")
-            for name, (tensor, dtype, dims, shape) in zip(("images", "labels"), wanted, strict=True):
-                if tensor.dtype != dtype or tensor.dim() != dims:
+        kinds = {
+            "images": (torch.uint8, 4, "[N, channels, height, width]"),
+            "labels": (torch.int64, 1, "[N]"),
+            "groups": (torch.int64, 1, "[N]"),
+        }
+        for name, (dtype, dims, shape) in kinds.items():
+            for split in ("train", "test"):
+                tensor, count = getattr(self, f"{split}_{name}"), len(getattr(self, f"{split}_images"))
+                if tensor is not None and (
+                    tensor.dtype != dtype or tensor.dim() != dims or len(tensor) != count
+                ):
                     raise ConfigurationError(
-                        f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}; TensorData "
-                        "takes tensors of any type and shape"
+                        f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}, with N = {count} "
+                        "images; TensorData takes tensors of any type and shape"
                     )
-            if len(images) != len(labels):
-                raise ConfigurationError(
-                    f"ImageData.{split}_labels: {len(labels)} labels of {len(images)} images; load() must give one each"
-                )
-            groups = getattr(self, f"{split}_groups")
-            if groups is not None and (groups.dtype != torch.int64 or groups.shape != labels.shape):
-                raise ConfigurationError(
-                    f"ImageData.{split}_groups: {groups.dtype} {list(groups.shape)}; load() must give a number for each image, "
-                    f"torch.int64 {list(labels.shape)}"
-                )
 
 
 class Normalization:
@@ -102,51 +97,66 @@ class Normalization:
         return lines.view(pixels.shape).movedim(-1, -3)
 
 
-class TrainSamples(Protocol):
-    """Training samples of all clients.
+class Samples(Dataset[Batch]):
+    """Inputs and labels in memory. The index is an integer, a slice or a tensor of indices.
+
+    Args:
+        inputs: Inputs, shape ``[N, ...]``.
+        labels: Labels or other targets, shape ``[N, ...]``.
 
     Attributes:
         padding: Width in pixels of the border that random crops add.
     """
 
-    padding: int
+    padding = 0
 
-    def batch(self, draws: Tensor) -> Batch:
-        """Return the batch that the random numbers ``draws`` select, see :class:`TrainImages`."""
-
-
-class Images(Dataset[Batch]):
-    """Images stored as bytes and normalised on access. The index is an integer or a slice.
-
-    Args:
-        images: uint8, shape ``[N, C, H, W]``. They are copied.
-        labels: int64, shape ``[N]``.
-        normalize: Normalisation of the pixels.
-
-    Attributes:
-        pixels: The images, uint8, shape ``[N, H, W, C]``.
-    """
-
-    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization) -> None:
-        self.pixels = images.permute(0, 2, 3, 1).contiguous()
-        self.labels = labels
-        self.normalize = normalize
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """The stored pixels and labels."""
-        return self.pixels, self.labels
+        """The stored inputs and labels."""
+        return self.inputs, self.labels
 
     def to(self, device: torch.device) -> None:
-        """Move the images to the memory of a device."""
-        self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
-        self.normalize = self.normalize.to(device)
+        """Move the samples to the memory of a device."""
+        self.inputs, self.labels = self.inputs.to(device), self.labels.to(device)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int | slice | Tensor) -> Batch:
-        return self.normalize(self.pixels[index]), self.labels[index]
+        return self.inputs[index], self.labels[index]
+
+    def batch(self, draws: Tensor) -> Batch:
+        """Return the samples with indices ``draws[..., 0]``.
+
+        The other columns of ``draws`` are random numbers for the augmentation of images, and are
+        ignored.
+        """
+        return self[draws[..., 0].to(self.inputs.device)]
+
+
+class Images(Samples):
+    """Images stored as bytes, uint8 ``[N, H, W, C]``, and normalised on access.
+
+    Args:
+        images: uint8, shape ``[N, C, H, W]``. They are copied.
+        labels: int64, shape ``[N]``.
+        normalize: Normalisation of the pixels.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization) -> None:
+        super().__init__(images.permute(0, 2, 3, 1).contiguous(), labels)
+        self.normalize = normalize
+
+    def to(self, device: torch.device) -> None:
+        """Move the images to the memory of a device."""
+        super().to(device)
+        self.normalize = self.normalize.to(device)
+
+    def __getitem__(self, index: int | slice | Tensor) -> Batch:
+        return self.normalize(self.inputs[index]), self.labels[index]
 
 
 class TrainImages(Images):
@@ -178,7 +188,7 @@ class TrainImages(Images):
         if self.labels.is_cuda:
             draws = draws.pin_memory().to(self.labels.device, non_blocking=True)
         sample, top, left, flip = draws.flatten(0, -2).unbind(-1)
-        images = self.normalize(self._augmented(self.pixels[sample], top, left, flip))
+        images = self.normalize(self._augmented(self.inputs[sample], top, left, flip))
         shape = draws.shape[:-1]
         return images.view(*shape, *images.shape[1:]), self.labels[sample].view(shape)
 

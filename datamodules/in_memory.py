@@ -1,26 +1,27 @@
 """Image classification data sets in memory, and their clients."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.client_data.federated import ClientDataModule
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.datamodules.distribution import Distribution, PartitionedDataModule, images_at
 from fl_lightning.datamodules.images import (
     Batch,
     ImageData,
     Images,
     Normalization,
+    Samples,
     TrainImages,
-    TrainSamples,
     channel_statistics,
 )
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.datamodules.partition_file import Distribution
+from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
+from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator, permutation
 
 
@@ -43,7 +44,7 @@ class InMemoryClient(ClientDataModule):
     def __init__(
         self,
         client_id: int,
-        images: TrainSamples,
+        images: Samples,
         indices: Tensor,
         batch_size: int,
         horizontal_flip: bool,
@@ -61,13 +62,14 @@ class InMemoryClient(ClientDataModule):
         self._epoch = -1
         self._draws = torch.empty(0)
 
-    def epoch_draws(self, epoch: int) -> Tensor:
-        """Return the random numbers of an epoch, int64, ``[steps_per_epoch, batch_size, 4]``.
+    def step_draws(self, step: int) -> Tensor:
+        """Return the random numbers of local step ``step``, int64, ``[batch_size, 4]``.
 
         The four numbers of a sample are its index, two offsets of the crop, and the flip (see
         :meth:`~fl_lightning.datamodules.images.TrainImages.batch`). The order of the samples does
         not depend on the augmentation.
         """
+        epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             order = permutation(self.num_examples, self.seed, "data order", self.client_id, epoch)
             augmentation = generator(self.seed, "augmentation", self.client_id, epoch)
@@ -79,67 +81,11 @@ class InMemoryClient(ClientDataModule):
             used = self.steps_per_epoch * self.batch_size
             self._draws = draws[:used].view(self.steps_per_epoch, self.batch_size, 4)
             self._epoch = epoch
-        return self._draws
-
-    def step_draws(self, step: int) -> Tensor:
-        """Return the random numbers of local step ``step``, int64, ``[batch_size, 4]``."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        return self.epoch_draws(epoch)[index]
+        return self._draws[index]
 
     def train_batch(self, step: int) -> Batch:
         """Return the batch of local step ``step``, counted from 0 over the whole training."""
         return self.images.batch(self.step_draws(step))
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        """Return a loader of epoch 0, or of the epoch set by ``loader.sampler.set_epoch``."""
-        return DataLoader(
-            ClientImages(self), sampler=EpochSampler(self.epoch_draws, self.steps_per_epoch), batch_size=None
-        )
-
-
-class EpochSampler:
-    """A sampler that yields one index per batch. The index selects a complete batch.
-
-    Args:
-        batches: Function that returns the indices of an epoch's batches.
-        steps_per_epoch: Number of batches in an epoch.
-    """
-
-    def __init__(self, batches: Callable[[int], Iterable[Any]], steps_per_epoch: int) -> None:
-        self.batches, self.steps_per_epoch = batches, steps_per_epoch
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from 0. Lightning calls this method if it iterates over the loader."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.steps_per_epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches(self.epoch))
-
-
-class ClientImages(Dataset[Batch]):
-    """A client's samples.
-
-    An integer as index selects a sample without augmentation. The index may also be a tensor of
-    random numbers from :meth:`InMemoryClient.step_draws`. Such a tensor selects an augmented batch.
-    """
-
-    def __init__(self, client: InMemoryClient) -> None:
-        self.client = client
-
-    def __len__(self) -> int:
-        return self.client.num_examples
-
-    def __getitem__(self, index: int | Tensor) -> Batch:
-        images = self.client.images
-        if isinstance(index, int):
-            sample = int(self.client.indices[index])
-            image, label = images.batch(torch.tensor([[sample, images.padding, images.padding, 0]]))
-            return image[0], label[0]
-        return images.batch(index)
 
 
 class InMemorySamples(PartitionedDataModule):
@@ -190,17 +136,13 @@ class InMemorySamples(PartitionedDataModule):
         batches = torch.split(samples[client_id], self.eval_batch_size)
         return DataLoader(images, sampler=batches, batch_size=None)
 
-    def evaluation_digests(self) -> list[str]:
+    def evaluation_digest(self) -> str:
         """Return the digest of all evaluation data."""
-        return [digest([part.tensors for part in (self.val_images, self.test_images)])]
+        return digest([part.tensors for part in (self.val_images, self.test_images)])
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return digests of the training data, the evaluation data and the partition."""
-        return {
-            "training": digest(*self.train_images.tensors),
-            "evaluation": self.evaluation_digests()[0],
-            "partition": digest(self._index_digests),
-        }
+    def training_digest(self) -> str:
+        """Return the digest of all training data."""
+        return digest(*self.train_images.tensors)
 
     def _give(
         self, dealt: Distribution, trained: Callable[[Tensor], Any], evaluated: Callable[[Tensor], Any]
@@ -244,7 +186,7 @@ class InMemoryDataModule(InMemorySamples):
             and the FedTAN paper 4. 0: no crops.
         horizontal_flip: Whether training images are flipped with probability 1/2.
         **settings: Settings of
-            :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
+            :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
 
     Attributes:
         scale: Number by which pixels are divided before normalisation.
@@ -271,10 +213,7 @@ class InMemoryDataModule(InMemorySamples):
         **settings: Any,
     ) -> None:
         super().__init__(num_clients, batch_size, **settings)
-        if crop_padding < 0:
-            raise ConfigurationError(
-                f"crop_padding must be at least 0 pixels (0 for no crops), found {crop_padding}"
-            )
+        check_at_least(0, crop_padding=crop_padding)
         self.crop_padding = crop_padding
         self.horizontal_flip = horizontal_flip
 
@@ -290,11 +229,11 @@ class InMemoryDataModule(InMemorySamples):
         normalize = self._normalization(data.train_images)
 
         def trained(samples: Tensor) -> TrainImages:
-            images = images_at(data, samples)
+            images = _images_at(data, samples)
             return TrainImages(images, dealt.labels[samples], normalize, self.crop_padding)
 
         def evaluated(samples: Tensor) -> Images:
-            return Images(images_at(data, samples), dealt.labels[samples], normalize)
+            return Images(_images_at(data, samples), dealt.labels[samples], normalize)
 
         self._give(dealt, trained, evaluated)
 
@@ -308,3 +247,19 @@ class InMemoryDataModule(InMemorySamples):
                     "be scaled to standard deviation 1; leave the channel out, or set mean and std of the class"
                 )
         return Normalization(*channel_statistics(train_images, self.scale), self.scale)
+
+
+def _images_at(data: ImageData, samples: Tensor) -> Tensor:
+    """Return the images of some samples.
+
+    If all requested samples are training images, or all are test images, nothing is copied.
+
+    Args:
+        data: The data set.
+        samples: Ascending indices, numbered as in :class:`Distribution`.
+    """
+    num_train = len(data.train_labels)
+    inner = int((samples < num_train).sum())
+    parts = (data.train_images, samples[:inner]), (data.test_images, samples[inner:] - num_train)
+    images = [part if len(index) == len(part) else part[index] for part, index in parts if len(index)]
+    return torch.cat(images) if len(images) > 1 else (images or [data.train_images[:0].clone()])[0]

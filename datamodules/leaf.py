@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors, wrong_layout
+from fl_lightning.datamodules.class_folders import wrong_layout
+from fl_lightning.datamodules.image_cache import cached_tensors
+from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.errors import ConfigurationError

@@ -1,4 +1,4 @@
-"""Partition from a JSON file."""
+"""Partitions in JSON files: writing and reading."""
 
 import hashlib
 import json
@@ -21,26 +21,56 @@ SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """Indices of each client's samples, from a partition file.
+class Distribution:
+    """Indices of the samples of each client and of the server.
 
-    Indices are int64 and ascending. The N training samples of the data set have indices 0 to N - 1.
-    Its test samples have indices from N on.
+    Indices are int64 and ascending. The N training samples have indices 0 to N - 1. The M test
+    samples have indices N to N + M - 1.
 
     Attributes:
-        ids: Names of the clients in the file.
-        train: Indices of each client's training samples. Each client has at least one.
-        val: Indices of each client's own validation samples.
-        test: Indices of each client's own test samples.
-        space: ``"train"`` if only training samples of the data set are assigned; ``"train+test"``
-            if test samples are also assigned.
+        labels: Class of each sample, shape ``[N + M]``.
+        num_train: Number N of training samples.
+        clients: Indices of each client's training samples.
+        val: Indices of the server's validation samples.
+        test: Indices of the server's test samples.
+        own: Indices of each client's own evaluation samples, by split (``"val"``, ``"test"``). A
+            split without such samples has no key.
+        groups: Group of each client if the partition is ``Natural``, otherwise empty.
     """
 
-    ids: list[str]
-    train: list[Tensor]
-    val: list[Tensor]
-    test: list[Tensor]
-    space: str
+    labels: Tensor
+    num_train: int
+    clients: list[Tensor]
+    val: Tensor
+    test: Tensor
+    own: dict[str, list[Tensor]]
+    groups: list[int]
+
+    def as_file(self, dataset: str, origin: dict[str, object]) -> dict[str, object]:
+        """Return the content of a partition file, which :class:`FromFile` reads.
+
+        Args:
+            dataset: Name of the data set.
+            origin: Description of how the partition was made.
+        """
+        splits = {"train": self.clients, **self.own}
+        everything = torch.cat([samples for parts in splits.values() for samples in parts])
+        space = "train" if bool((everything < self.num_train).all()) else "train+test"
+        labels = self.labels[: self.num_train] if space == "train" else self.labels
+        clients = [
+            {"id": str(client), **{split: parts[client].tolist() for split, parts in splits.items()}}
+            for client in range(len(self.clients))
+        ]
+        return {
+            "format": FORMAT,
+            "dataset": dataset,
+            "space": space,
+            "examples": len(labels),
+            "labels_sha256": _labels_sha256(labels),
+            "overlap": len(torch.unique(everything)) < len(everything),
+            "clients": clients,
+            "origin": origin,
+        }
 
 
 class FromFile(Partition):
@@ -72,6 +102,7 @@ class FromFile(Partition):
         ConfigurationError: The file does not exist, or it is a pickle.
     """
 
+    ignores_groups = True
     deciding_files = ("path",)
 
     def __init__(self, path: str) -> None:
@@ -91,14 +122,20 @@ class FromFile(Partition):
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`. The file must have the space ``train``."""
-        return self.assignment(labels, labels[:0]).train
+        return self.read(labels, labels[:0])[0]["train"]
 
-    def assignment(self, train_labels: Tensor, test_labels: Tensor) -> Assignment:
-        """Return the indices of each client's samples.
+    def read(self, train_labels: Tensor, test_labels: Tensor) -> tuple[dict[str, list[Tensor]], bool]:
+        """Return the indices of each client's samples, int64 and ascending, by split.
+
+        The splits are ``"train"``, ``"val"`` and ``"test"``. Each client has at least one training
+        sample.
 
         Args:
             train_labels: Class of each training sample, int64, shape ``[N]``.
             test_labels: Class of each test sample, int64, shape ``[M]``.
+
+        Returns:
+            The indices, and whether test samples are assigned too (``space`` is ``train+test``).
 
         Raises:
             ConfigurationError: The file has another format, belongs to other data or has invalid
@@ -108,7 +145,7 @@ class FromFile(Partition):
         space = str(content.get("space"))
         check_choice(f"partition.path: {self.path}: space", space, SPACES)
         labels = torch.cat([train_labels, test_labels]) if space == "train+test" else train_labels
-        for name, value in (("examples", len(labels)), ("labels_sha256", labels_sha256(labels))):
+        for name, value in (("examples", len(labels)), ("labels_sha256", _labels_sha256(labels))):
             if content.get(name) != value:
                 raise self._wrong(
                     f"{name} is {content.get(name)} (data set {content.get('dataset')}), but here it is {value}; use the data set "
@@ -142,7 +179,7 @@ class FromFile(Partition):
                         f"client {name}, {split} has the sample {int(seen[0])}, which a client trains on; only training samples "
                         "may be shared"
                     )
-        return Assignment(ids, **parts, space=space)
+        return parts, space == "train+test"
 
     def _wrong(self, problem: str) -> ConfigurationError:
         return ConfigurationError(f"partition.path: {self.path}: {problem}")
@@ -173,8 +210,7 @@ class FromFile(Partition):
             )
 
 
-def labels_sha256(labels: Tensor) -> str:
-    """Return the SHA-256 of labels ``[N]`` (as int64, little-endian) in hexadecimal digits."""
+def _labels_sha256(labels: Tensor) -> str:
     return hashlib.sha256(labels.numpy().astype("<i8").tobytes()).hexdigest()
 
 

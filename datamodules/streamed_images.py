@@ -1,23 +1,19 @@
 """Image classification data sets larger than memory, such as ImageNet."""
 
-import os
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset
 from torchvision.transforms import v2
 
 from fl_lightning.client_data.fingerprint import digest, files_digest
-from fl_lightning.datamodules.distribution import PartitionedDataModule
-from fl_lightning.datamodules.folders import LAYOUT, ClassFolders
-from fl_lightning.datamodules.image_files import image_names, read_image, wrong_layout
+from fl_lightning.datamodules.class_folders import ClassFolders, ClassImages
+from fl_lightning.datamodules.image_files import read_image
 from fl_lightning.datamodules.images import Batch
+from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
 from fl_lightning.datamodules.streamed import StreamedClient, StreamedSamples
 from fl_lightning.errors import ConfigurationError, check_at_least
 
@@ -28,57 +24,39 @@ class ImageStream(StreamedSamples):
     """Normalised images of class folders, float32 ``[3, H, W]``, with their labels.
 
     Args:
-        folder: The folder that holds the class folders.
-        classes: Names of the class folders in the order of the labels. A folder may be missing.
+        files: The files of the images.
         transform: Function that turns an image into uint8 ``[3, H, W]``. Its random numbers come
             from torch's global generator.
         **settings: Arguments of :class:`~fl_lightning.datamodules.streamed.StreamedSamples`.
-
-    Attributes:
-        names: Names of all files, sorted by class, as bytes. 1.28 million names take 35 MB.
-        labels: Class of each file, int64, shape ``[N]``.
     """
 
-    def __init__(self, folder: Path, classes: Sequence[str], transform: Transform, **settings: Any) -> None:
+    def __init__(self, files: ClassImages, transform: Transform, **settings: Any) -> None:
         super().__init__(**settings)
-        self.folder, self.classes, self.transform = folder, classes, transform
-        names = [_image_names(folder / name) for name in classes]
-        self.names = np.concatenate(names)
-        self.labels = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x in names]))
+        self.files, self.transform = files, transform
 
     def __len__(self) -> int:
-        return len(self.names)
-
-    def path(self, index: int) -> Path:
-        """Return the path of a sample's file."""
-        return self.folder / self.classes[int(self.labels[index])] / os.fsdecode(self.names[int(index)])
+        return len(self.files)
 
     def read(self, index: int) -> tuple[Image.Image, Tensor]:
         """Return the image as RGB, and its label."""
-        return read_image(self.path(index)), self.labels[index]
+        return read_image(self.files.path(index)), self.files.labels[index]
 
     def finish(self, sample: tuple[Image.Image, Tensor]) -> Batch:
         """Return the transformed, normalised image and its label."""
         image, label = sample
         return self.normalised(self.transform(image)), label
 
-    def seen_by(self, transform: Transform) -> "ImageStream":
-        """Return a view of the images with another transform."""
-        images = copy(self)
-        images.transform = transform
-        return images
-
     def contents(self) -> str:
         """Return a digest of the files' names, labels and contents."""
-        files = [self.path(index) for index in range(len(self))]
-        return digest(self.names, self.labels, files_digest(files, self.folder))
+        paths = [path for path, _ in self.files.samples()]
+        return digest(self.files.names, self.files.labels, files_digest(paths, self.files.folder))
 
 
 class StreamedImages(PartitionedDataModule):
     """Images in ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, read from disk batch by batch.
 
     Use this class for data larger than memory. For smaller data,
-    :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster. If ``test/`` has no class
+    :class:`~fl_lightning.datamodules.image_folders.ImageFolder` is faster. If ``test/`` has no class
     folders, ``val/`` is the test set.
 
     Training images are augmented by torchvision's ``RandomResizedCrop`` and a random flip, which
@@ -95,7 +73,7 @@ class StreamedImages(PartitionedDataModule):
         mean: Mean of each channel, in [0, 1]. Default: the mean of ImageNet.
         std: Standard deviation of each channel. Default: the standard deviation of ImageNet.
         **settings: Settings of
-            :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
+            :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
 
     Raises:
         ConfigurationError: The folder is missing or has another layout, or a setting is out of its
@@ -138,42 +116,28 @@ class StreamedImages(PartitionedDataModule):
             [v2.Resize(round(image_size * 8 / 7)), v2.CenterCrop(image_size), v2.PILToTensor()]
         )
 
-    def evaluation_digests(self) -> list[str]:
-        """Return one digest of the test images and the indices of the validation images."""
-        return [digest(self.test_images.contents(), self.val_images.indices)]
+    def evaluation_digest(self) -> str:
+        """Return the digest of the test images and the indices of the validation images."""
+        return digest(self.test_images.contents(), self.val_images.indices)
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return digests of the training data, the evaluation data and the partition."""
-        return {
-            "training": self.train_images.contents(),
-            "evaluation": self.evaluation_digests()[0],
-            "partition": digest(self._index_digests),
-        }
+    def training_digest(self) -> str:
+        """Return the digest of the training images."""
+        return self.train_images.contents()
 
     def _make_clients(self) -> None:
-        self.train_images = self._images(self.folders.train_folder, self._augment)
-        self.test_images = self._images(self.folders.test_folder, self._plain)
-        self._check_files()
+        train, test = self.folders.images()
+        self.train_images = ImageStream(train, self._augment, **self._stream)
+        self.test_images = ImageStream(test, self._plain, **self._stream)
         self.loaded = digest(self.train_images.contents(), self.test_images.contents())
-        dealt = self.distribute(self.train_images.labels, self.test_images.labels)
+        dealt = self.distribute(train.labels, test.labels)
         if any(map(len, dealt.own.values())) or len(dealt.test) < len(self.test_images):
             raise ConfigurationError(
                 f"{self.partition} gives clients their own evaluation data, which {type(self).__name__} cannot use; leave "
                 "val and test of the file empty"
             )
-        self.val_images = _part(self.train_images.seen_by(self._plain), dealt.val)
+        self.val_images = _part(ImageStream(train, self._plain, **self._stream), dealt.val)
         shares = [_part(self.train_images, samples) for samples in dealt.clients]
         self._clients = [StreamedClient(share, self.batch_size) for share in shares]
-
-    def _images(self, folder: Path, transform: Transform) -> ImageStream:
-        return ImageStream(folder, self.folders.classes, transform, **self._stream)
-
-    def _check_files(self) -> None:
-        counts = self.train_images.labels.bincount(minlength=self.num_classes).tolist()
-        empty = [name for name, count in zip(self.folders.classes, counts, strict=True) if not count]
-        place = f"train/{empty[0]}" if empty else f"{self.folders.test_folder.name}/<class>/"
-        if empty or not len(self.test_images):
-            raise wrong_layout(self.folders.data_dir, f"image in {place}", LAYOUT)
 
 
 class ImageNet(StreamedImages):
@@ -190,11 +154,6 @@ class ImageNet(StreamedImages):
 
     def __init__(self, data_dir: str = "data/imagenet", **settings: Any) -> None:
         super().__init__(data_dir, **settings)
-
-
-def _image_names(folder: Path) -> "np.ndarray[Any, Any]":
-    """Return the sorted relative paths of all images below a folder, as bytes."""
-    return np.array(sorted(map(os.fsencode, image_names(folder))), dtype="S")
 
 
 def _part(images: ImageStream, indices: Tensor) -> Subset[Batch]:

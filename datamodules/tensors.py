@@ -1,8 +1,6 @@
-"""Data sets from tensors, arrays or CSV files."""
+"""Data sets from tensors, arrays or tables."""
 
-import csv
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.datamodules.images import Batch, balanced_subset
+from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
-from fl_lightning.datamodules.partition_file import FromFile
-from fl_lightning.datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Shards
+from fl_lightning.datamodules.partitions import Natural
+from fl_lightning.datamodules.tables import MISSING, missing_word, read_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
@@ -26,46 +23,6 @@ from fl_lightning.recorded import describe
 Array = Tensor | NDArray[Any]
 _PARTS = ("features", "targets", "groups", "test_features", "test_targets", "test_groups")
 _BINS = 10
-_UNKNOWN = ("na", "n/a", "<na>", "#n/a", "nan", "null", "?")
-"""Words for missing values, in lower case."""
-_MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
-
-
-class Samples(Dataset[Batch]):
-    """Features and targets in memory, indexed by sample.
-
-    Args:
-        features: Features, shape ``[N, ...]``.
-        targets: Targets, shape ``[N, ...]``.
-    """
-
-    padding = 0
-
-    def __init__(self, features: Tensor, targets: Tensor) -> None:
-        self.features, self.targets = features, targets
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """The stored features and targets."""
-        return self.features, self.targets
-
-    def to(self, device: torch.device) -> None:
-        """Move the samples to the memory of a device."""
-        self.features, self.targets = self.features.to(device), self.targets.to(device)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int | slice | Tensor) -> Batch:
-        return self.features[index], self.targets[index]
-
-    def batch(self, draws: Tensor) -> Batch:
-        """Return the samples with indices ``draws[..., 0]``.
-
-        The other columns of ``draws`` are random numbers for the augmentation of images, and are
-        ignored.
-        """
-        return self[draws[..., 0].to(self.features.device)]
 
 
 class TensorData(InMemorySamples):
@@ -73,7 +30,7 @@ class TensorData(InMemorySamples):
 
     A partition needs a class for each sample. The class depends on the targets:
 
-    - Integer targets ``[N]`` are the classes, numbered from 0. In a CSV, the targets may be names.
+    - Integer targets ``[N]`` are the classes, numbered from 0. In a table, the targets may be names.
     - Other targets ``[N]`` are divided into ten groups at their quantiles. Each group counts as a
       class.
     - If targets have more dimensions, all samples are of one class.
@@ -81,15 +38,15 @@ class TensorData(InMemorySamples):
     Args:
         features: Tensor or array ``[N, ...]``, or the path of a file. A ``.npz`` or ``.pt`` file
             holds ``features`` and ``targets``; ``groups``, ``test_features``, ``test_targets`` and
-            ``test_groups`` are optional. A ``.csv`` file has a header. Float64 is converted to
-            float32.
-        targets: Tensor or array ``[N, ...]``. For a CSV: the name of the target column, or a list
+            ``test_groups`` are optional. A ``.csv`` file has a header. A ``.parquet`` file needs
+            the package pyarrow. Float64 is converted to float32.
+        targets: Tensor or array ``[N, ...]``. For a table: the name of the target column, or a list
             of names.
-        groups: Group of each sample ``[N]``, as integers or names. For a CSV: name of the column of
-            groups. With groups, the default partition is ``Natural``, which makes each group a
+        groups: Group of each sample ``[N]``, as integers or names. For a table: name of the column
+            of groups. With groups, the default partition is ``Natural``, which makes each group a
             client. The partitions ``IID``, ``Dirichlet``, ``Shards``, ``GammaSimilarity`` and
             ``FromFile`` ignore groups and are refused.
-        columns: Names of the feature columns of a CSV. Default: all columns that are neither
+        columns: Names of the feature columns of a table. Default: all columns that are neither
             targets nor groups.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
         test_targets: Test targets.
@@ -101,7 +58,7 @@ class TensorData(InMemorySamples):
         num_clients: Number of clients. Ignored if the partition decides this number.
         batch_size: Number of samples in a client's batch. Every batch is complete.
         **settings: Settings of
-            :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
+            :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
 
     Raises:
         ConfigurationError: A file, column or tensor cannot be used.
@@ -128,32 +85,26 @@ class TensorData(InMemorySamples):
         super().__init__(num_clients, batch_size, **settings)
         if not 0 < test_fraction < 1:
             raise ConfigurationError(f"test_fraction must be in (0, 1), such as 0.2, found {test_fraction}")
-        given = dict(
-            zip(_PARTS, (features, targets, groups, test_features, test_targets, test_groups), strict=True)
-        )
+        parts = features, targets, groups, test_features, test_targets, test_groups
+        given = dict(zip(_PARTS, parts, strict=True))
         if isinstance(features, str | Path):
             given = _read(user_path("data.features", str(features)), given, columns)
         if names := given.pop("class_names", None):
             self.class_names = names
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
-        self._data = {
-            name: _tensor(name, x) for name, x in given.items() if x is not None and "groups" not in name
-        }
-        _check_shapes(self._data)
+        named = {name: x for name, x in given.items() if x is not None and "groups" in name}
+        data = {name: _tensor(name, x) for name, x in given.items() if x is not None and name not in named}
+        numbers, self._group_names = _numbered(named)
+        self._data = data | numbers
+        _check_lengths(self._data)
         if "test_targets" not in self._data:
             self.drawn_splits = ("val", "test")
-        self._groups, self._group_names = _numbered(given.get("groups"), given.get("test_groups"))
-        for split, labels in self._groups.items():
-            if len(labels) != len(self._data[f"{split}targets"]):
-                raise ConfigurationError(
-                    f"data.{split}groups: {len(labels)} groups of {len(self._data[f'{split}targets'])} samples; give one for each"
-                )
-        if settings.get("partition") is None and self._groups:
+        if settings.get("partition") is None and named:
             self.partition = Natural()
         of_honest = getattr(self.partition, "partition", self.partition)
-        if self._groups and isinstance(of_honest, IID | Dirichlet | Shards | GammaSimilarity | FromFile):
-            name = f"{next(iter(self._groups))}groups"
+        if named and of_honest.ignores_groups:
+            name = next(iter(named))
             raise ConfigurationError(
                 f"data.{name}: {groups if isinstance(groups, str) else name} would be ignored by the partition "
                 f"{describe(self.partition)}; use data.partition: Natural, or leave the groups out"
@@ -165,7 +116,7 @@ class TensorData(InMemorySamples):
             if lowest != 0 or highest >= len(every):
                 raise ConfigurationError(
                     f"data.targets: the classes of {len(every)} samples are {lowest} to {highest}; number the classes from 0 to C - 1, with at "
-                    "least as many samples as classes, give names in a CSV, or floating-point targets if they are no classes"
+                    "least as many samples as classes, give names in a table, or floating-point targets if they are no classes"
                 )
             self.num_classes = highest + 1
         self.in_features = self._data["features"][0].numel()
@@ -178,15 +129,14 @@ class TensorData(InMemorySamples):
         return super().class_histograms() if self.num_classes is not None else []
 
     def _make_clients(self) -> None:
-        self.loaded = digest([self._data, self._groups])
+        self.loaded = digest(self._data)
         parts = self._split()
-        names = self._group_names
         dealt = self.distribute(
             _strata(parts["targets"]),
             _strata(parts["test_targets"]),
             parts.get("groups"),
             parts.get("test_groups"),
-            names,
+            self._group_names,
         )
         features = torch.cat([parts["features"], parts["test_features"]])
         targets = torch.cat([parts["targets"], parts["test_targets"]])
@@ -200,7 +150,7 @@ class TensorData(InMemorySamples):
 
     def _split(self) -> dict[str, Tensor]:
         """Return training and test data. If no test data are given, draw them from the samples."""
-        data = {**self._data, **{f"{split}groups": x for split, x in self._groups.items()}}
+        data = self._data
         if "test_targets" in data:
             return data
         strata = _strata(data["targets"])
@@ -245,17 +195,14 @@ class ScikitLearn(TensorData):
             self.class_names = [str(name) for name in loaded.target_names]
 
 
-_Given = Mapping[str, Any]
-"""Arguments of :class:`TensorData` by name."""
-
-
-def _read(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str, Any]:
-    if path.suffix not in (".csv", ".npz", ".pt"):
-        raise ConfigurationError(f"data.features: {path} has no known ending; use .csv, .npz or .pt")
+def _read(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
+    kinds = ".csv, .parquet, .npz or .pt"
+    if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
+        raise ConfigurationError(f"data.features: {path} has no known ending; use {kinds}")
     if not path.is_file():
-        raise ConfigurationError(f"data.features: {path} does not exist; give a .csv, .npz or .pt file")
-    if path.suffix == ".csv":
-        return _read_csv(path, given, columns)
+        raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
+    if path.suffix in (".csv", ".parquet"):
+        return {**given, **read_table(path, given["targets"], given["groups"], columns)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)
@@ -268,106 +215,6 @@ def _read(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str,
         if name in content and given[name] is not None:
             raise ConfigurationError(f"data.{name}: {path} holds {name}; leave data.{name} out")
     return {**given, **{name: content[name] for name in _PARTS if name in content}}
-
-
-def _read_csv(path: Path, given: _Given, columns: Sequence[str] | None) -> dict[str, Any]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header, *rows = ([value.strip() for value in row] for row in csv.reader(file))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"data.features: {path} is no CSV with a header: {error}") from error
-    ragged = next((number for number, row in enumerate(rows, 2) if len(row) != len(header)), None)
-    if ragged is not None:
-        raise ConfigurationError(
-            f"data.features: line {ragged} of {path} does not have {len(header)} values; give each column a value, or remove the line"
-        )
-    if not rows:
-        raise ConfigurationError(
-            f"data.features: {path} has a header, but no samples; add a line for each sample"
-        )
-    table = dict(zip(header, zip(*rows, strict=True), strict=True))
-    names = [given["targets"]] if isinstance(given["targets"], str) else [*(given["targets"] or ())]
-    group = [given["groups"]] if given["groups"] is not None else []
-    used = [*columns] if columns is not None else [name for name in header if name not in (*names, *group)]
-    nameless = [name for name in used if not name or name.startswith("Unnamed: ")]
-    if columns is None and nameless:
-        raise ConfigurationError(
-            f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
-            "feature columns in data.columns, or write the file with index=False"
-        )
-    for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
-        missing = [name for name in wanted if name not in table]
-        if missing or (setting != "groups" and not wanted):
-            raise ConfigurationError(
-                f"data.{setting}: {missing[0] if missing else 'null'} is no column of {path}; it has {', '.join(header)}"
-            )
-        for name in wanted:
-            empty = next((line for line, value in enumerate(table[name], 2) if not value), None)
-            if empty is not None:
-                raise ConfigurationError(
-                    f"data.{setting}: line {empty} of {path} has no {name}; fill in a value, or remove the line"
-                )
-            if header.count(name) > 1:
-                raise ConfigurationError(
-                    f"data.{setting}: {path} has two columns {name!r}; rename one of them"
-                )
-    features = np.stack([_numbers(path, name, table[name]) for name in used], axis=1)
-    targets, labels = zip(*(_classes(path, name, table[name]) for name in names), strict=True)
-    return {
-        **given,
-        "features": features,
-        "targets": targets[0] if len(targets) == 1 else np.stack(targets, axis=1),
-        "class_names": labels[0] if len(labels) == 1 else None,
-        "groups": [*table[group[0]]] if group else None,
-    }
-
-
-def _parsed(values: Sequence[str], kind: type) -> NDArray[Any]:
-    """Convert text to numbers. Python's digit separators are refused: 1_0 may be a name."""
-    if separated := [value for value in values if "_" in value]:
-        raise ValueError(f"could not convert string to {kind.__name__}: {separated[0]!r}")
-    return np.asarray(values, dtype=kind)
-
-
-def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
-    try:
-        return _parsed(values, np.float64)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"data.columns: {name} of {path} is no column of numbers ({error}); fill in missing values, or leave it out of data.columns"
-        ) from error
-
-
-def _classes(path: Path, name: str, values: Sequence[str]) -> tuple[NDArray[Any], list[str] | None]:
-    """Convert the values of a CSV column to numbers.
-
-    Returns:
-        The numbers and None. If the values are no numbers, each value is a name: the result is the
-        position of each value in the sorted list of names, and this list.
-
-    Raises:
-        ConfigurationError: A value is a word such as NA.
-    """
-    for kind in (np.int64, np.float64):
-        with suppress(ValueError, OverflowError):
-            return _parsed(values, kind), None
-    names, positions = np.unique(np.asarray(values), return_inverse=True)
-    if word := _missing_word(names):
-        raise ConfigurationError(
-            f"data.targets: line {values.index(word) + 2} of {path} has {word} for {name}, {_MISSING}"
-        )
-    return positions, [*map(str, names)]
-
-
-def _missing_word(names: Iterable[Any]) -> str | None:
-    """Return the first name that stands for a missing value, or None."""
-    words = [str(name) for name in names]
-    missing = [word for word in words if word.lower() in _UNKNOWN]
-    maybe = [word for word in words if word.lower() in ("none", "-")]
-    with suppress(ValueError):  # these two may be names, unless all others are numbers
-        _parsed([word for word in words if word not in maybe], np.float64)
-        missing += maybe
-    return next(iter(missing), None)
 
 
 def _tensor(name: str, given: Any) -> Tensor:
@@ -384,35 +231,34 @@ def _tensor(name: str, given: Any) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-def _check_shapes(data: Mapping[str, Tensor]) -> None:
+def _check_lengths(data: Mapping[str, Tensor]) -> None:
     for split in ("", "test_"):
-        features, targets = data.get(f"{split}features"), data.get(f"{split}targets")
-        if features is None and targets is None and split:
-            continue
-        if features is None or targets is None or not len(targets) or len(features) != len(targets):
-            counts = [None if x is None else len(x) for x in (features, targets)]
+        names = [f"{split}{part}" for part in ("features", "targets", "groups")]
+        sizes = {name: len(data[name]) for name in names if name in data}
+        if sizes and (not {*names[:2]} <= sizes.keys() or len({*sizes.values()}) > 1 or 0 in sizes.values()):
+            counts = ", ".join(f"data.{name}: {size} samples" for name, size in sizes.items())
             raise ConfigurationError(
-                f"data.{split}features and {split}targets: {counts[0]} and {counts[1]} samples; give one target for each sample"
+                f"{counts}; give features and targets, and groups if there are any, of the same samples"
             )
 
 
-def _numbered(*groups: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """Replace the groups of training and test samples by numbers.
+def _numbered(groups: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Replace groups by numbers.
+
+    Args:
+        groups: Groups of training samples, and of test samples, by name.
 
     Returns:
-        The numbers of the training samples (key ``""``) and test samples (key ``"test_"``), and the
-        name of each number.
+        The numbers by name, and the name of each number.
     """
-    known = {split: np.asarray(x) for split, x in zip(("", "test_"), groups, strict=True) if x is not None}
-    if not known:
+    if not groups:
         return {}, []
-    names, numbers = np.unique(np.concatenate([*known.values()]), return_inverse=True)
-    if word := _missing_word(names):
-        raise ConfigurationError(f"data.groups: one group is {word}, {_MISSING}")
-    parts = np.split(numbers, np.cumsum([len(x) for x in known.values()])[:-1])
-    return {split: torch.from_numpy(part).long() for split, part in zip(known, parts, strict=True)}, [
-        *map(str, names)
-    ]
+    parts = [np.asarray(x) for x in groups.values()]
+    names, numbers = np.unique(np.concatenate(parts), return_inverse=True)
+    if (word := missing_word(names)) is not None:
+        raise ConfigurationError(f"data.groups: one group is {word or 'empty'}, {MISSING}")
+    split = torch.split(torch.from_numpy(numbers).long(), [len(part) for part in parts])
+    return dict(zip(groups, split, strict=True)), [*map(str, names)]
 
 
 def _has_classes(targets: Tensor) -> bool:

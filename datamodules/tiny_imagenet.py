@@ -8,7 +8,9 @@ from urllib.error import URLError
 
 from torch.hub import download_url_to_file
 
-from fl_lightning.datamodules.image_files import ImageFiles, building, list_images, subfolders, wrong_layout
+from fl_lightning.datamodules.class_folders import ClassImages, Sample, subfolders, wrong_layout
+from fl_lightning.datamodules.image_cache import building
+from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 
@@ -95,8 +97,9 @@ class TinyImageNet(ImageFiles):
     def load(self) -> ImageData:
         """Return the images, from the cache if it is valid."""
         self._find_classes()
-        train = [(path, label) for label, wnid in enumerate(self._wnids) for path in self._train_images(wnid)]
-        return self.read(train, self._test_images())
+        train = ClassImages(self.data_dir / "train", self._wnids)
+        train.check_classes(self._wnids, self.data_dir, LAYOUT)
+        return self.read(train.samples(), self._test_images())
 
     def _find_classes(self) -> None:
         self._wnids = subfolders(self.data_dir / "train")
@@ -107,13 +110,7 @@ class TinyImageNet(ImageFiles):
         self.num_classes = len(self._wnids)
         self.class_names = self._names()
 
-    def _train_images(self, wnid: str) -> list[Path]:
-        files = list_images(self.data_dir / "train" / wnid)
-        if not files:
-            raise wrong_layout(self.data_dir, f"image in train/{wnid}", LAYOUT)
-        return files
-
-    def _test_images(self) -> list[tuple[Path, int]]:
+    def _test_images(self) -> list[Sample]:
         labels = {wnid: label for label, wnid in enumerate(self._wnids)}
         samples = []
         for number, line in enumerate(self._annotations.read_text().splitlines(), 1):

@@ -10,49 +10,12 @@ from PIL import Image
 from torch import Tensor
 from torchvision import datasets
 
-from fl_lightning.datamodules.folders import ClassFolders
-from fl_lightning.datamodules.image_files import ImageFiles, building, converted, square, stacked
+from fl_lightning.datamodules.image_cache import building
+from fl_lightning.datamodules.image_files import converted, square, stacked
+from fl_lightning.datamodules.image_folders import ImageFolder
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
-from fl_lightning.randomness import generator
-
-_REMEDY = "set download: true, or data_dir to the folder with torchvision's files"
-
-
-def torchvision_part(
-    dataset: str, data_dir: Path, part: int, download: bool = False, remedy: str = _REMEDY
-) -> Any:
-    """Open the training (0) or test (1) part of a data set of ``torchvision.datasets``.
-
-    Args:
-        dataset: Name of the class; its constructor takes ``train`` or ``split``.
-        data_dir: The folder that torchvision calls ``root``.
-        part: 0 or 1.
-        download: Whether missing files are downloaded.
-        remedy: Advice in the message if files are missing or damaged.
-
-    Raises:
-        ConfigurationError: There is no such data set, or its files are missing or damaged.
-    """
-    kind: Any = getattr(datasets, dataset, None)
-    names = signature(kind).parameters if callable(kind) else {}
-    if not {"train", "split"} & set(names):
-        raise ConfigurationError(
-            f"dataset: torchvision.datasets has no {dataset!r} with a training and a test part; use MNIST, SVHN, STL10, ..."
-        )
-    which = {"train": part == 0, "split": ("train", "test")[part], "download": download}
-    which.pop("split" if "train" in names else "train")
-    try:
-        return kind(str(data_dir), **{name: x for name, x in which.items() if name in names})
-    except URLError as error:
-        raise ConfigurationError(
-            f"download: {dataset} could not be fetched ({error.reason}); try again, or put its files into {data_dir} by hand"
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"data_dir={data_dir} has no {dataset}, or a damaged or incomplete one ({str(error).splitlines()[0]}); {remedy}"
-        ) from error
 
 
 class TorchvisionImages(InMemoryDataModule):
@@ -98,7 +61,7 @@ class TorchvisionImages(InMemoryDataModule):
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.in_channels = in_channels
         if not download:
-            self._files(0)  # report missing files here, not only in setup
+            self._check_files()
 
     def prepare_data(self) -> None:
         """Download missing files if ``download`` is set."""
@@ -110,12 +73,40 @@ class TorchvisionImages(InMemoryDataModule):
         """Return the images."""
         return ImageData(*self._tensors(self._files(0)), *self._tensors(self._files(1)))
 
+    def _check_files(self) -> None:
+        self._files(0)
+
+    def _remedy(self) -> str:
+        return "set download: true, or data_dir to the folder with torchvision's files"
+
     def _files(self, part: int, download: bool = False) -> Any:
-        return torchvision_part(self.dataset, self.data_dir, part, download)
+        """Open the training (0) or test (1) part, and download missing files if ``download`` is True."""
+        kind: Any = getattr(datasets, self.dataset, None)
+        names = signature(kind).parameters if callable(kind) else {}
+        if not {"train", "split"} & set(names):
+            raise ConfigurationError(
+                f"dataset: torchvision.datasets has no {self.dataset!r} with a training and a test part; use MNIST, SVHN, STL10, ..."
+            )
+        which = {"train": part == 0, "split": ("train", "test")[part], "download": download}
+        which.pop("split" if "train" in names else "train")
+        try:
+            return kind(str(self.data_dir), **{name: x for name, x in which.items() if name in names})
+        except URLError as error:
+            raise ConfigurationError(
+                f"download: {self.dataset} could not be fetched ({error.reason}); try again, or put its files into {self.data_dir} by hand"
+            ) from error
+        except (RuntimeError, EOFError, OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} has no {self.dataset}, or a damaged or incomplete one ({str(error).splitlines()[0]}); "
+                f"{self._remedy()}"
+            ) from error
 
     def _tensors(self, files: Any) -> tuple[Tensor, Tensor]:
+        size, count = self.image_size, len(files)
+        if isinstance(files, datasets.CIFAR10) and (size, self.in_channels) == (32, 3):
+            return torch.from_numpy(files.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(files.targets)
         mode = "RGB" if self.in_channels == 3 else "L"
-        labels = torch.empty(len(files), dtype=torch.int64)
+        labels = torch.empty(count, dtype=torch.int64)
 
         def image(index: int) -> Image.Image:
             sample, labels[index] = files[index]
@@ -123,10 +114,9 @@ class TorchvisionImages(InMemoryDataModule):
                 raise ConfigurationError(
                     f"dataset: the samples of {self.dataset} are {type(sample).__name__}, not images; use another data set"
                 )
-            return square(converted(sample, mode), self.image_size)
+            return square(converted(sample, mode), size)
 
-        images = map(image, range(len(files)))
-        return stacked(images, len(files), self.in_channels, self.image_size), labels
+        return stacked(map(image, range(count)), count, self.in_channels, size), labels
 
 
 class CIFAR100(TorchvisionImages):
@@ -171,7 +161,7 @@ class FashionMNIST(TorchvisionImages):
         super().__init__("FashionMNIST", 10, data_dir, download, image_size, in_channels=1, **settings)
 
 
-class CIFAR10(ImageFiles):
+class CIFAR10(TorchvisionImages):
     """CIFAR-10 (Krizhevsky 2009): 50,000 training and 10,000 test images, RGB 32x32, 10 classes.
 
     Args:
@@ -183,13 +173,13 @@ class CIFAR10(ImageFiles):
         crop_padding: Width in pixels of the black border for random crops. The FixBN paper uses 2,
             and the FedTAN paper 4. 0: no crops.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+        cache_dir: Folder of the decoded images of class folders. None: ``data/cache``.
+        **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
         ConfigurationError: The data are missing or damaged, or a setting is out of its range.
     """
 
-    num_classes = 10
     class_names = (
         "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"
     )  # fmt: skip
@@ -203,56 +193,42 @@ class CIFAR10(ImageFiles):
         *,
         crop_padding: int = 2,
         horizontal_flip: bool = True,
+        cache_dir: str | None = None,
         **settings: Any,
     ) -> None:
         settings |= {"crop_padding": crop_padding, "horizontal_flip": horizontal_flip}
-        super().__init__(data_dir, image_size, num_clients=num_clients, **settings)
-        self.download = download
-        self._pickles, self._train = self.data_dir / "cifar-10-batches-py", self.data_dir / "train"
-        self.folders = self._class_folders()
-        if self.folders is None and not download and not self._pickles.is_dir():
+        self._pickles = Path(data_dir).expanduser() / "cifar-10-batches-py"
+        self._train = self._pickles.with_name("train")
+        self._folders: ImageFolder | None = None
+        if self._train.is_dir() and not self._pickles.is_dir():
+            self._folders = ImageFolder(data_dir, image_size, cache_dir=cache_dir)
+        super().__init__("CIFAR10", 10, data_dir, download, image_size, num_clients=num_clients, **settings)
+        classes = list(self.class_names) if self._folders is None else self._folders.folders.classes
+        if classes != list(self.class_names):
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} has the class folders {', '.join(classes[:12])} in train/; those of "
+                f"CIFAR-10 are {', '.join(self.class_names)}; use ImageFolder for other images"
+            )
+
+    def prepare_data(self) -> None:
+        """Download missing files if ``download`` is set. For class folders, build the cache."""
+        if self._folders is None:
+            super().prepare_data()
+        elif not self.clients:
+            self._folders.prepare_data()
+
+    def load(self) -> ImageData:
+        """Return the images."""
+        return super().load() if self._folders is None else self._folders.load()
+
+    def _check_files(self) -> None:
+        if self._folders is None and not self._pickles.is_dir():
             raise ConfigurationError(
                 f"data_dir={self.data_dir} holds neither cifar-10-batches-py/ nor train/; set download: true to fetch "
                 "CIFAR-10 (170 MB), or data_dir to a folder with torchvision's files or with train/<class>/*.jpg and "
                 "test/<class>/*.jpg"
             )
 
-    def prepare_data(self) -> None:
-        """Download missing files if ``download`` is set. For class folders, build the cache."""
-        if self.clients:
-            return
-        if self.folders is not None:
-            self.load()
-        elif self.download:
-            with building(self._pickles):  # only one of two concurrent runs downloads
-                self._files(0, download=True)
-
-    def load(self) -> ImageData:
-        """Return the images."""
-        if self.folders is not None:
-            return self.read(*self.folders.samples(self.class_names, generator(self.seed, "test split")))
-        return ImageData(*self._tensors(self._files(0)), *self._tensors(self._files(1)))
-
-    def _class_folders(self) -> ClassFolders | None:
-        if self._pickles.is_dir() or not self._train.is_dir():
-            return None
-        folders = ClassFolders(self.data_dir)
-        if folders.classes != list(self.class_names):
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} has the class folders {', '.join(folders.classes[:12])} in train/; those of "
-                f"CIFAR-10 are {', '.join(self.class_names)}; use ImageFolder for other images"
-            )
-        return folders
-
-    def _files(self, part: int, download: bool = False) -> Any:
+    def _remedy(self) -> str:
         instead = "to read train/ instead" if self._train.is_dir() else "and set download: true"
-        return torchvision_part(
-            "CIFAR10", self.data_dir, part, download, f"remove {self._pickles.name}/ {instead}"
-        )
-
-    def _tensors(self, files: Any) -> tuple[Tensor, Tensor]:
-        images = torch.from_numpy(files.data).permute(0, 3, 1, 2).contiguous()  # [N, 3, 32, 32]
-        if self.image_size != images.shape[-1]:
-            resized = (square(Image.fromarray(image), self.image_size) for image in files.data)
-            images = stacked(resized, len(images), 3, self.image_size)
-        return images, torch.tensor(files.targets)
+        return f"remove {self._pickles.name}/ {instead}"

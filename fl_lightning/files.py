@@ -172,11 +172,6 @@ def folder_below(root: str | os.PathLike[str], name: str) -> Path:
     return user_path("name", user_path("run_root", root) / name)
 
 
-def missing_folders(path: Path) -> list[Path]:
-    """Return the missing folders among a folder and its parents, innermost first."""
-    return [folder for folder in (path, *path.parents) if not folder.exists()]
-
-
 def remove_empty(folders: Iterable[Path]) -> None:
     """Remove the empty folders among the given folders, in the given order."""
     for folder in folders:

@@ -22,8 +22,7 @@ from matplotlib.figure import Figure
 
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import FBN
-from fl_lightning.datamodules import Digits
-from fl_lightning.datamodules.partitions import Shards
+from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.models import FBNCNN
 from fl_lightning.pictures.style import BLUE, VERMILLION, paper_style, write_figure
 

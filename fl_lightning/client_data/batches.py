@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
+from fl_lightning.errors import CannotVectorize, ConfigurationError
 
 
 class BatchStack:
@@ -68,28 +68,6 @@ class BatchStack:
         if self._batches is None:
             return BatchStack(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return BatchStack(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
-
-
-class Source(Protocol):
-    """Protocol of an object that yields the training batches of one client."""
-
-    def train_batch(self, step: int) -> Any:
-        """Return the batch of a local step, counted from 0 at the start of training."""
-
-
-def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
-    """Draw the batches of one local step.
-
-    Args:
-        source: Function that takes a client's id and returns the client's training data.
-        client_ids: The clients that take the step.
-        steps: Local step of each client, counted from 0 at the start of training.
-    """
-    batches = []
-    for client_id, step in zip(client_ids, steps, strict=True):
-        with doing(f"drawing the batch of client {client_id}"):
-            batches.append(copied(source(client_id).train_batch(step)))
-    return BatchStack(batches=batches)
 
 
 def copied(batch: Any) -> Any:

@@ -5,7 +5,7 @@ from the start of training. The batches of a round can therefore be drawn withou
 rounds, and a resumed run draws the same batches.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import ceil
 from typing import Any, Literal, NotRequired, TypedDict
@@ -13,9 +13,9 @@ from typing import Any, Literal, NotRequired, TypedDict
 import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fl_lightning.client_data.batches import BatchStack, draw
+from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches
@@ -104,6 +104,30 @@ class ClientDataModule(L.LightningDataModule):
     def train_batch(self, step: int) -> Any:
         """Return the batch of a local step, counted from 0 at the start of training."""
         raise NotImplementedError(f"{type(self).__name__} must define train_batch(step)")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of epoch 0, or of the epoch set by ``loader.sampler.set_epoch``."""
+        batches = _Epoch(self)
+        return DataLoader(batches, sampler=batches, batch_size=None)
+
+
+class _Epoch(Dataset[Any]):
+    """A client's batches, indexed by local step, and the sampler of an epoch's steps."""
+
+    def __init__(self, client: ClientDataModule) -> None:
+        self.client, self.epoch = client, 0
+
+    def set_epoch(self, epoch: int) -> None:  # Lightning calls it before each epoch
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.client.steps_per_epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch * len(self), (self.epoch + 1) * len(self)))
+
+    def __getitem__(self, step: int) -> Any:
+        return self.client.train_batch(step)
 
 
 class FederatedDataModule(Recorded, L.LightningDataModule):
@@ -240,7 +264,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             client_ids: The clients that take the step.
             steps: Local step of each client, counted from 0 at the start of training.
         """
-        return draw(self._source, client_ids, steps)
+        batches = []
+        for client_id, step in zip(client_ids, steps, strict=True):
+            with doing(f"drawing the batch of client {client_id}"):
+                batches.append(copied(self._source(client_id).train_batch(step)))
+        return BatchStack(batches=batches)
 
     def keep_on(self, device: torch.device) -> None:
         """Move the data to the device before training. The default does nothing."""
@@ -264,8 +292,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             "num_clients": self.num_clients,
             "sizes": [self.num_examples(client_id) for client_id in range(self.num_clients)],
         }
-        histograms = self.class_histograms()
-        return {**record, "heterogeneity": heterogeneity(histograms)} if histograms else record
+        if self.client_names:
+            record["clients"] = [*self.client_names]
+        if histograms := self.class_histograms():
+            record |= {"class_histogram": histograms, "heterogeneity": heterogeneity(histograms)}
+        return record
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the data, by which a resumed run detects changed data.
@@ -288,21 +319,13 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
                 else:
                     chosen = getattr(getattr(loader, "sampler", None), "indices", None)
                     training.append(digest(dataset_digest(dataset, known), chosen))
-        with doing("reading the server's evaluation data"):
-            evaluation = dataset_digest(getattr(self.val_dataloader(), "dataset", None), known)
         partition = digest([source.num_examples for source in sources])
-        return {"training": digest(training), "evaluation": evaluation, "partition": partition}
+        return {"training": digest(training), "evaluation": self.evaluation_digest(), "partition": partition}
 
-    def evaluation_digests(self) -> Collection[str]:
-        """Return both possible digests of the evaluation data, without reading the clients' data.
-
-        The digest from :meth:`fingerprint` includes samples only if the clients have fewer than 32
-        data sets. This method returns the digest with samples and the digest without samples.
-        """
+    def evaluation_digest(self) -> str:
+        """Return the digest of the server's evaluation data, without reading the clients' data."""
         with doing("reading the server's evaluation data"):
-            dataset = getattr(self.val_dataloader(), "dataset", None)
-            many = dict.fromkeys(range(-32, 0), "")  # as if 32 data sets had been read
-            return [dataset_digest(dataset, known) for known in ({}, many)]
+            return dataset_digest(getattr(self.val_dataloader(), "dataset", None), {})
 
     def class_histograms(self) -> list[list[int]]:
         """Return the number of samples of each class at each client, as nested lists.

@@ -108,13 +108,12 @@ def _parts(dataset: Any, known: dict[int, str]) -> list[Any]:
     return [size, labels, _files(dataset), items]
 
 
-def _files(dataset: Any) -> str | list[Any]:
+def _files(dataset: Any) -> str | None:
     files = getattr(dataset, "files", None)
     pairs, root = getattr(dataset, "samples", None), Path(str(getattr(dataset, "root", "")))
     if files is None and isinstance(pairs, list) and all(isinstance(pair, tuple) and pair for pair in pairs):
         files = [Path(part) for pair in pairs for part in pair if isinstance(part, str | Path)]
-    # the empty list keeps the digests of older checkpoints valid
-    return files_digest([x for x in files if x.is_file()], root) if files and isinstance(files, list) else []
+    return files_digest([x for x in files if x.is_file()], root) if isinstance(files, list) else None
 
 
 def files_digest(files: Sequence[Path], root: Path) -> str:

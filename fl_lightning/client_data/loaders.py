@@ -38,7 +38,8 @@ class LoaderBatches:
         seed: The run's seed.
 
     Attributes:
-        num_examples: Number of different training samples that the sampler can draw. For a loader
+        num_examples: Number of different training samples that the sampler can draw. For a sampler
+            of an unknown class, the number of different samples in the first epoch. For a loader
             that is no ``DataLoader``, the number of samples in the first epoch, which is read to
             count them.
         steps_per_epoch: Number of batches in one pass over the data.
@@ -99,18 +100,22 @@ class LoaderBatches:
             steps = sized and loader.drop_last and loader.batch_size
             self.samples_per_step = steps or self.num_examples / self.steps_per_epoch
             return
-        sampler = self.loader.batch_sampler or self.loader.sampler
-        if type(sampler) is BatchSampler:
-            self.num_examples = self._drawn_from(sampler.sampler)
-            steps = sampler.drop_last and sampler.batch_size
-            self.samples_per_step = steps or len(sampler.sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized, as the loader is
-        elif self.loader.batch_sampler is not None:  # a user's batch sampler: count the samples of an epoch
-            batches = self._first_epoch(sampler)
+        batches = self._first_epoch(loader.batch_sampler or loader.sampler)
+        if loader.batch_sampler is None:
+            batches = [[index] for index in batches]
+        self.samples_per_step = sum(map(len, batches)) / len(batches)
+        sampler: Any = loader.sampler
+        # a batch sampler of an unknown class need not draw from the loader's sampler
+        known = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
+        kind = type(sampler) if known else None
+        if kind is RandomSampler:
+            self.num_examples = len(sampler.data_source)
+        elif kind is WeightedRandomSampler:
+            self.num_examples = int(sampler.weights.count_nonzero())
+        elif known:
+            self.num_examples = len(set(self._first_epoch(sampler)))
+        else:
             self.num_examples = len({index for batch in batches for index in batch})
-            self.samples_per_step = sum(map(len, batches)) / len(batches)
-        else:  # the loader's batch_size is None, and its sampler may be a list
-            self.num_examples = self._drawn_from(sampler)
-            self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
 
     def _samples_of_an_epoch(self) -> int:
         if isinstance(self.loader, Iterator):
@@ -120,18 +125,6 @@ class LoaderBatches:
             )
         with self._seeded("client loader", 0):
             return sum(BatchStack(batches=[batch]).sizes()[0] for batch in self.loader)
-
-    def _drawn_from(self, sampler: Any) -> int:
-        """Return the number of different samples that a sampler can draw.
-
-        For a sampler of an unknown class, the samples of the first epoch are counted.
-        """
-        kind = type(sampler)
-        if kind is RandomSampler:
-            return len(sampler.data_source)
-        if kind is WeightedRandomSampler:
-            return int(sampler.weights.count_nonzero())
-        return len(set(self._first_epoch(sampler)))
 
     def _first_epoch(self, sampler: Any) -> list[Any]:
         with self._seeded("client loader", 0):

@@ -210,8 +210,8 @@ class RunRecord:
         if not drawn and not data.scaled_by_training:
             return True
         trained = self.data.get("evaluation" if drawn else "training")
-        given = data.evaluation_digests() if drawn else [data.fingerprint()["training"]]
-        if trained is not None and (predicts or not accept) and trained not in given:
+        given = data.evaluation_digest() if drawn else data.fingerprint()["training"]
+        if trained is not None and (predicts or not accept) and trained != given:
             seed = self.description.get("seed_everything")
             remedy = "use its data and its seed_everything"
             if seed is not None and seed != data.seed:

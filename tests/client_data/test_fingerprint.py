@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.client_data import fingerprint
-from fl_lightning.client_data.fingerprint import dataset_digest, files_digest
+from fl_lightning.client_data.fingerprint import files_digest
 from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
@@ -348,15 +348,3 @@ def test_files_count_by_their_content(tmp_path, monkeypatch, capsys, large):
     monkeypatch.setattr(fingerprint, "file_digest", None)  # what the cache knows is not read again
     if not large:
         assert files_digest([moved / "a", moved / "b"], moved) == first
-
-
-class Parabola(Dataset):
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, index):
-        return torch.tensor(float(index**2)), index % 2
-
-
-def test_a_data_set_without_files_has_the_digest_that_older_checkpoints_keep():
-    assert dataset_digest(Parabola(), {}) == "b97f2381652a9cd6"

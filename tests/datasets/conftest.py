@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from colour_folders import save
 
-from fl_lightning.datamodules import image_files as cache_module
+from fl_lightning.datamodules import image_files
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def decoded(monkeypatch):
     """The paths that were decoded, in order."""
     paths = []
 
-    def spy(path, size, decode=cache_module.decode):
+    def spy(path, size, decode=image_files.decode):
         paths.append(path)
         return decode(path, size)
 
-    monkeypatch.setattr(cache_module, "decode", spy)
+    monkeypatch.setattr(image_files, "decode", spy)
     return paths

@@ -27,13 +27,13 @@ def made(root, **settings):
 
 def test_each_city_is_a_client_and_val_is_the_evaluation(root):
     data = made(root)
-    assert data.names == ["aachen", "bochum", "ulm"]
+    assert data.client_names == ["aachen", "bochum", "ulm"]
     assert [data.num_examples(client) for client in range(3)] == [5, 4, 4]
     assert len(data.test_dataloader().dataset) == 3
     assert data.describe_partition() == "3 cities, one client each"
-    assert data.partition_record()["clients"] == data.names
+    assert data.partition_record()["clients"] == data.client_names
     data = made(root, evaluation_cities=["bochum"])
-    assert data.names == ["aachen", "ulm"]
+    assert data.client_names == ["aachen", "ulm"]
     assert len(data.test_dataloader().dataset) == 4
 
 
@@ -146,7 +146,7 @@ def test_users_of_a_split_file_are_the_clients(root, tmp_path):
     split = tmp_path / "all_data_0.json"
     split.write_text(json.dumps({"users": list(users), "num_samples": [2, 3, 2], "user_data": users}))
     data = made(root, split_file=str(split))
-    assert data.names == list(users)
+    assert data.client_names == list(users)
     assert [data.num_examples(client) for client in range(3)] == [2, 3, 2]
     assert data.describe_partition() == "3 users of all_data_0.json, one client each"
     (tmp_path / "train").mkdir()
@@ -156,7 +156,7 @@ def test_users_of_a_split_file_are_the_clients(root, tmp_path):
         part = {"user_data": {user: users[user] for user in chosen}}
         (tmp_path / "train" / f"all_data_{number}.json").write_text(json.dumps(part))
     folder = made(root, split_file=str(tmp_path / "train"))
-    assert folder.names == ["ulm0", "aachen0", "aachen1"]
+    assert folder.client_names == ["ulm0", "aachen0", "aachen1"]
     assert [folder.num_examples(client) for client in range(3)] == [2, 2, 3]
     for text, error in (("{}", "KeyError"), ("[" * 100_000, "RecursionError")):
         split.write_text(text)

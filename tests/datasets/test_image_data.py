@@ -12,11 +12,11 @@ IMAGES, LABELS = torch.zeros(4, 3, 5, 5, dtype=torch.uint8), torch.zeros(4, dtyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((IMAGES.double(), LABELS, IMAGES, LABELS), "ImageData.train_images: torch.float64 [4, 3, 5, 5]; load() must give torch.uint8 [N, channels, height, width]; TensorData takes tensors of any type and shape"),
-        ((IMAGES, LABELS, IMAGES[0], LABELS), "ImageData.test_images: torch.uint8 [3, 5, 5]; load() must give torch.uint8 [N, channels, height, width]; TensorData takes tensors of any type and shape"),
-        ((IMAGES, LABELS.float(), IMAGES, LABELS), "ImageData.train_labels: torch.float32 [4]; load() must give torch.int64 [N]; TensorData takes tensors of any type and shape"),
-        ((IMAGES, LABELS, IMAGES, LABELS[1:]), "ImageData.test_labels: 3 labels of 4 images; load() must give one each"),
-        ((IMAGES, LABELS, IMAGES, LABELS, LABELS[1:]), "ImageData.train_groups: torch.int64 [3]; load() must give a number for each image, torch.int64 [4]"),
+        ((IMAGES.double(), LABELS, IMAGES, LABELS), "ImageData.train_images: torch.float64 [4, 3, 5, 5]; load() must give torch.uint8 [N, channels, height, width], with N = 4 images; TensorData takes tensors of any type and shape"),
+        ((IMAGES, LABELS, IMAGES[0], LABELS), "ImageData.test_images: torch.uint8 [3, 5, 5]; load() must give torch.uint8 [N, channels, height, width], with N = 3 images; TensorData takes tensors of any type and shape"),
+        ((IMAGES, LABELS.float(), IMAGES, LABELS), "ImageData.train_labels: torch.float32 [4]; load() must give torch.int64 [N], with N = 4 images; TensorData takes tensors of any type and shape"),
+        ((IMAGES, LABELS, IMAGES, LABELS[1:]), "ImageData.test_labels: torch.int64 [3]; load() must give torch.int64 [N], with N = 4 images; TensorData takes tensors of any type and shape"),
+        ((IMAGES, LABELS, IMAGES, LABELS, LABELS[1:]), "ImageData.train_groups: torch.int64 [3]; load() must give torch.int64 [N], with N = 4 images; TensorData takes tensors of any type and shape"),
     ],
 )  # fmt: skip
 def test_images_of_another_kind_are_refused(arguments, message):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
+from fl_lightning.datamodules import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
 
 PARTITIONS = {
     "iid": IID(),
@@ -292,7 +292,7 @@ def test_the_number_of_clients_lies_between_one_and_the_number_of_samples(partit
             lambda: Shards(0.2, "sorted"),
             "Shards.assignment: 'sorted' must be one of random, consecutive, modulo",
         ),
-        (lambda: Shards(0.2, tail=-1), "Shards.tail: -1 must be at least 0"),
+        (lambda: Shards(0.2, tail=-1), "tail must be at least 0, found -1"),
         (lambda: Natural()(torch.arange(0), 2, rng(), []), "Natural"),
         (lambda: Natural()(torch.arange(10), 2, rng()), "groups"),
     ],

@@ -1,6 +1,8 @@
 """Data sets of tensors, arrays and tables."""
 
+import importlib
 import json
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from fl_lightning.datamodules import (
     Shards,
     TensorData,
 )
+from fl_lightning.datamodules.tables import read_table
 
 
 def samples(count=60, classes=3):
@@ -39,8 +42,8 @@ def test_each_sample_is_one_clients_or_the_servers():
     features, labels = samples()
     data = TensorData(features, labels, num_clients=4, batch_size=5, val_fraction=0.2)
     data.setup("fit")
-    seen = [client.images.features[client.indices] for client in data.clients]
-    seen += [data.val_images.features, data.test_images.features]
+    seen = [client.images.inputs[client.indices] for client in data.clients]
+    seen += [data.val_images.inputs, data.test_images.inputs]
     assert sorted(torch.cat(seen)[:, 0].tolist()) == features[:, 0].tolist()
     assert [len(data.val_images), len(data.test_images)] == [10, 12]
     assert (data.num_classes, data.in_features) == (3, 4)
@@ -54,7 +57,7 @@ def test_partitions_separate_classes_and_quantiles_of_numbers():
     numbers = torch.linspace(0, 1, 60)
     data = TensorData(features, numbers, partition=Shards(class_fraction=0.1), num_clients=10, batch_size=2)
     data.setup("fit")
-    spans = [client.images.targets[client.indices] for client in data.clients]
+    spans = [client.images.labels[client.indices] for client in data.clients]
     assert all(float(span.max() - span.min()) < 0.2 for span in spans)
     assert (data.num_classes, data.class_histograms()) == (None, [])
 
@@ -69,9 +72,6 @@ def test_features_of_any_type_and_shape_come_as_they_are(dtype, shape):
     assert inputs.shape == (2, 4, *shape)
     assert targets.shape == (2, 4, 2)
     assert inputs.dtype == (torch.float32 if dtype == torch.float64 else dtype)
-    one, target = data.clients[1].train_dataloader().dataset[0]
-    assert one.shape == shape
-    assert target.shape == (2,)
 
 
 def test_a_batch_of_the_cohort_is_that_of_each_client():
@@ -89,10 +89,10 @@ def test_standardized_features_have_the_moments_of_the_training_samples():
     features[:, 3] = 7
     data = TensorData(features, labels, num_clients=3, batch_size=5, standardize=True)
     data.setup("fit")
-    train = data.train_images.features.double()
+    train = data.train_images.inputs.double()
     assert torch.allclose(train.mean(0), torch.zeros(4, dtype=torch.float64), atol=1e-6)
     assert torch.allclose(train[:, :3].std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-6)
-    assert bool((data.test_images.features[:, 3] == 0).all())
+    assert bool((data.test_images.inputs[:, 3] == 0).all())
 
 
 @pytest.mark.parametrize("ending", ["npz", "pt", "csv"])
@@ -172,16 +172,22 @@ def test_scikit_learns_tables():
         ({"features": "table.csv", "targets": "outcom"}, r"data.targets: outcom is no column"),
         (
             {"features": "table.csv", "targets": "outcome"},
-            r"data.columns: site of .* is no column of numbers",
+            r"data.columns: site is no column of numbers, line 2 of table.csv has 'a'; fill in",
         ),
         ({"features": "empty.npz"}, r"data.features: .*empty.npz holds no features and targets"),
         (
             {"features": [[1.0], [float("nan")]], "targets": [0, 1]},
             r"data.features: some values are not finite",
         ),
-        ({"features": [[1.0], [2.0]], "targets": [0]}, r"data.features and targets: 2 and 1 samples"),
+        (
+            {"features": [[1.0], [2.0]], "targets": [0]},
+            r"data.features: 2 samples, data.targets: 1 samples; give",
+        ),
         ({"features": "text", "targets": [0]}, r"data.features: .*text has no known ending"),
-        ({"features": [[1.0]] * 9, "targets": [0] * 9, "groups": [0]}, r"data.groups: 1 groups of 9 samples"),
+        (
+            {"features": [[1.0]] * 9, "targets": [0] * 9, "groups": [0]},
+            r"data.targets: 9 samples, data.groups: 1 samples; give",
+        ),
         (
             {"features": [[1.0]] * 9, "targets": [0] * 9, "test_fraction": 1.0},
             r"test_fraction must be in \(0, 1\)",
@@ -211,10 +217,19 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": "short.csv", "targets": "outcome"},
-            r"data.features: line 3 of short.csv does not have 2 values",
+            r"data.targets: line 3 of short.csv has no outcome; fill in a value",
         ),
+        (
+            {"features": "long.csv", "targets": "outcome"},
+            r"data.features: long.csv cannot be read as a table \(.*2 fields in line 3, saw 3\); write a header",
+        ),
+        ({"features": "empty.csv", "targets": "outcome"}, r"empty.csv cannot be read as a table .*; write a"),
+        ({"features": "bytes.csv", "targets": "outcome"}, r"bytes.csv cannot be read as a table \('utf-8"),
         ({"features": "header.csv", "targets": "outcome"}, r"header.csv has a header, but no samples"),
-        ({"features": "twice.csv", "targets": "age"}, r"data.targets: twice.csv has two columns 'age'"),
+        (
+            {"features": "twice.csv", "targets": "age"},
+            r"data.targets: age is more than one column of twice.csv; it has age, age",
+        ),
         (
             {"features": "index.csv", "targets": "outcome"},
             r"data.columns: column 1 of index.csv has no name, as pandas writes its index; name the feature columns",
@@ -233,7 +248,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": "unknown.csv", "targets": "dose", "columns": ["outcome"]},
-            r"data.columns: outcome of unknown.csv is no column of numbers \(.*'NA'\); fill in missing values",
+            r"data.columns: outcome is no column of numbers, line 3 of unknown.csv has 'NA'; fill in a number",
         ),
         (
             {"features": [[1.0]] * 3, "targets": [0, 1, 0], "groups": ["a", "b", float("nan")]},
@@ -245,7 +260,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": "separated.csv", "targets": "outcome"},
-            r"data.columns: age of separated.csv is no column of numbers \(.*'1_0'\)",
+            r"data.columns: age is no column of numbers, line 2 of separated.csv has '1_0'",
         ),
         (
             {"features": "groups.npz", "partition": IID()},
@@ -263,6 +278,9 @@ def test_bad_tables_are_one_line(settings, words):
     Path("unlabelled.csv").write_text("age,outcome\n1,yes\n2, \n")
     Path("header.csv").write_text("age,outcome\n")
     Path("short.csv").write_text("age,outcome\n1,yes\n2\n")
+    Path("long.csv").write_text("age,outcome\n1,yes\n2,no,3\n")
+    Path("empty.csv").write_text("")
+    Path("bytes.csv").write_bytes(b"age,outcome\n1,\xff\n")
     Path("twice.csv").write_text("age,age\n1,2\n")
     Path("index.csv").write_text(",age,outcome\n0,1,yes\n1,2,no\n")
     Path("unknown.csv").write_text(
@@ -271,8 +289,9 @@ def test_bad_tables_are_one_line(settings, words):
     Path("separated.csv").write_text("age,outcome\n1_0,yes\n2,no\n")
     np.savez("groups.npz", features=np.zeros((4, 1)), targets=[0, 1, 0, 1], groups=[0, 0, 1, 1])
     np.savez("empty.npz", x=np.zeros(3))
-    with pytest.raises(ConfigurationError, match=words):
+    with pytest.raises(ConfigurationError, match=words) as refused:
         TensorData(**settings)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +302,7 @@ def test_bad_tables_are_one_line(settings, words):
         ("age,dose,outcome\n1,2,1_0\n3,4,0_0\n", ["0_0", "1_0"], "utf-8"),
         ("age,dose,outcome\n1,2,none\n3,4,mild\n", ["mild", "none"], "utf-8"),
         ("age,dose,outcome\n1,2,0\n3,4, 1\n", None, "utf-8"),
+        ('age,dose,outcome\n1,2,"small, ""round"""\n"3",4, "large"\n', ["large", 'small, "round"'], "utf-8"),
     ],
 )
 def test_a_csv_of_a_spreadsheet_gives_its_columns_and_classes(text, names, encoding):
@@ -290,6 +310,40 @@ def test_a_csv_of_a_spreadsheet_gives_its_columns_and_classes(text, names, encod
     data = TensorData("sheet.csv", "outcome", columns=["age", "dose"])
     assert (data.class_names, data.num_classes) == (names, 2)
     assert data._data["features"][:2].tolist() == [[1, 2], [3, 4]]
+
+
+def test_numbers_of_a_csv_are_the_nearest_floats():
+    texts = ["0.1", "1e23", "123456789.123456789012", "2.2250738585072011e-308", "8.41470984807896504e-01"]
+    Path("exact.csv").write_text("\n".join(["x,y", *(f"{text},0" for text in texts)]))
+    assert read_table(Path("exact.csv"), "y", None, None)["features"][:, 0].tolist() == [*map(float, texts)]
+
+
+def test_a_parquet_file_gives_what_its_csv_gives():
+    pytest.importorskip("pyarrow")
+    pandas = pytest.importorskip("pandas")
+    write_csv(Path("table.csv"))
+    pandas.read_csv("table.csv").to_parquet("table.parquet")
+    found = [
+        TensorData(f"table.{ending}", "outcome", groups="site", batch_size=4) for ending in ("csv", "parquet")
+    ]
+    for data in found:
+        data.setup("fit")
+    assert found[0].fingerprint() == found[1].fingerprint()
+    assert found[0].class_names == found[1].class_names == ["no", "yes"]
+    table = pandas.read_csv("table.csv")
+    table.loc[2, "site"] = None
+    table.to_parquet("table.parquet")
+    with pytest.raises(ConfigurationError, match=r"data.groups: row 3 of table.parquet has no site; fill in"):
+        TensorData("table.parquet", "outcome", groups="site")
+
+
+def test_pandas_is_imported_for_tables_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)  # an import of it fails
+    importlib.reload(sys.modules["fl_lightning.datamodules.tables"])
+    assert TensorData([[1.0]] * 9, [0] * 9, groups=["a", "b", "c"] * 3).num_classes == 1
+    write_csv(Path("table.csv"))
+    with pytest.raises(ImportError, match="pandas"):
+        TensorData("table.csv", "outcome", columns=["age", "dose"])
 
 
 def test_labels_of_more_than_64_bits_are_no_classes():

@@ -26,8 +26,7 @@ from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN, FixBN
-from fl_lightning.datamodules import Digits
-from fl_lightning.datamodules.partitions import Shards
+from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.methods.local_state import LocalState, weighed_accuracy
 from fl_lightning.models import LeNet
 

@@ -155,9 +155,9 @@ def test_a_loss_that_changes_labels_leaves_the_data():
     made = table()
     made.setup("fit")
     parts = made.train_images, made.val_images, made.test_images
-    before = [part.targets.clone() for part in parts]
+    before = [part.labels.clone() for part in parts]
     outcome(Standardised, lambda: made, True, OBSERVERS["sources of statistics"](), loss=merging_labels)
-    assert all(torch.equal(part.targets, labels) for part, labels in zip(parts, before, strict=True))
+    assert all(torch.equal(part.labels, labels) for part, labels in zip(parts, before, strict=True))
 
 
 def equal_states(first, second):

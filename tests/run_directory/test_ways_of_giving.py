@@ -230,7 +230,7 @@ def in_all_ways():
                 ["--data.num_clients=4"],
                 {"data": {"init_args": {"num_clients": 4}}},
                 ["--data.num_clients=4", "--data.seed=0"],
-                ["--data.num_clients=4", "--data.partition=fl_lightning.datamodules.partitions.Shards", "--data.partition.class_fraction=0.4"],
+                ["--data.num_clients=4", "--data.partition=fl_lightning.datamodules.shards.Shards", "--data.partition.class_fraction=0.4"],
             ],
             [["--data.num_clients=5"], ["--data.num_clients=4", "--data.partition=Dirichlet", "--data.partition.alpha=0.4"]],
         ),

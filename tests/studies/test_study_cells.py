@@ -261,7 +261,7 @@ def test_the_core_is_source_whoever_shows_a_run_is_not(monkeypatch):
     monkeypatch.setattr(source, "_code", lambda path: (seen.append(path.name), b"")[1])
     source._core.__wrapped__()
     assert {"final_evaluation.py", "module.py", "randomness.py"} <= {*seen}
-    assert not {"console.py", "result.py", "fixbn.py", "distribution.py"} & {*seen}
+    assert not {"console.py", "result.py", "fixbn.py", "partitioned_data.py"} & {*seen}
 
 
 def test_methods_and_data_sets_are_source_of_the_runs_that_use_them(monkeypatch):
@@ -276,7 +276,7 @@ def test_methods_and_data_sets_are_source_of_the_runs_that_use_them(monkeypatch)
     code = source._code
     edits = {
         "fixbn.py": {"fl_lightning.callbacks.FixBN"},
-        "distribution.py": {"source"},
+        "partitioned_data.py": {"source"},
         "fedbn.py": set(),
         "silobn.py": set(),
     }

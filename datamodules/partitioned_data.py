@@ -1,8 +1,7 @@
-"""Distribution of labelled samples over clients and server."""
+"""Base class of data sets whose samples a partition assigns to clients and server."""
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -10,93 +9,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
-from fl_lightning.datamodules.images import Batch, ImageData, balanced_subset
-from fl_lightning.datamodules.partition_file import FORMAT, FromFile, labels_sha256
+from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.datamodules.images import Batch, balanced_subset
+from fl_lightning.datamodules.partition_file import Distribution, FromFile
 from fl_lightning.datamodules.partitions import IID, Natural, Partition
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """Indices of the samples of each client and of the server.
-
-    Indices are int64 and ascending. The N training samples have indices 0 to N - 1. The M test
-    samples have indices N to N + M - 1.
-
-    Attributes:
-        labels: Class of each sample, shape ``[N + M]``.
-        num_train: Number N of training samples.
-        clients: Indices of each client's training samples.
-        val: Indices of the server's validation samples.
-        test: Indices of the server's test samples.
-        own: Indices of each client's own evaluation samples, by split (``"val"``, ``"test"``). A
-            split without such samples has no key.
-        groups: Group of each client if the partition is ``Natural``, otherwise empty.
-    """
-
-    labels: Tensor
-    num_train: int
-    clients: list[Tensor]
-    val: Tensor
-    test: Tensor
-    own: dict[str, list[Tensor]]
-    groups: list[int]
-
-    def as_file(self, dataset: str, origin: dict[str, object]) -> dict[str, object]:
-        """Return the content of a partition file.
-
-        :class:`~fl_lightning.datamodules.partition_file.FromFile` reads such a file.
-
-        Args:
-            dataset: Name of the data set.
-            origin: Description of how the partition was made.
-        """
-        everything = torch.cat([*self.clients, *(part for own in self.own.values() for part in own)])
-        space = "train" if bool((everything < self.num_train).all()) else "train+test"
-        labels = self.labels[: self.num_train] if space == "train" else self.labels
-        splits = {"train": self.clients, **self.own}
-        clients = [
-            {"id": str(client), **{split: own[client].tolist() for split, own in splits.items()}}
-            for client in range(len(self.clients))
-        ]
-        return {
-            "format": FORMAT,
-            "dataset": dataset,
-            "space": space,
-            "examples": len(labels),
-            "labels_sha256": labels_sha256(labels),
-            "overlap": len(torch.unique(everything)) < len(everything),
-            "clients": clients,
-            "origin": origin,
-        }
-
-
-def images_at(data: ImageData, samples: Tensor) -> Tensor:
-    """Return the images of some samples.
-
-    If all requested samples are training images, or all are test images, nothing is copied.
-
-    Args:
-        data: The data set.
-        samples: Ascending indices, numbered as in :class:`Distribution`.
-    """
-    num_train = len(data.train_labels)
-    inner = int((samples < num_train).sum())
-    parts = (data.train_images, samples[:inner]), (data.test_images, samples[inner:] - num_train)
-    images = [part if len(index) == len(part) else part[index] for part, index in parts if len(index)]
-    return torch.cat(images) if len(images) > 1 else (images or [data.train_images[:0].clone()])[0]
-
-
 def _without(samples: Tensor, others: Tensor) -> Tensor:
     return samples[~torch.isin(samples, others)]
-
-
-def _check_used(partition: FromFile, held: Tensor, used: Tensor, num_train: int) -> None:
-    if len(dropped := _without(held[held < num_train], used)):
-        raise ConfigurationError(
-            f"max_examples={len(used)} leaves out the sample {int(dropped[0])} of {partition}; leave max_examples out"
-        )
 
 
 class PartitionedDataModule(FederatedDataModule):
@@ -151,8 +73,6 @@ class PartitionedDataModule(FederatedDataModule):
         self.max_examples = max_examples
         self.fit_split: Literal["val", "test"] = "val" if val_fraction > 0 else "test"
         self._num_clients = num_clients
-        self._val_size = 0
-        self._index_digests: list[str] = []
         self._class_histograms: list[list[int]] = []
         self.client_names: list[str] = []
 
@@ -199,21 +119,33 @@ class PartitionedDataModule(FederatedDataModule):
     def partition_record(self) -> PartitionRecord:
         """Return the record of the partition, which includes these entries.
 
-        - ``class_histogram[i][c]``: Number of samples of class c at client i.
         - ``sha256["clients"][i]``: Digest of client i's sample indices (ascending, int64,
           little-endian).
         - ``sha256["total"]``: Digest of all clients' digests. They are written in hexadecimal
           digits and joined.
-        - ``clients``: Names of the clients, if they have names.
         """
-        total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
+        digests = self.index_digests()
+        total = hashlib.sha256("".join(digests).encode()).hexdigest()
         record = super().partition_record()
-        if self.client_names:
-            record["clients"] = self.client_names
-        record["seed"], record["val_size"] = self.seed, self._val_size
-        record["class_histogram"] = self.class_histograms()
-        record["sha256"] = {"total": total, "clients": self._index_digests}
+        record["seed"], record["val_size"] = self.seed, len(self.distribution.val)
+        record["sha256"] = {"total": total, "clients": digests}
         return record
+
+    def training_digest(self) -> str:
+        """Return the digest of all training data."""
+        raise NotImplementedError(f"{type(self).__name__} must define training_digest()")
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return digests of the training data, the evaluation data and the partition."""
+        return {
+            "training": self.training_digest(),
+            "evaluation": self.evaluation_digest(),
+            "partition": digest(self.index_digests()),
+        }
+
+    def index_digests(self) -> list[str]:
+        """Return the SHA-256 of each client's sample indices (ascending, int64, little-endian)."""
+        return [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in self.distribution.clients]
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of training samples of class c at client i."""
@@ -243,35 +175,8 @@ class PartitionedDataModule(FederatedDataModule):
         """
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
-        dealt = self.distribution = self._dealt(train_labels, test_labels, train_groups, test_groups)
-        if dealt.groups and self.max_examples is None:
-            drawn = [test_groups] if "test" in self.drawn_splits else []
-            groups = torch.cat([x for x in (train_groups, *drawn) if x is not None])
-            if lost := set(groups.tolist()).difference(dealt.groups):
-                raise ConfigurationError(
-                    f"data.groups: the drawn test or validation data hold all samples of group {group_names[min(lost)] if group_names else min(lost)}; leave the group out, or use a "
-                    "smaller test_fraction or val_fraction"
-                )
-        if len(dealt.test) != len(test_labels) or bool((dealt.test < len(train_labels)).any()):
-            # the test data are not fixed: the partition file moved samples into or out of them
-            self.drawn_splits = ("val", "test")
-        self._val_size = len(dealt.val)
-        labels = dealt.labels
-        classes = self.num_classes or int(labels.max()) + 1
-        self._class_histograms = [labels[x].bincount(minlength=classes).tolist() for x in dealt.clients]
-        self._index_digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in dealt.clients]
-        self.client_names = [group_names[group] for group in dealt.groups] if group_names else []
-        return dealt
-
-    def _dealt(
-        self,
-        train_labels: Tensor,
-        test_labels: Tensor,
-        train_groups: Tensor | None,
-        test_groups: Tensor | None,
-    ) -> Distribution:
         labels, num_train = torch.cat([train_labels, test_labels]), len(train_labels)
-        used, test = torch.arange(num_train), torch.arange(num_train, len(labels))
+        used = torch.arange(num_train)
         if self.max_examples is not None:
             subset = generator(self.seed, "training subset")
             used = balanced_subset(train_labels, min(self.max_examples, num_train), subset)
@@ -281,44 +186,83 @@ class PartitionedDataModule(FederatedDataModule):
                 f"val_fraction={self.val_fraction} takes {num_val} of {len(used)} training samples; "
                 "use a value that leaves samples for both, or 0 for no validation set"
             )
-        own: dict[str, list[Tensor]] = {}
-        free, found = used, list[int]()
         if isinstance(self.partition, FromFile):
-            given = self.partition.assignment(train_labels, test_labels)
-            trained = torch.unique(torch.cat([*given.train, *given.val]))
-            tested = torch.cat(given.test)
-            _check_used(self.partition, torch.cat([trained, tested]), used, num_train)
-            free = _without(_without(used, trained), tested)
-            if num_val > len(free):
+            dealt = self._from_file(self.partition, labels, num_train, used, num_val)
+        else:
+            dealt = self._drawn(labels, num_train, used, num_val, train_groups, test_groups)
+        self.distribution = dealt
+        if dealt.groups and self.max_examples is None:
+            drawn = [test_groups] if "test" in self.drawn_splits else []
+            groups = torch.cat([x for x in (train_groups, *drawn) if x is not None])
+            if lost := set(groups.tolist()).difference(dealt.groups):
                 raise ConfigurationError(
-                    f"val_fraction={self.val_fraction} takes {num_val} training samples, but {self.partition} leaves {len(free)} that belong "
-                    f"to no client; use at most {len(free) / len(used):.4g}"
+                    f"data.groups: the drawn test or validation data hold all samples of group {group_names[min(lost)] if group_names else min(lost)}; leave the group out, or use a "
+                    "smaller test_fraction or val_fraction"
                 )
-            if given.space == "train+test":
-                test = _without(torch.unique(torch.cat([test, tested])), trained)
-                if not len(test):
-                    raise ConfigurationError(
-                        f"{self.partition} gives all test samples to training; leave some to the server or as a client's test data"
-                    )
-            clients = given.train
-            own = {split: part for split in ("val", "test") if any(map(len, part := getattr(given, split)))}
-        val = free[balanced_subset(labels[free], num_val, generator(self.seed, "validation split"))]
-        if not isinstance(self.partition, FromFile):
-            train = _without(used, val)
-            groups = train_groups[train] if train_groups is not None else None
-            draws = generator(self.seed, "partition")
-            parts = self.partition(labels[train], self._num_clients, draws, groups)
-            clients = [train[part] for part in parts]
-            # HonestOnly contains the partition of the honest clients
-            of_honest = getattr(self.partition, "partition", self.partition)
-            if groups is not None and isinstance(of_honest, Natural):
-                honest = torch.unique(groups).tolist()
-                found = [honest[client % len(honest)] for client in range(len(clients))]
-                if test_groups is not None:
-                    samples = Natural()(test_labels, len(found), draws, test_groups)
-                    of = dict(zip(torch.unique(test_groups).tolist(), samples, strict=True))
-                    own["test"] = [num_train + of.get(group, val[:0]) for group in found]
-        return Distribution(labels, num_train, clients, val, test, own, found)
+        if len(dealt.test) != len(test_labels) or bool((dealt.test < num_train).any()):
+            # the test data are not fixed: the partition file moved samples into or out of them
+            self.drawn_splits = ("val", "test")
+        classes = self.num_classes or int(labels.max()) + 1
+        self._class_histograms = [labels[x].bincount(minlength=classes).tolist() for x in dealt.clients]
+        self.client_names = [group_names[group] for group in dealt.groups] if group_names else []
+        return dealt
+
+    def _drawn(
+        self,
+        labels: Tensor,
+        num_train: int,
+        used: Tensor,
+        num_val: int,
+        train_groups: Tensor | None,
+        test_groups: Tensor | None,
+    ) -> Distribution:
+        val = self._drawn_val(labels, used, num_val)
+        train = _without(used, val)
+        groups = train_groups[train] if train_groups is not None else None
+        draws = generator(self.seed, "partition")
+        clients = [train[part] for part in self.partition(labels[train], self._num_clients, draws, groups)]
+        own, of_clients = dict[str, list[Tensor]](), list[int]()
+        # HonestOnly contains the partition of the honest clients
+        if groups is not None and isinstance(getattr(self.partition, "partition", self.partition), Natural):
+            honest = torch.unique(groups).tolist()
+            of_clients = [honest[client % len(honest)] for client in range(len(clients))]
+            if test_groups is not None:
+                own["test"] = [(test_groups == group).nonzero().flatten() + num_train for group in of_clients]
+        return Distribution(
+            labels, num_train, clients, val, torch.arange(num_train, len(labels)), own, of_clients
+        )
+
+    def _from_file(
+        self, partition: FromFile, labels: Tensor, num_train: int, used: Tensor, num_val: int
+    ) -> Distribution:
+        parts, assigns_test = partition.read(labels[:num_train], labels[num_train:])
+        trained = torch.unique(torch.cat([*parts["train"], *parts["val"]]))
+        tested = torch.cat(parts["test"])
+        held = torch.cat([trained, tested])
+        if len(dropped := _without(held[held < num_train], used)):
+            raise ConfigurationError(
+                f"max_examples={len(used)} leaves out the sample {int(dropped[0])} of {partition}; leave max_examples out"
+            )
+        free = _without(used, held)
+        if num_val > len(free):
+            raise ConfigurationError(
+                f"val_fraction={self.val_fraction} takes {num_val} training samples, but {partition} leaves {len(free)} that belong "
+                f"to no client; use at most {len(free) / len(used):.4g}"
+            )
+        test = torch.arange(num_train, len(labels))
+        if assigns_test:
+            test = _without(torch.unique(torch.cat([test, tested])), trained)
+            if not len(test):
+                raise ConfigurationError(
+                    f"{partition} gives all test samples to training; leave some to the server or as a client's test data"
+                )
+        clients = parts.pop("train")
+        own = {split: part for split, part in parts.items() if any(map(len, part))}
+        val = self._drawn_val(labels, free, num_val)
+        return Distribution(labels, num_train, clients, val, test, own, [])
+
+    def _drawn_val(self, labels: Tensor, free: Tensor, count: int) -> Tensor:
+        return free[balanced_subset(labels[free], count, generator(self.seed, "validation split"))]
 
     def _check_labels(self, name: str, labels: Tensor) -> None:
         lowest, highest = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)

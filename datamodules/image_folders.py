@@ -1,0 +1,98 @@
+"""Data sets of images in class folders, optionally with one domain per client."""
+
+from typing import Any
+
+from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders, subfolders, wrong_layout
+from fl_lightning.datamodules.image_files import ImageFiles
+from fl_lightning.datamodules.images import ImageData
+from fl_lightning.datamodules.partitions import Natural
+from fl_lightning.randomness import generator
+
+
+class ImageFolder(ImageFiles):
+    """A data set of images in class folders.
+
+    The layout is ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, or only ``<class>/*.jpg``. If
+    there is no ``test/``, ``val/`` is the test set. The classes are in alphabetical order.
+
+    Args:
+        data_dir: The folder that holds either ``train`` and ``test``, or the class folders.
+        image_size: Height and width of the images in pixels.
+        test_fraction: Share of each class's images, in (0, 1), that becomes the test set. The draw
+            depends on the seed. Set this share only if ``data_dir`` directly holds the class
+            folders.
+        **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+
+    Raises:
+        ConfigurationError: The folder is missing or has another layout, or a setting is out of its
+            range. In ``setup``: an image cannot be read, or a class has no training image.
+    """
+
+    num_classes: int
+
+    def __init__(
+        self, data_dir: str, image_size: int, *, test_fraction: float | None = None, **settings: Any
+    ) -> None:
+        super().__init__(data_dir, image_size, **settings)
+        self.folders = ClassFolders(self.data_dir, test_fraction)
+        if test_fraction is not None:
+            self.drawn_splits = ("val", "test")
+        self.class_names = self.folders.classes
+        self.num_classes = len(self.class_names)
+
+    def load(self) -> ImageData:
+        """Return the images, from the cache if it is valid."""
+        return self.read(*self.folders.samples(generator(self.seed, "test split")))
+
+
+class ImageDomains(ImageFiles):
+    """Images of several domains, one client per domain.
+
+    The layout is ``<domain>/train/<class>/*.jpg`` and ``<domain>/test/<class>/*.jpg``, or
+    ``<domain>/<class>/*.jpg``. As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), all
+    domains have the same classes and differ in style. The client of a domain is evaluated on the
+    domain's test images. The server is evaluated on the test images of all domains. Domains
+    (clients) and classes are in alphabetical order.
+
+    Args:
+        data_dir: The folder that holds the domains.
+        image_size: Height and width of the images in pixels.
+        test_fraction: Share of the images of each class and domain, in (0, 1), that becomes the
+            test set. The draw depends on the seed. Set this share only for the layout
+            ``<domain>/<class>/*.jpg``.
+        **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+
+    Raises:
+        ConfigurationError: The folder is missing or has another layout, or a setting is out of its
+            range. In ``setup``: an image cannot be read, a class folder of a domain has no training
+            image, or a domain has no test image.
+    """
+
+    num_classes: int
+    class_names: list[str]
+    default_partition = Natural
+
+    def __init__(
+        self, data_dir: str, image_size: int, *, test_fraction: float | None = None, **settings: Any
+    ) -> None:
+        super().__init__(data_dir, image_size, **settings)
+        domains = subfolders(self.data_dir)
+        if not domains:
+            layouts = f"{LAYOUT}, or with <class>/*.jpg and test_fraction set"
+            raise wrong_layout(self.data_dir, "folder", f"a folder for each domain, each with {layouts}")
+        self.domains = {name: ClassFolders(self.data_dir / name, test_fraction) for name in domains}
+        if test_fraction is not None:
+            self.drawn_splits = ("val", "test")
+        self.class_names = sorted({name for folders in self.domains.values() for name in folders.classes})
+        self.num_classes = len(self.class_names)
+
+    def load(self) -> ImageData:
+        """Return the images, from the cache if it is valid."""
+        parts = [
+            folders.samples(generator(self.seed, "test split", domain), self.class_names)
+            for domain, folders in enumerate(self.domains.values())
+        ]
+        splits = list(zip(*parts, strict=True))
+        train, test = ([sample for samples in split for sample in samples] for split in splits)
+        groups, of_test = ([g for g, samples in enumerate(split) for _ in samples] for split in splits)
+        return self.read(train, test, groups, of_test, list(self.domains))

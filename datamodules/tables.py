@@ -1,0 +1,170 @@
+"""Tables in CSV and parquet files."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.errors import ConfigurationError
+
+MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
+_UNKNOWN = ("", "na", "n/a", "<na>", "#n/a", "nan", "null", "?")
+"""Words for missing values, in lower case."""
+
+
+def read_table(
+    path: Path, targets: str | Sequence[str] | None, groups: str | None, columns: Sequence[str] | None
+) -> dict[str, Any]:
+    """Read samples from the columns of a table. Spaces around names and values are removed.
+
+    Args:
+        path: A ``.csv`` file with a header, or a ``.parquet`` file.
+        targets: Name of the target column, or a list of names.
+        groups: Name of the column of groups. None: no groups.
+        columns: Names of the feature columns. None: all columns that are neither targets nor
+            groups.
+
+    Returns:
+        ``features`` (float64, ``[N, columns]``), ``targets`` (int64 or float64, ``[N]`` or
+        ``[N, targets]``), ``groups`` (list of text, or None) and ``class_names``. If the target
+        column has words, each word is a class: ``targets`` has the positions in the sorted
+        ``class_names``. Otherwise, ``class_names`` is None.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or a column or value is missing or no number.
+    """
+    table = _read(path)
+    header = [*table.columns]
+    names = [targets] if isinstance(targets, str) else [*(targets or ())]
+    group = [groups] if groups is not None else []
+    used = [*columns] if columns is not None else [name for name in header if name not in (*names, *group)]
+    nameless = [name for name in used if not name or name.startswith("Unnamed: ")]
+    if columns is None and nameless:
+        raise ConfigurationError(
+            f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
+            "feature columns in data.columns, or write the file with index=False"
+        )
+    for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
+        if not wanted and setting != "groups":
+            wanted = ["null"]
+        for name in wanted:
+            if header.count(name) != 1:
+                what = f"is {'no' if name not in header else 'more than one'} column"
+                raise ConfigurationError(
+                    f"data.{setting}: {name} {what} of {path}; it has {', '.join(header)}"
+                )
+    features = [_numbers(path, table[name]) for name in used]
+    numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
+    return {
+        "features": np.stack(features, axis=1),
+        "targets": numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1),
+        "class_names": words[0] if len(words) == 1 else None,
+        "groups": _names(path, "groups", table[groups]) if group else None,
+    }
+
+
+def missing_word(names: Iterable[Any]) -> str | None:
+    """Return the first name that stands for a missing value, or None."""
+    words = [str(name) for name in names]
+    missing = [word for word in words if word.lower() in _UNKNOWN]
+    maybe = [word for word in words if word.lower() in ("none", "-")]
+    others = [word for word in words if word not in (*maybe, *missing)]
+    with suppress(ValueError):  # these two may be names, unless all others are numbers
+        list(map(float, others))
+        missing += maybe
+    return next(iter(missing), None)
+
+
+def _read(path: Path) -> Any:
+    """Return a table as a ``pandas.DataFrame`` of text. Its index are lines (CSV) or rows (parquet)."""
+    import pandas as pd  # only tables need pandas
+
+    try:
+        if path.suffix == ".parquet":
+            typed = pd.read_parquet(path).reset_index(drop=True)
+            table = typed.astype(object).where(typed.notna(), "").map(str)
+            table.index += 1
+        else:
+            lines = pd.read_csv(
+                path,
+                header=None,
+                dtype=str,  # not numbers: how pandas rounds them depends on its version
+                encoding="utf-8-sig",
+                keep_default_na=False,
+                skipinitialspace=True,
+                skip_blank_lines=False,
+            )
+            lines.index += 1
+            table = lines.iloc[1:].set_axis(lines.iloc[0], axis=1)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"data.features: {path} needs the package pyarrow; pip install pyarrow"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ConfigurationError(
+            f"data.features: {path} cannot be read as a table ({reason}); write a header, and as many values in each line"
+        ) from error
+    if not len(table):
+        raise ConfigurationError(
+            f"data.features: {path} has a header, but no samples; add a line for each sample"
+        )
+    table.columns = [str(name).strip() for name in table.columns]
+    return table.apply(lambda column: column.str.strip())
+
+
+def _place(path: Path, values: Any, rows: Any) -> str:
+    return f"{'row' if path.suffix == '.parquet' else 'line'} {values.index[rows][0]} of {path}"
+
+
+def _floats(values: Any) -> NDArray[np.float64]:
+    """Convert text to the nearest floats; NaN if a value is no number."""
+
+    def number(word: str) -> float:
+        try:
+            return nan if "_" in word else float(word)  # to Python, 1_0 is a number
+        except ValueError:
+            return nan
+
+    return np.fromiter(map(number, values.to_list()), np.float64, len(values))
+
+
+def _numbers(path: Path, values: Any) -> NDArray[np.float64]:
+    numbers = _floats(values)
+    wrong = np.isnan(numbers)
+    if wrong.any():
+        word, place = values[wrong].iloc[0], _place(path, values, wrong)
+        raise ConfigurationError(
+            f"data.columns: {values.name} is no column of numbers, {place} has {repr(word) if word else 'no value'}; fill in a number, "
+            "leave the sample out, or leave the column out of data.columns"
+        )
+    return numbers
+
+
+def _names(path: Path, setting: str, values: Any) -> list[str]:
+    if (word := missing_word(values.unique())) is not None:
+        has = f"has {word} for {values.name}, {MISSING}"
+        if not word:
+            has = f"has no {values.name}; fill in a value, or leave the sample out"
+        raise ConfigurationError(f"data.{setting}: {_place(path, values, values == word)} {has}")
+    return [str(value) for value in values.to_list()]
+
+
+def _classes(path: Path, values: Any) -> tuple[NDArray[Any], list[str] | None]:
+    """Convert a column to numbers.
+
+    Returns:
+        The numbers and None. If a value is no number, each value is a name: the result is the
+        position of each value in the sorted list of names, and this list.
+    """
+    numbers = _floats(values)
+    if np.isnan(numbers).any():
+        names, positions = np.unique(_names(path, "targets", values), return_inverse=True)
+        return positions, [*map(str, names)]
+    with suppress(ValueError, OverflowError):  # a decimal point, or more than 64 bits
+        return np.asarray([*map(int, values.to_list())], np.int64), None
+    return numbers, None
