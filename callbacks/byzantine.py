@@ -12,7 +12,7 @@ from fl_lightning.attacks import ALittleIsEnough, Attack, Backdoor, Message, Mim
 from fl_lightning.batch_norm import buffer_kinds
 from fl_lightning.client_data import BatchStack
 from fl_lightning.cohort import treatments
-from fl_lightning.errors import check_choice
+from fl_lightning.errors import check_choice, check_number
 from fl_lightning.round import resolve_policy, sent_statistics_by_kind, sent_vectors
 
 Target = Literal["means", "variances", "statistics", "parameters", "everything"]
@@ -216,10 +216,7 @@ def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[in
         ConfigurationError: An id does not exist, or all clients attack.
     """
     if isinstance(clients, float):
-        if not 0 <= clients < 1:
-            raise ConfigurationError(
-                f"Byzantine.clients: {clients} must be a share in [0, 1) or a number of clients"
-            )
+        check_number("Byzantine.clients", clients, " as a share, or a whole number", least=0, below=1)
         share, clients = clients, math.floor(clients * num_clients + 1e-9)
         if share and not clients:
             raise ConfigurationError(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning import Cohort, ConfigurationError, FederatedModule
+from fl_lightning import Cohort, FederatedModule
 from fl_lightning.batch_norm import SwappedBatchNorm, batch_norm_layers, evaluating, swap_batch_norm
-from fl_lightning.errors import check_choice
+from fl_lightning.errors import check_choice, check_number
 from fl_lightning.methods import FoundFreezing
 from fl_lightning.randomness import derive_seed, generator, seeded
 
@@ -110,12 +110,10 @@ class FedExFixBN(FoundFreezing):
         cutoff: float = 0.1,
     ) -> None:
         check_choice("FedExFixBN.schedule", schedule, _SCHEDULES)
-        if not 0 <= discount <= 1:
-            raise ConfigurationError(f"FedExFixBN.discount: {discount} must lie in [0, 1]")
-        if not 0 <= cutoff < math.log(2):
-            raise ConfigurationError(
-                f"FedExFixBN.cutoff: {cutoff} must lie in [0, 0.69); the search starts at ln 2"
-            )
+        check_number("FedExFixBN.discount", discount, least=0, most=1)
+        check_number(
+            "FedExFixBN.cutoff", cutoff, ", ln 2: there the search starts", least=0, below=math.log(2)
+        )
         self.schedule, self.discount, self.cutoff = schedule, discount, cutoff
         self.log_theta = torch.full((2,), -math.log(2), dtype=torch.float64)
         self.past_losses: list[float] = []

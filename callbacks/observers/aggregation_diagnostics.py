@@ -7,8 +7,9 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule, Report, Table
+from fl_lightning import Cohort, FederatedCallback, FederatedModule, Report, Table
 from fl_lightning.callbacks.byzantine import Byzantine
+from fl_lightning.errors import check_number
 from fl_lightning.round import sent_vectors
 
 
@@ -48,10 +49,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
     saved = ("shares", "attackers")
 
     def __init__(self, every_n_rounds: int = 10) -> None:
-        if every_n_rounds < 1:
-            raise ConfigurationError(
-                f"AggregationDiagnostics.every_n_rounds: {every_n_rounds} must be at least 1"
-            )
+        check_number("AggregationDiagnostics.every_n_rounds", every_n_rounds, least=1)
         self.every_n_rounds = every_n_rounds
         self.newest: dict[str, float] = {}
         self.shares: dict[int, dict[str, list[float]]] = {}

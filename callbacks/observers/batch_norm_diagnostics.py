@@ -20,7 +20,7 @@ from fl_lightning.callbacks.observers.measurements import (
     rounding,
     statistics_bias,
 )
-from fl_lightning.errors import check_choice
+from fl_lightning.errors import check_choice, check_number
 from fl_lightning.methods import BATCH_STATISTICS, VariantEvaluation, measured_statistics
 
 _MEASURES = ("statistics", "gradients", "gap", "bias")
@@ -125,15 +125,9 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         window_clients: int = 10,
         measure: Sequence[str] | None = None,
     ) -> None:
-        for setting, value, least in (
-            ("every_n_rounds", every_n_rounds, 1),
-            ("window", window, 2),
-            ("window_clients", window_clients, 1),
-        ):
-            if not isinstance(value, int) or value < least:
-                raise ConfigurationError(
-                    f"BatchNormDiagnostics.{setting}: {value} must be a whole number, at least {least}"
-                )
+        check_number("BatchNormDiagnostics.every_n_rounds", every_n_rounds, least=1)
+        check_number("BatchNormDiagnostics.window", window, least=2)
+        check_number("BatchNormDiagnostics.window_clients", window_clients, least=1)
         if isinstance(measure, str):
             raise ConfigurationError(f"BatchNormDiagnostics.measure: {measure!r} must be a list: [{measure}]")
         self._chosen = _MEASURES[:-1] if measure is None else tuple(measure)

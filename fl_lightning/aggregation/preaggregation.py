@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.masses import check_byzantine
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import check_number
 from fl_lightning.recorded import Recorded
 
 
@@ -87,8 +87,7 @@ class Bucketing(PreAggregator):
 
     def __init__(self, size: int, f: int | None = None) -> None:
         super().__init__(f)
-        if size < 1:
-            raise ConfigurationError(f"Bucketing.size: {size} must be at least 1")
+        check_number("Bucketing.size", size, least=1)
         self.size = size
 
     def rows_left(self, num_clients: int) -> int:

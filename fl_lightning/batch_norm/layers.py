@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_number
 
 ONE_VALUE = (
     "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images, norm: gn or, for a DeepLab, "
@@ -74,8 +74,7 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
     Raises:
         ConfigurationError: The momentum is outside (0, 1].
     """
-    if not 0 < momentum <= 1:
-        raise ConfigurationError(f"bn_momentum: {momentum} must lie in (0, 1]; torch's default is 0.1")
+    check_number("bn_momentum", momentum, "; torch's default is 0.1", above=0, most=1)
     for layer in batch_norm_layers(model).values():
         layer.momentum = momentum
 

@@ -13,7 +13,7 @@ from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.cohort.parts import match_parts
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_columns
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_number
 from fl_lightning.methods.own_data import evaluate_client, weighed_accuracy
 from fl_lightning.methods.variant_evaluation import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
@@ -54,10 +54,9 @@ class PersonalEvaluation(VariantEvaluation):
     """
 
     def __init__(self, evaluate_clients: int | None = None) -> None:
-        if evaluate_clients is not None and evaluate_clients < 1:
-            raise ConfigurationError(
-                f"{type(self).__name__}.evaluate_clients: {evaluate_clients} must be at least 1 (or null for all)"
-            )
+        if evaluate_clients is not None:
+            name = f"{type(self).__name__}.evaluate_clients"
+            check_number(name, evaluate_clients, " (or null for all)", least=1)
         self.evaluate_clients = evaluate_clients
 
     def evaluated_clients(self, pl_module: "FederatedModule") -> list[int]:

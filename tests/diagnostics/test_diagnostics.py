@@ -374,11 +374,9 @@ def test_many_rounds_are_thinned_evenly():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every_n_rounds": 0}, "every_n_rounds: 0 must be a whole number, at least 1"),
-        ({"window": 1}, "window: 1 must be a whole number, at least 2"),
-        ({"window_clients": 0}, "window_clients: 0 must be a whole number, at least 1"),
-        ({"every_n_rounds": 2.5}, r"every_n_rounds: 2\.5 must be a whole number, at least 1"),
-        ({"window_clients": 0.5}, r"window_clients: 0\.5 must be a whole number, at least 1"),
+        ({"every_n_rounds": 0}, "every_n_rounds: 0 must be at least 1"),
+        ({"window": 1}, "window: 1 must be at least 2"),
+        ({"window_clients": 0}, "window_clients: 0 must be at least 1"),
         ({"measure": "gap"}, r"measure: 'gap' must be a list: \[gap\]"),
         ({"measure": ["drift"]}, "measure: 'drift' must be one of statistics, gradients, gap, bias"),
     ],
