@@ -19,10 +19,9 @@ from .experiments.studies.loaded import load_study as load_study
 from .methods.callback import FederatedCallback as FederatedCallback
 from .methods.freezing import Freezing as Freezing
 from .methods.local_state import LocalState as LocalState
-from .methods.local_state import PersonalEvaluation as PersonalEvaluation
+from .methods.personal_evaluation import PersonalEvaluation as PersonalEvaluation
 from .methods.report import Report as Report
 from .methods.report import Table as Table
-from .methods.statistics_pass import collect as collect
 from .methods.statistics_pass import measured_statistics as measured_statistics
 from .methods.variant_evaluation import VariantEvaluation as VariantEvaluation
 from .models.dropout import Dropout as Dropout

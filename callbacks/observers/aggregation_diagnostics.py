@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning import Cohort, FederatedCallback, FederatedModule, Report, Table
-from fl_lightning.callbacks.byzantine import Byzantine
+from fl_lightning.callbacks.byzantine import split_rows
 from fl_lightning.errors import check_number
 from fl_lightning.round import sent_vectors
 
@@ -65,9 +65,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
         """Measure the distances and shares of this round's aggregates."""
         if cohort.round != 1 and cohort.round % self.every_n_rounds:
             return
-        attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
-        bad = sorted({row for attack in attacks for row in attack.rows(cohort)})
-        good = [row for row in range(len(cohort)) if row not in bad]
+        bad, good = split_rows(pl_module, cohort)
         self.attackers = sorted({*self.attackers, *(cohort.client_ids[row] for row in bad)})
         self.newest = {}
         totals: dict[str, Tensor] = {}

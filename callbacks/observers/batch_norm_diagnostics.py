@@ -21,7 +21,7 @@ from fl_lightning.callbacks.observers.measurements import (
     statistics_bias,
 )
 from fl_lightning.errors import check_choice, check_number
-from fl_lightning.methods import BATCH_STATISTICS, VariantEvaluation, measured_statistics
+from fl_lightning.methods import BATCH_STATISTICS, VariantEvaluation, evenly_spaced, measured_statistics
 
 _MEASURES = ("statistics", "gradients", "gap", "bias")
 
@@ -178,9 +178,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     def _measure_statistics(self, pl_module: FederatedModule, cohort: Cohort, clients: Tensor) -> None:
         assert self._before is not None
         self.log_floats(pl_module, "local_deviation", local_deviation(clients, self._before, cohort.weights))
-        number = pl_module.data.num_clients
-        count = min(self.window_clients, number)
-        watched = {index * number // count for index in range(count)}
+        watched = evenly_spaced(self.window_clients, pl_module.data.num_clients)
         for row, client in enumerate(cohort.client_ids):
             if client in watched:
                 newest = clients[:, row].flatten().cpu()[None]

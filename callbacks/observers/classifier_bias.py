@@ -21,6 +21,7 @@ from fl_lightning.callbacks.observers.calibration import (
 )
 from fl_lightning.cohort import StateSlots
 from fl_lightning.errors import check_at_least
+from fl_lightning.methods import evenly_spaced
 from fl_lightning.models import read_weights
 from fl_lightning.round import ServerEvaluation, Task
 
@@ -161,8 +162,8 @@ class ClassifierBias(FederatedCallback):
         clients = range(data.num_clients)
         batches = [(client, step) for client in clients for step in range(data.steps_per_epoch(client))]
         size = sum(map(data.samples_per_step, clients)) / len(clients)
-        count = min(len(batches), max(1, round(self.train_samples / size)))
-        return [batches[index * len(batches) // count] for index in range(count)]
+        count = max(1, round(self.train_samples / size))
+        return [batches[index] for index in evenly_spaced(count, len(batches))]
 
     def _measures(self, pl_module: FederatedModule, logits: Tensor, labels: Tensor) -> dict[str, float]:
         finite = logits.isfinite().all(1)

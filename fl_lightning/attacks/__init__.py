@@ -13,8 +13,6 @@ from fl_lightning.attacks.vectors import (
     a_little_factor,
     a_little_is_enough,
     fall_of_empires,
-    gaussian,
-    mimic,
     sign_flip,
 )
 
@@ -34,8 +32,6 @@ __all__ = [
     "a_little_factor",
     "a_little_is_enough",
     "fall_of_empires",
-    "gaussian",
-    "mimic",
     "search",
     "sign_flip",
 ]

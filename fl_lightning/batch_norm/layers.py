@@ -1,9 +1,12 @@
 """Batch Normalization layers of a model, which are found by their type."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.errors import ConfigurationError, check_number
@@ -54,6 +57,26 @@ def require_batch_norm(
                 "model.bn_momentum in (0, 1]"
             )
     return layers
+
+
+@contextmanager
+def watching_inputs(layers: Mapping[str, _BatchNorm], look: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call a function with the inputs of each BN layer until the ``with`` block ends.
+
+    Args:
+        layers: BN layers with running statistics, by name.
+        look: Function of a layer's name and the inputs ``[channels, K]``, in the dtype of the
+            running statistics and without gradients.
+    """
+
+    @torch.no_grad()
+    def hook(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
+        look(name, inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean").dtype))
+
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(hook, name=name)))
+        yield
 
 
 def refuse_synchronised(model: nn.Module) -> None:

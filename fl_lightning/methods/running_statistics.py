@@ -63,13 +63,13 @@ def split_statistics(
     Args:
         buffers: A model's buffers by name, whose sizes give the sizes of the split statistics.
         kinds: Kind of each buffer, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
-        mean: Means of all layers, concatenated, ``[channels]``.
-        variance: Variances of all layers, concatenated, ``[channels]``.
+        mean: Means of all layers, concatenated, ``[..., channels]``.
+        variance: Variances of all layers, concatenated, ``[..., channels]``.
     """
     pieces: dict[str, Tensor] = {}
     for names, joined in zip(_names(kinds), (mean, variance), strict=True):
         sizes = [len(buffers[name]) for name in names]
-        pieces.update(zip(names, torch.split(joined, sizes), strict=True))
+        pieces.update(zip(names, torch.split(joined, sizes, -1), strict=True))
     return pieces
 
 

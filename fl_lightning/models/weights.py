@@ -123,22 +123,12 @@ def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
             f"{setting}: {path} holds no weights; give a state dict, or a last.ckpt or best.ckpt that fit wrote"
         )
     for name, value in tensors.items():
-        if not isinstance(name, str):
-            raise ConfigurationError(
-                f"{setting}: {path} names a tensor {name!r}; give a model's state_dict(), by names"
-            )
         if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
-            kinds = {
-                "quantized": value.is_quantized,
-                "meta": value.is_meta,
-                "nested": value.is_nested,
-                "sparse": True,
-            }
-            kind = next(kind for kind, holds in kinds.items() if holds)
             raise ConfigurationError(
-                f"{setting}: {path} has {name} as a {kind} tensor; give dense tensors, from before the model was converted"
+                f"{setting}: {path} has {name} as a sparse, quantized, meta or nested tensor; give dense tensors, from before the "
+                "model was converted"
             )
-    return dict(weights)
+    return {str(name): value for name, value in weights.items()}
 
 
 def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bool | None = None) -> Any:

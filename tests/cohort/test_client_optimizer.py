@@ -263,7 +263,9 @@ def test_the_first_round_has_a_rate_of_its_own():
     halved = train(small_cnn(), blobs(), 1, client_optimizer=partial(torch.optim.SGD, lr=0.05))
     assert distance(whole(client_optimizer=SGD), halved) == 0
     for factor in (0, -1, float("inf")):
-        with pytest.raises(ConfigurationError, match=rf"MultiStep.first_round: {factor} must be above 0 and finite"):
+        with pytest.raises(
+            ConfigurationError, match=rf"MultiStep.first_round: {factor} must be above 0 and finite"
+        ):
             MultiStep([2], first_round=factor)
 
 
