@@ -163,8 +163,16 @@ class FedExFixBN(FoundFreezing):
             self.past_losses.append(float(weights @ losses))
         pl_module.log("fedex/probability_freeze", float(self.log_theta[_FREEZE].exp()))
         pl_module.log("fedex/entropy", entropy(self.log_theta))
-        if entropy(self.log_theta) < self.cutoff:
-            self._decide(pl_module, cohort.round)
+        if entropy(self.log_theta) >= self.cutoff:
+            return
+        if self.log_theta.argmax() == _FREEZE:
+            self.freeze_after(pl_module, cohort.round)
+        else:
+            self.batch_round = cohort.round
+            pl_module.print(
+                f"FedExFixBN: batch statistics have won in round {cohort.round}; BN is not frozen."
+            )
+        self.past_losses.clear()
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return the numbers of floats sent (a client's loss) and received (a configuration).
@@ -189,16 +197,6 @@ class FedExFixBN(FoundFreezing):
             for client in cohort.client_ids
         ]
         return torch.cat(draws)
-
-    def _decide(self, pl_module: FederatedModule, round_number: int) -> None:
-        if self.log_theta.argmax() == _FREEZE:
-            self.freeze_after(pl_module, round_number)
-        else:
-            self.batch_round = round_number
-            pl_module.print(
-                f"FedExFixBN: batch statistics have won in round {round_number}; BN is not frozen."
-            )
-        self.past_losses.clear()
 
 
 def gradient_estimate(

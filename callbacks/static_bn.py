@@ -68,12 +68,8 @@ class StaticBN(FederatedCallback):
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check that running statistics exist and that the aggregator is the weighted mean."""
         require_batch_norm(pl_module.model, "StaticBN")
-        require_weighted_mean(
-            pl_module,
-            "StaticBN",
-            "pools the statistics of all clients in a separate pass",
-            ("statistics_aggregator",),
-        )
+        does = "pools the statistics of all clients in a separate pass"
+        require_weighted_mean(pl_module, "StaticBN", does, ["statistics_aggregator"])
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the statistics if this round is evaluated or is the last round."""

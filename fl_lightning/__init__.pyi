@@ -26,8 +26,8 @@ from .methods.statistics_pass import measured_statistics as measured_statistics
 from .methods.variant_evaluation import VariantEvaluation as VariantEvaluation
 from .models.dropout import Dropout as Dropout
 from .models.loss_terms import add_loss as add_loss
-from .optimizers.schedules import InverseSteps as InverseSteps
-from .optimizers.schedules import MultiStep as MultiStep
+from .optimizers.client_lr import InverseSteps as InverseSteps
+from .optimizers.client_lr import MultiStep as MultiStep
 from .optimizers.server import FedAdam as FedAdam
 from .optimizers.server import FedYogi as FedYogi
 from .round.failures import ClientFailures as ClientFailures

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning import Cohort, FederatedCallback, FederatedModule, Report, Table
@@ -57,8 +56,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Forget an earlier run's shares."""
-        trainer = pl_module.trainer
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.current_epoch:
+        if not pl_module.trainer.current_epoch:
             self.shares, self.attackers = {}, []
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:

@@ -1,6 +1,7 @@
 """Report of BN measurements: metrics, a table and figures."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -24,11 +25,7 @@ class BatchNormReport(Report, FederatedCallback):
         channels: Number of channels of each BN layer with running statistics, by layer name.
     """
 
-    saved: tuple[str, ...] = ("history", "newest")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start_anew()
+    saved: tuple[str, ...] = ("newest",)
 
     def start_anew(self) -> None:
         """Reset all measurements for a new run."""
@@ -99,12 +96,7 @@ class BatchNormReport(Report, FederatedCallback):
 
     def tables(self) -> Mapping[str, Table]:
         """Return the table ``bn_layers`` with all stored numbers of all layers."""
-        rows = [
-            (round_number, layer, quantity, value)
-            for quantity, by_round in self.history.items()
-            for round_number, values in by_round.items()
-            for layer, value in values.items()
-        ]
+        rows = self._rows()
         return {"bn_layers": Table(("round", "layer", "quantity", "value"), rows)} if rows else {}
 
     def result(self) -> Mapping[str, float]:
@@ -125,3 +117,22 @@ class BatchNormReport(Report, FederatedCallback):
             )
             if measure in self.newest
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest metrics, and the stored numbers as rows: int keys would be client ids."""
+        return super().state_dict() | {"history": self._rows()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the measurements from a checkpoint."""
+        super().load_state_dict(state_dict)
+        self.history = {}
+        for round_number, layer, quantity, value in state_dict["history"]:
+            self.history.setdefault(quantity, {}).setdefault(round_number, {})[layer] = value
+
+    def _rows(self) -> list[tuple[int, str, str, float]]:
+        return [
+            (round_number, layer, quantity, value)
+            for quantity, by_round in self.history.items()
+            for round_number, values in by_round.items()
+            for layer, value in values.items()
+        ]

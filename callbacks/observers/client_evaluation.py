@@ -56,10 +56,9 @@ class ClientEvaluation(Report, FederatedCallback):
         values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
         self.values = dict(zip(clients, values, strict=True))
         for metric, direction in pl_module.task.best.items():
-            sign = 1 if direction == "max" else -1
             known = [metrics[metric] for metrics in self.values.values() if metric in metrics]
             if known:
-                worst = sorted(known, key=lambda value: sign * value)[: ceil(len(known) / 10)]
+                worst = sorted(known, reverse=direction == "min")[: ceil(len(known) / 10)]
                 name = f"{split}/client_{metric}"
                 pl_module.log(name, fmean(known))
                 pl_module.log(f"{name}_worst", fmean(worst))

@@ -5,7 +5,6 @@ from typing import Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
@@ -117,8 +116,7 @@ class StatisticsSources(VariantEvaluation):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check the BN layers and the aggregator, and forget an earlier run's statistics."""
-        trainer = pl_module.trainer
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.current_epoch:
+        if not pl_module.trainer.current_epoch:
             self.server, self.clients = {}, ClientMemory()
         require_batch_norm(pl_module.model, "StatisticsSources", momentum=self._followed)
         if importances := [source for source in self._chosen if source in _IMPORTANCES]:
@@ -161,7 +159,7 @@ class StatisticsSources(VariantEvaluation):
             before = self.server.get(source, start).to(start)
             moved = end + share * (before - start).unsqueeze(1)
             if source in _IMPORTANCES:
-                self.server[source] = torch.stack(_IMPORTANCES[source](*moved, cohort.weights))
+                self.server[source] = torch.stack(_IMPORTANCES[source](moved[0], moved[1], cohort.weights))
             else:
                 self.server[source] = _combined(cohort, moved, pl_module.statistics, between=1.0)
         if "silobn" in self._chosen:

@@ -2,7 +2,6 @@
 
 from fl_lightning.attacks.base import Attack, Message
 from fl_lightning.attacks.poisoning import Backdoor, GradientAscent, LabelFlip, ModelReplacement
-from fl_lightning.attacks.search import search
 from fl_lightning.attacks.vectors import (
     ALittleIsEnough,
     FallOfEmpires,
@@ -10,7 +9,6 @@ from fl_lightning.attacks.vectors import (
     Mimic,
     NonFinite,
     SignFlip,
-    a_little_factor,
     a_little_is_enough,
     fall_of_empires,
     sign_flip,
@@ -29,9 +27,7 @@ __all__ = [
     "ModelReplacement",
     "NonFinite",
     "SignFlip",
-    "a_little_factor",
     "a_little_is_enough",
     "fall_of_empires",
-    "search",
     "sign_flip",
 ]

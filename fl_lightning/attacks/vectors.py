@@ -8,7 +8,7 @@ The argument ``origin`` of the class selects the formula of a paper or library.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from fl_lightning.attacks.search import Search, search
 from fl_lightning.errors import ConfigurationError, check_choice
 
 Origin = Literal["byzfl", "paper", "blades"]
-_ORIGINS = ("byzfl", "paper", "blades")
-_SEARCHES = ("fixed", "byzfl", "grid")
 
 
 def sign_flip(honest: Tensor) -> Tensor:
@@ -110,8 +108,8 @@ class Scaled(Attack, ABC):
     factors: ClassVar[Mapping[Origin, float]]
 
     def __init__(self, tau: float | None = None, search: Search = "fixed", origin: Origin = "byzfl") -> None:
-        check_choice(f"{type(self).__name__}.origin", origin, _ORIGINS)
-        check_choice(f"{type(self).__name__}.search", search, _SEARCHES)
+        check_choice(f"{type(self).__name__}.origin", origin, get_args(Origin))
+        check_choice(f"{type(self).__name__}.search", search, get_args(Search))
         self.tau, self.search, self.origin = tau, search, origin
 
     @abstractmethod

@@ -16,6 +16,7 @@ from fl_lightning.methods.personal_evaluation import PersonalEvaluation
 from fl_lightning.methods.report import Drawing, Report, Rows, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
+    joined_statistics,
     sent_kinds,
     server_statistics,
     set_server_statistics,
@@ -43,6 +44,7 @@ __all__ = [
     "evaluate_client",
     "evenly_spaced",
     "fine_tuned",
+    "joined_statistics",
     "mean_metrics",
     "measured_statistics",
     "sent_kinds",

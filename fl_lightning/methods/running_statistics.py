@@ -33,7 +33,7 @@ def client_statistics(cohort: "Cohort") -> Tensor:
 
     The channels of all BN layers whose statistics are not local are concatenated.
     """
-    return _join(cohort.buffers, sent_kinds(cohort))
+    return joined_statistics(cohort.buffers, sent_kinds(cohort))
 
 
 def server_statistics(cohort: "Cohort") -> Tensor:
@@ -41,7 +41,7 @@ def server_statistics(cohort: "Cohort") -> Tensor:
 
     The channels of all BN layers whose statistics are not local are concatenated.
     """
-    return _join(cohort.server_buffers, sent_kinds(cohort))
+    return joined_statistics(cohort.server_buffers, sent_kinds(cohort))
 
 
 def set_server_statistics(cohort: "Cohort", mean: Tensor, variance: Tensor) -> None:
@@ -73,7 +73,13 @@ def split_statistics(
     return pieces
 
 
-def _join(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
+def joined_statistics(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
+    """Return running means (row 0) and variances (row 1) of all layers, ``[2, ..., channels]``.
+
+    Args:
+        buffers: Buffers ``[..., channels]`` by name.
+        kinds: Kind of each buffer, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
+    """
     return torch.stack([torch.cat([buffers[name] for name in names], -1) for names in _names(kinds)])
 
 

@@ -84,19 +84,15 @@ def _expect_numbers(
     for name, value in weights.items():
         if name in without or name.endswith(_EXTRA_STATE):
             continue
-        if _kind(value) != _kind(current[name]):
+        if value.is_floating_point() != current[name].is_floating_point():
             raise ConfigurationError(
-                f"{place} does not fit model.model {type(model).__name__}: {name} is {_kind(value)} in the file and "
-                f"{_kind(current[name])} in the model; save the tensors with the model's dtypes"
+                f"{place} does not fit model.model {type(model).__name__}: {name} is {value.dtype} in the file and "
+                f"{current[name].dtype} in the model; save the tensors with the model's dtypes"
             )
         if not (value.isfinite() if name in parameters else ~value.isnan()).all():
             raise ConfigurationError(
                 f"{place} holds NaN or infinity in {name}; use weights of a run that has not diverged"
             )
-
-
-def _kind(value: Tensor) -> str:
-    return "floating-point" if value.is_floating_point() else "complex" if value.is_complex() else "integer"
 
 
 def _read(setting: str, path: Path) -> Mapping[str, Tensor]:

@@ -17,12 +17,12 @@ from fl_lightning.attacks import (
     ModelReplacement,
     NonFinite,
     SignFlip,
-    a_little_factor,
     a_little_is_enough,
     fall_of_empires,
-    search,
     sign_flip,
 )
+from fl_lightning.attacks.search import search
+from fl_lightning.attacks.vectors import a_little_factor
 
 BYZFL = pytest.mark.skipif(part_of_byzfl("attacks") is None, reason="byzfl is not installed")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -11,7 +11,7 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.optimizers.checks import check_elementwise
 from fl_lightning.optimizers.client import ClientOptimizer
-from fl_lightning.optimizers.schedules import MultiStep
+from fl_lightning.optimizers.client_lr import MultiStep
 
 WEIGHTS = [name for name, _ in small_cnn().named_parameters()]
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

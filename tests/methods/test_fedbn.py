@@ -28,7 +28,8 @@ from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExec
 from fl_lightning.callbacks import FedBN, FixBN
 from fl_lightning.datamodules import Digits
 from fl_lightning.datamodules.partitions import Shards
-from fl_lightning.methods import LocalState, weighed_accuracy
+from fl_lightning.methods.local_state import LocalState
+from fl_lightning.methods.own_data import weighed_accuracy
 from fl_lightning.models import LeNet
 
 BN_STATE = [

@@ -39,7 +39,7 @@ from fl_lightning.callbacks import (
     FedRep,
     MaintainedMomentum,
 )
-from fl_lightning.methods import fine_tuned
+from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

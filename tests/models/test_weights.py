@@ -133,8 +133,8 @@ def test_weights_that_cannot_be_used_are_refused_in_one_line(write, model, messa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.to(torch.complex64), "8.weight is complex in the file and floating-point in the model"),
-        (lambda x: x.to(torch.int8), "8.weight is integer in the file and floating-point in the model"),
+        (lambda x: x.to(torch.complex64), "8.weight is torch.complex64 in the file and torch.float32 in the model"),
+        (lambda x: x.to(torch.int8), "8.weight is torch.int8 in the file and torch.float32 in the model"),
         (lambda x: x * torch.tensor(float("nan")), "w.pth holds NaN or infinity in 8.weight; use weights of a run"),
         (lambda x: x / 0, "w.pth holds NaN or infinity in 8.weight"),
     ],
