@@ -1,21 +1,20 @@
 """AdaBN: Li et al., "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import lightning as L
-from torch import nn
 
 from fl_lightning import FederatedModule
 from fl_lightning.batch_norm import require_batch_norm
-from fl_lightning.methods import Adaptation, VariantEvaluation, input_statistics
+from fl_lightning.methods import Adaptation, VariantEvaluation, adapt_statistics
 
 
 class AdaBN(VariantEvaluation):
     """AdaBN: evaluation with BN statistics of the evaluated data, without labels (Algorithm 1).
 
-    One pass over the data measures the statistics (:func:`adapt_statistics`). The evaluation then
-    uses the measured statistics as running statistics. Training does not change.
+    One pass over the data measures the statistics
+    (:func:`~fl_lightning.methods.own_data.adapt_statistics`). The evaluation then uses the measured
+    statistics as running statistics. Training does not change.
 
     - ``val/accuracy_adabn``: accuracy with statistics of the server's evaluation data.
     - ``val/own_accuracy_adabn``: mean accuracy of the clients on their own evaluation data, with
@@ -41,19 +40,3 @@ class AdaBN(VariantEvaluation):
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Adaptation]:
         """Return the variant ``adabn``: a function that replaces a model's BN statistics."""
         return {"adabn": adapt_statistics}
-
-
-def adapt_statistics(model: nn.Module, batches: Iterable[Any]) -> None:
-    """Set each BN layer's running statistics to the mean and biased variance of its inputs.
-
-    During this pass, BN layers normalise with the batch
-    (:func:`~fl_lightning.methods.own_data.input_statistics`). The result for every BN layer after
-    the first therefore depends on the composition of the batches.
-
-    Args:
-        model: The model, changed in place.
-        batches: Batches of model inputs.
-    """
-    for name, (mean, variance) in input_statistics(model, batches).items():
-        model.get_buffer(f"{name}.running_mean").copy_(mean)
-        model.get_buffer(f"{name}.running_var").copy_(variance)

@@ -12,7 +12,7 @@ from fl_lightning.attacks import ALittleIsEnough, Attack, Backdoor, Message, Mim
 from fl_lightning.batch_norm import buffer_kinds
 from fl_lightning.client_data import BatchStack
 from fl_lightning.cohort import treatments
-from fl_lightning.errors import check_choice
+from fl_lightning.errors import check_choice, check_number
 from fl_lightning.round import resolve_policy, sent_statistics_by_kind, sent_vectors
 
 Target = Literal["means", "variances", "statistics", "parameters", "everything"]
@@ -145,16 +145,13 @@ class Byzantine(FederatedCallback):
         The first ``Byzantine`` replaces the messages of all: an attack knows what the attackers of
         another ``Byzantine`` would send without an attack.
         """
-        attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
-        # a subclass that overrides this hook attacks alone
         hook = Byzantine.on_before_aggregate
-        alike = [one for one in attacks if type(one).on_before_aggregate is hook]
-        if self not in alike:
+        alike = [one for one in pl_module.federated_callbacks if type(one).on_before_aggregate is hook]
+        if self not in alike:  # a subclass that overrides this hook attacks alone
             alike = [self]
         if alike[0] is not self:
             return
-        bad = sorted({row for attack in attacks for row in attack.rows(cohort)})
-        good = [row for row in range(len(cohort)) if row not in bad]
+        bad, good = split_rows(pl_module, cohort)
         pl_module.log_numbers({"byzantine/clients": len(bad)})
         weights = cohort.weights[[*good, *bad]]
         all_sent = [(sent, sent.rows()) for sent in (sent_vectors(pl_module, cohort) if bad else ())]
@@ -205,6 +202,13 @@ class Byzantine(FederatedCallback):
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
 
+def split_rows(pl_module: FederatedModule, cohort: Cohort) -> tuple[list[int], list[int]]:
+    """Return the rows of the round's attackers, and the rows of its honest clients."""
+    attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
+    bad = sorted({row for attack in attacks for row in attack.rows(cohort)})
+    return bad, [row for row in range(len(cohort)) if row not in bad]
+
+
 def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[int]:
     """Return the attackers' ids from the setting ``Byzantine.clients``.
 
@@ -216,20 +220,15 @@ def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[in
         ConfigurationError: An id does not exist, or all clients attack.
     """
     if isinstance(clients, float):
-        if not 0 <= clients < 1:
-            raise ConfigurationError(
-                f"Byzantine.clients: {clients} must be a share in [0, 1) or a number of clients"
-            )
+        check_number("Byzantine.clients", clients, " as a share, or a whole number", least=0, below=1)
         share, clients = clients, math.floor(clients * num_clients + 1e-9)
         if share and not clients:
             raise ConfigurationError(
                 f"Byzantine.clients: {share} of {num_clients} clients is less than one; use {1 / num_clients:.2g} or more, or 0"
             )
-    ids = (
-        list(range(num_clients - clients, num_clients)) if isinstance(clients, int) else sorted(set(clients))
-    )
-    negative = isinstance(clients, int) and clients < 0
-    if negative or len(ids) >= num_clients or any(not 0 <= client < num_clients for client in ids):
+    first, chosen = (num_clients - clients, []) if isinstance(clients, int) else (num_clients, clients)
+    ids = sorted({*range(first, num_clients), *chosen})
+    if first > num_clients or len(ids) >= num_clients or not {*ids} <= {*range(num_clients)}:
         raise ConfigurationError(
             f"Byzantine.clients: {clients} of {num_clients} clients: use ids from 0 to {num_clients - 1}, and leave one honest"
         )

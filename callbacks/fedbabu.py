@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fl_lightning import FederatedModule
 from fl_lightning.cohort import LAST_LAYER
-from fl_lightning.errors import check_at_least
+from fl_lightning.errors import check_number
 from fl_lightning.methods import PersonalEvaluation, fine_tuned
 
 
@@ -49,7 +49,7 @@ class FedBABU(PersonalEvaluation):
         evaluate_clients: int | None = None,
     ) -> None:
         super().__init__(evaluate_clients)
-        check_at_least(0, **{"FedBABU.fine_tune_epochs": fine_tune_epochs})
+        check_number("FedBABU.fine_tune_epochs", fine_tune_epochs, least=0)
         self.fine_tune_epochs, self.head = fine_tune_epochs, [head] if isinstance(head, str) else head
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import Cohort, FederatedCallback, FederatedModule
-from fl_lightning.aggregation import require_weighted_mean, weighted_mean
+from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm import require_batch_norm, total_variance
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import client_statistics, set_server_statistics
@@ -40,9 +40,6 @@ class FedDNA(FederatedCallback):
             ``sum p_i KL(N_i || N)``, with the minimum q = p, which is moment matching.
             ``"reverse_kl"`` is ``sum p_i KL(N || N_i)``, which gives outlying clients less weight.
             This convex problem is solved by mirror descent.
-        between: Whether sigma^2 includes the variance between clients. If False, sigma^2 is
-            ``sum q_i sigma_i^2``, and ``"kl"`` equals FedAvg. The importances are the same for both
-            values.
 
     Raises:
         ConfigurationError: The divergence is unknown, the model has no running statistics, or the
@@ -60,12 +57,12 @@ class FedDNA(FederatedCallback):
         "weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training",
         "one_client_is_two_of_half_its_weight",
     )  # fmt: skip
-    examples = ({}, {"divergence": "reverse_kl", "between": False})
+    examples = ({}, {"divergence": "reverse_kl"})
 
-    def __init__(self, divergence: Literal["kl", "reverse_kl"] = "kl", between: bool = True) -> None:
+    def __init__(self, divergence: Literal["kl", "reverse_kl"] = "kl") -> None:
         check_choice("FedDNA.divergence", divergence, ("kl", "reverse_kl"))
-        self.divergence, self.between = divergence, between
-        if divergence == "kl" and between:
+        self.divergence = divergence
+        if divergence == "kl":
             self.claims += ("moments_of_the_mixture",)
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
@@ -89,7 +86,7 @@ class FedDNA(FederatedCallback):
         """Set the server's statistics, and log the importances' maximum and entropy."""
         means, variances = client_statistics(cohort)
         importances = self.importances(means, variances, cohort.weights)
-        set_server_statistics(cohort, *self.combine(means, variances, importances))
+        set_server_statistics(cohort, *total_variance(means, variances, importances))
         entropy = torch.special.entr(importances).sum().item()
         pl_module.log_numbers({"feddna/max_importance": importances.max().item(), "feddna/entropy": entropy})
 
@@ -103,21 +100,9 @@ class FedDNA(FederatedCallback):
         """
         return weights if self.divergence == "kl" else reverse_kl_importances(means, variances, weights)
 
-    def combine(self, means: Tensor, variances: Tensor, importances: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the server's mean and variance, each ``[channels]``.
-
-        Args:
-            means: Means of the clients, ``[C, channels]``.
-            variances: Variances of the clients, ``[C, channels]``.
-            importances: Importances q of the clients, ``[C]``, sum 1.
-        """
-        if self.between:
-            return total_variance(means, variances, importances)
-        return weighted_mean(means, importances), weighted_mean(variances, importances)
-
     def aggregate(self, means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the server's mean and variance with computed importances, each ``[channels]``."""
-        return self.combine(means, variances, self.importances(means, variances, weights))
+        return total_variance(means, variances, self.importances(means, variances, weights))
 
 
 def reverse_kl_importances(

@@ -2,8 +2,9 @@
 
 import lightning as L
 
-from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
+from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.cohort import SERVER, ClientMemory
+from fl_lightning.errors import check_number
 from fl_lightning.round import aggregate
 
 
@@ -49,8 +50,7 @@ class FedDyn(FederatedCallback):
     examples = ({}, {"alpha": 0.5})
 
     def __init__(self, alpha: float = 0.01) -> None:
-        if not alpha > 0:
-            raise ConfigurationError(f"FedDyn.alpha: {alpha} must be above 0")
+        check_number("FedDyn.alpha", alpha, above=0)
         self.alpha = alpha
         self.memory = ClientMemory()
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning import Cohort, ConfigurationError, FederatedModule
+from fl_lightning import Cohort, FederatedModule
 from fl_lightning.batch_norm import SwappedBatchNorm, batch_norm_layers, evaluating, swap_batch_norm
-from fl_lightning.errors import check_choice
+from fl_lightning.errors import check_choice, check_number
 from fl_lightning.methods import FoundFreezing
 from fl_lightning.randomness import derive_seed, generator, seeded
 
@@ -110,12 +110,10 @@ class FedExFixBN(FoundFreezing):
         cutoff: float = 0.1,
     ) -> None:
         check_choice("FedExFixBN.schedule", schedule, _SCHEDULES)
-        if not 0 <= discount <= 1:
-            raise ConfigurationError(f"FedExFixBN.discount: {discount} must lie in [0, 1]")
-        if not 0 <= cutoff < math.log(2):
-            raise ConfigurationError(
-                f"FedExFixBN.cutoff: {cutoff} must lie in [0, 0.69); the search starts at ln 2"
-            )
+        check_number("FedExFixBN.discount", discount, least=0, most=1)
+        check_number(
+            "FedExFixBN.cutoff", cutoff, ", ln 2: there the search starts", least=0, below=math.log(2)
+        )
         self.schedule, self.discount, self.cutoff = schedule, discount, cutoff
         self.log_theta = torch.full((2,), -math.log(2), dtype=torch.float64)
         self.past_losses: list[float] = []
@@ -165,8 +163,16 @@ class FedExFixBN(FoundFreezing):
             self.past_losses.append(float(weights @ losses))
         pl_module.log("fedex/probability_freeze", float(self.log_theta[_FREEZE].exp()))
         pl_module.log("fedex/entropy", entropy(self.log_theta))
-        if entropy(self.log_theta) < self.cutoff:
-            self._decide(pl_module, cohort.round)
+        if entropy(self.log_theta) >= self.cutoff:
+            return
+        if self.log_theta.argmax() == _FREEZE:
+            self.freeze_after(pl_module, cohort.round)
+        else:
+            self.batch_round = cohort.round
+            pl_module.print(
+                f"FedExFixBN: batch statistics have won in round {cohort.round}; BN is not frozen."
+            )
+        self.past_losses.clear()
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return the numbers of floats sent (a client's loss) and received (a configuration).
@@ -191,16 +197,6 @@ class FedExFixBN(FoundFreezing):
             for client in cohort.client_ids
         ]
         return torch.cat(draws)
-
-    def _decide(self, pl_module: FederatedModule, round_number: int) -> None:
-        if self.log_theta.argmax() == _FREEZE:
-            self.freeze_after(pl_module, round_number)
-        else:
-            self.batch_round = round_number
-            pl_module.print(
-                f"FedExFixBN: batch statistics have won in round {round_number}; BN is not frozen."
-            )
-        self.past_losses.clear()
 
 
 def gradient_estimate(

@@ -2,7 +2,8 @@
 
 import lightning as L
 
-from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
+from fl_lightning import Cohort, FederatedCallback, FederatedModule
+from fl_lightning.errors import check_number
 
 
 class FedProx(FederatedCallback):
@@ -37,8 +38,7 @@ class FedProx(FederatedCallback):
     examples = ({}, {"mu": 0.5})
 
     def __init__(self, mu: float = 0.01) -> None:
-        if not mu >= 0:
-            raise ConfigurationError(f"FedProx.mu: {mu} must be at least 0 (0 is FedAvg)")
+        check_number("FedProx.mu", mu, " (0 is FedAvg)", least=0)
         self.mu = mu
 
     def on_after_local_backward(

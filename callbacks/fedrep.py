@@ -5,7 +5,7 @@ import lightning as L
 from fl_lightning import Cohort, FederatedModule
 from fl_lightning.callbacks.fedper import FedPer
 from fl_lightning.cohort import LAST_LAYER
-from fl_lightning.errors import check_at_least
+from fl_lightning.errors import check_number
 
 
 class FedRep(FedPer):
@@ -50,7 +50,7 @@ class FedRep(FedPer):
     def on_fit_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # a run's module has this type
         """Raise an error if no client has a local step for the body."""
         most = max(map(pl_module.plan.full_steps, range(pl_module.data.num_clients)))
-        check_at_least(0, below=most, **{"FedRep.head_steps": self.head_steps})
+        check_number("FedRep.head_steps", self.head_steps, least=0, below=most)
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int

@@ -6,6 +6,7 @@ import lightning as L
 import torch
 
 from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
+from fl_lightning.errors import check_number
 
 
 class ClientGradientClipping(FederatedCallback):
@@ -37,11 +38,8 @@ class ClientGradientClipping(FederatedCallback):
     examples = ({"max_norm": 1.0},)
 
     def __init__(self, max_norm: float, norm: float = 2.0) -> None:
-        for setting, value in (("max_norm", max_norm), ("norm", norm)):
-            if not value > 0:
-                raise ConfigurationError(
-                    f"ClientGradientClipping.{setting}: {value} must be above 0 (.inf is possible)"
-                )
+        check_number("ClientGradientClipping.max_norm", max_norm, " (.inf is possible)", above=0)
+        check_number("ClientGradientClipping.norm", norm, " (.inf is possible)", above=0)
         self.max_norm, self.norm = max_norm, norm
         self._clipped: set[str] = set()
 

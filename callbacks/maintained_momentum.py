@@ -77,17 +77,17 @@ class MaintainedMomentum(FederatedCallback):
         cohort.optimizer_steps = steps
 
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Store the optimizers' states after the last local step."""
+        """Store the optimizers' states. A state that is not finite does not replace the old one."""
         state = _state(cohort)
         shared = {name: of for name, of in state.items() if self._is_shared(cohort, of[0])}
         local = {name: rows for name, (_, rows) in state.items() if name not in shared}
         steps = {self._is_shared(cohort, block): seen for block, seen in cohort.optimizer_steps.items()}
         if shared:
-            combined = aggregate(cohort, shared, pl_module.aggregator)
-            self._remember(SERVER, {**combined, "steps": steps[True].max()})
-        for index, client in enumerate(cohort.client_ids if local else []):
-            rest = {name: rows[index].clone() for name, rows in local.items()}
-            self._remember(client, {**rest, "steps": steps[False][index].clone()})
+            combined = {**aggregate(cohort, shared, pl_module.aggregator), "steps": steps[True].max()}
+            if is_finite(combined):
+                self.memory[SERVER] = {**self.memory.get(SERVER, {}), **combined}
+        if local:
+            cohort.store_vectors(self.memory, {**local, "steps": steps[False]})
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return the numbers of floats that a client sends and receives for the global state."""
@@ -102,11 +102,6 @@ class MaintainedMomentum(FederatedCallback):
         In global scope, the server keeps the state of all blocks except local parameters.
         """
         return self.scope == "global" and cohort.treatment(block) != "local"
-
-    def _remember(self, owner: int, state: dict[str, Tensor]) -> None:
-        """Store an owner's state. A state that is not finite does not replace the old one."""
-        if is_finite(state):
-            self.memory[owner] = {**self.memory.get(owner, {}), **state}
 
 
 def _state(cohort: Cohort) -> dict[str, tuple[str, Tensor]]:

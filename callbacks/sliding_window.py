@@ -6,8 +6,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning import Cohort, ConfigurationError, FederatedModule
+from fl_lightning import Cohort, FederatedModule
 from fl_lightning.cohort import ClientMemory
+from fl_lightning.errors import check_number
 from fl_lightning.methods import FoundFreezing, sent_kinds
 
 
@@ -53,12 +54,8 @@ class SlidingWindowFixBN(FoundFreezing):
     saved = (*FoundFreezing.saved, "changes", "statistics")
 
     def __init__(self, window: int, threshold: float) -> None:
-        if window < 2:
-            raise ConfigurationError(
-                f"SlidingWindowFixBN.window: {window} must be at least 2 rounds; one has no variance"
-            )
-        if not threshold >= 0:
-            raise ConfigurationError(f"SlidingWindowFixBN.threshold: {threshold} must be >= 0")
+        check_number("SlidingWindowFixBN.window", window, " rounds; one has no variance", least=2)
+        check_number("SlidingWindowFixBN.threshold", threshold, least=0)
         self.window, self.threshold = window, threshold
         self.changes: list[float] = []
         self.statistics = ClientMemory()

@@ -10,7 +10,7 @@ from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm import buffer_kinds, parameter_kinds, require_batch_norm
 from fl_lightning.cohort import treatments
 from fl_lightning.errors import check_choice
-from fl_lightning.methods import Mode, collect
+from fl_lightning.methods import Mode, measured_statistics
 from fl_lightning.round import resolve_policy
 
 
@@ -19,7 +19,7 @@ class StaticBN(FederatedCallback):
 
     In training, running statistics are neither tracked nor sent. Instead, all clients make a pass
     over their training data with the server's new weights, without gradients (see
-    :func:`~fl_lightning.methods.statistics_pass.collect`). A pass takes place after each evaluated
+    :func:`~fl_lightning.methods.statistics_pass.measured_statistics`). A pass takes place after each evaluated
     round and after the last round. After a skipped round, a pass takes place only if no earlier
     pass used the current weights. Between two passes, the server and its checkpoints hold the
     statistics of the earlier pass. Parameters train as in FedAvg; only evaluation differs.
@@ -68,12 +68,8 @@ class StaticBN(FederatedCallback):
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check that running statistics exist and that the aggregator is the weighted mean."""
         require_batch_norm(pl_module.model, "StaticBN")
-        require_weighted_mean(
-            pl_module,
-            "StaticBN",
-            "pools the statistics of all clients in a separate pass",
-            ("statistics_aggregator",),
-        )
+        does = "pools the statistics of all clients in a separate pass"
+        require_weighted_mean(pl_module, "StaticBN", does, ["statistics_aggregator"])
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the statistics if this round is evaluated or is the last round."""
@@ -128,10 +124,9 @@ class StaticBN(FederatedCallback):
 
     def _measure(self, pl_module: FederatedModule, round_number: int) -> None:
         self.measured_round = round_number
-        buffers = dict(pl_module.model.named_buffers())
-        for layer, (mean, variance) in collect(pl_module, self.statistics_pass).items():
-            buffers[f"{layer}.running_mean"].copy_(mean)
-            buffers[f"{layer}.running_var"].copy_(variance)
+        statistics = measured_statistics(pl_module.trainer, pl_module, self.statistics_pass)
+        for name, value in statistics.items():
+            pl_module.model.get_buffer(name).copy_(value)
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
         """Return the numbers of floats that each client sends and receives in a pass.

@@ -1,5 +1,7 @@
 """Exceptions for mistakes that a user can correct."""
 
+import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -52,6 +54,15 @@ _EXTRAS = {
 """Optional packages, each with the extra that installs it (``fl_lightning[EXTRA]``)."""
 
 
+_COMPARISONS = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+"""Words and comparison of each bound of :func:`check_number`."""
+
+
 def missing_module(name: str, owner: str = "") -> str:
     """Return a clause such as ``"; pip install numpy"`` for a missing module.
 
@@ -96,15 +107,33 @@ def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigurationError(f"{setting}: {value!r} must be one of {', '.join(names)}")
 
 
-def check_at_least(least: int, below: int | None = None, **settings: int) -> None:
-    """Raise a ``ConfigurationError`` for the first setting that is outside the allowed range.
-
-    The range is ``least`` <= value < ``below``.
-    """
+def check_at_least(least: int, **settings: int) -> None:
+    """Raise a ``ConfigurationError`` for the first setting that is below ``least``."""
     for name, value in settings.items():
-        if value < least or (below is not None and value >= below):
-            bound = "" if below is None else f" and below {below}"
-            raise ConfigurationError(f"{name} must be at least {least}{bound}, found {value}")
+        if value < least:
+            raise ConfigurationError(f"{name} must be at least {least}, found {value}")
+
+
+def check_number(setting: str, value: float, note: str = "", **bounds: float) -> None:
+    """Raise a ``ConfigurationError`` if a number is out of range or NaN.
+
+    Args:
+        setting: Name of the setting, such as ``"FedProx.mu"``.
+        value: Value of the setting.
+        note: End of the message, such as ``" (0 is FedAvg)"``.
+        bounds: Bounds of the range: ``least``, ``above``, ``most`` or ``below``.
+
+    Example:
+        >>> check_number("FedEx.discount", 2.0, least=0, most=1)
+        Traceback (most recent call last):
+        fl_lightning.errors.ConfigurationError: FedEx.discount: 2.0 must be at least 0 and at most 1
+    """
+    if not all(_COMPARISONS[name][1](value, bound) for name, bound in bounds.items()):
+        words = [
+            "finite" if bound == math.inf else f"{_COMPARISONS[name][0]} {bound}"
+            for name, bound in bounds.items()
+        ]
+        raise ConfigurationError(f"{setting}: {value} must be {' and '.join(words)}{note}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

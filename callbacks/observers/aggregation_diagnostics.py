@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule, Report, Table
-from fl_lightning.callbacks.byzantine import Byzantine
+from fl_lightning import Cohort, FederatedCallback, FederatedModule, Report, Table
+from fl_lightning.callbacks.byzantine import split_rows
+from fl_lightning.errors import check_number
 from fl_lightning.round import sent_vectors
 
 
@@ -48,10 +48,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
     saved = ("shares", "attackers")
 
     def __init__(self, every_n_rounds: int = 10) -> None:
-        if every_n_rounds < 1:
-            raise ConfigurationError(
-                f"AggregationDiagnostics.every_n_rounds: {every_n_rounds} must be at least 1"
-            )
+        check_number("AggregationDiagnostics.every_n_rounds", every_n_rounds, least=1)
         self.every_n_rounds = every_n_rounds
         self.newest: dict[str, float] = {}
         self.shares: dict[int, dict[str, list[float]]] = {}
@@ -59,17 +56,14 @@ class AggregationDiagnostics(Report, FederatedCallback):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Forget an earlier run's shares."""
-        trainer = pl_module.trainer
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.current_epoch:
+        if not pl_module.trainer.current_epoch:
             self.shares, self.attackers = {}, []
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the distances and shares of this round's aggregates."""
         if cohort.round != 1 and cohort.round % self.every_n_rounds:
             return
-        attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
-        bad = sorted({row for attack in attacks for row in attack.rows(cohort)})
-        good = [row for row in range(len(cohort)) if row not in bad]
+        bad, good = split_rows(pl_module, cohort)
         self.attackers = sorted({*self.attackers, *(cohort.client_ids[row] for row in bad)})
         self.newest = {}
         totals: dict[str, Tensor] = {}

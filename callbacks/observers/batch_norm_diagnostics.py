@@ -9,20 +9,27 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
-from fl_lightning.batch_norm import batch_norm_layers, has_statistics
+from fl_lightning.batch_norm import batch_norm_layers, buffer_kinds, has_statistics
 from fl_lightning.callbacks.observers.bn_report import BatchNormReport
 from fl_lightning.callbacks.observers.gradient_deviation import FirstStep, first_step
 from fl_lightning.callbacks.observers.measurements import (
-    layer_statistics,
     local_deviation,
     mean_variance,
     relative_deviation,
     rounding,
     statistics_bias,
 )
-from fl_lightning.errors import check_choice
-from fl_lightning.methods import BATCH_STATISTICS, VariantEvaluation, measured_statistics
+from fl_lightning.errors import check_choice, check_number
+from fl_lightning.methods import (
+    BATCH_STATISTICS,
+    VariantEvaluation,
+    evenly_spaced,
+    joined_statistics,
+    measured_statistics,
+)
 
+WINDOW_CLIENTS = 10
+"""Largest number of clients in ``bn/window_variance``."""
 _MEASURES = ("statistics", "gradients", "gap", "bias")
 
 
@@ -100,10 +107,8 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     Args:
         every_n_rounds: Interval of the measured rounds, at least 1.
         window: Number of each client's newest measured rounds in ``bn/window_variance``, at least
-            2.
-        window_clients: Number of clients in ``bn/window_variance``, at least 1, with evenly spaced
-            ids. The observer and its checkpoints store up to ``window * window_clients`` copies of
-            the statistics.
+            2. The metric measures up to 10 clients, with evenly spaced ids. The observer and its
+            checkpoints store up to ``10 * window`` copies of the statistics.
         measure: List of measures: ``statistics``, ``gradients``, ``gap``, ``bias``. None (default)
             selects all except ``bias``, which is costly.
 
@@ -122,26 +127,17 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         self,
         every_n_rounds: int = 10,
         window: int = 20,
-        window_clients: int = 10,
         measure: Sequence[str] | None = None,
     ) -> None:
-        for setting, value, least in (
-            ("every_n_rounds", every_n_rounds, 1),
-            ("window", window, 2),
-            ("window_clients", window_clients, 1),
-        ):
-            if not isinstance(value, int) or value < least:
-                raise ConfigurationError(
-                    f"BatchNormDiagnostics.{setting}: {value} must be a whole number, at least {least}"
-                )
+        check_number("BatchNormDiagnostics.every_n_rounds", every_n_rounds, least=1)
+        check_number("BatchNormDiagnostics.window", window, least=2)
         if isinstance(measure, str):
             raise ConfigurationError(f"BatchNormDiagnostics.measure: {measure!r} must be a list: [{measure}]")
         self._chosen = _MEASURES[:-1] if measure is None else tuple(measure)
         for name in self._chosen:
             check_choice("BatchNormDiagnostics.measure", name, _MEASURES)
-        self.every_n_rounds, self.window, self.window_clients = every_n_rounds, window, window_clients
-        self.measure = measure
-        super().__init__()
+        self.every_n_rounds, self.window, self.measure = every_n_rounds, window, measure
+        self.start_anew()
 
     def start_anew(self) -> None:
         """Reset all measurements for a new run."""
@@ -163,7 +159,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)
             if "statistics" in self._chosen and self.channels:
-                self._before = layer_statistics(cohort.server_buffers, self.channels)
+                self._before = joined_statistics(cohort.server_buffers, cohort.buffer_kinds)
                 self._measure_statistics(pl_module, cohort, torch.stack([first.means, first.variances]))
             if gradients:
                 self._measure_gradients(pl_module, cohort, first)
@@ -177,16 +173,15 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     ) -> None:
         """Log the change of the server's statistics in this round, after all other callbacks."""
         if self._before is not None:
-            after = layer_statistics(dict(pl_module.model.named_buffers()), self.channels)
+            model = pl_module.model
+            after = joined_statistics(dict(model.named_buffers()), buffer_kinds(model))
             self.log_floats(pl_module, "global_change", (after - self._before).abs().double())
             self._before = None
 
     def _measure_statistics(self, pl_module: FederatedModule, cohort: Cohort, clients: Tensor) -> None:
         assert self._before is not None
         self.log_floats(pl_module, "local_deviation", local_deviation(clients, self._before, cohort.weights))
-        number = pl_module.data.num_clients
-        count = min(self.window_clients, number)
-        watched = {index * number // count for index in range(count)}
+        watched = evenly_spaced(WINDOW_CLIENTS, pl_module.data.num_clients)
         for row, client in enumerate(cohort.client_ids):
             if client in watched:
                 newest = clients[:, row].flatten().cpu()[None]
@@ -199,13 +194,10 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     def _measure_gradients(self, pl_module: FederatedModule, cohort: Cohort, first: FirstStep) -> None:
         mean, union, kinds = first.mean_gradient, first.union_gradient, cohort.parameter_kinds
-        parts = {
-            "": list(mean),
-            "_affine": [name for name in mean if kinds[name] == "affine"],
-            "_weights": [name for name in mean if kinds[name] == "weight"],
-        }
-        if "affine" not in kinds.values():
-            parts = {"": list(mean)}
+        parts = {"": list(mean)}
+        if "affine" in kinds.values():
+            parts["_affine"] = [name for name in mean if kinds[name] == "affine"]
+            parts["_weights"] = [name for name in mean if kinds[name] == "weight"]
         smallest = rounding(union)
         self.log_measure(
             pl_module,

@@ -27,10 +27,6 @@ class BatchNormReport(Report, FederatedCallback):
 
     saved: tuple[str, ...] = ("newest",)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.start_anew()
-
     def start_anew(self) -> None:
         """Reset all measurements for a new run."""
         self.history: dict[str, dict[int, dict[str, float]]] = {}
@@ -123,15 +119,15 @@ class BatchNormReport(Report, FederatedCallback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stored numbers of all layers, and the newest metrics."""
+        """Return the newest metrics, and the stored numbers as rows: int keys would be client ids."""
         return super().state_dict() | {"history": self._rows()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the measurements from a checkpoint."""
+        super().load_state_dict(state_dict)
         self.history = {}
         for round_number, layer, quantity, value in state_dict["history"]:
             self.history.setdefault(quantity, {}).setdefault(round_number, {})[layer] = value
-        super().load_state_dict(state_dict)
 
     def _rows(self) -> list[tuple[int, str, str, float]]:
         return [

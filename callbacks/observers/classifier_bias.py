@@ -21,8 +21,9 @@ from fl_lightning.callbacks.observers.calibration import (
 )
 from fl_lightning.cohort import StateSlots
 from fl_lightning.errors import check_at_least
+from fl_lightning.methods import evenly_spaced
 from fl_lightning.models import read_weights
-from fl_lightning.round import ServerEvaluation, Task
+from fl_lightning.round import ServerEvaluation
 
 
 class ClassifierBias(FederatedCallback):
@@ -89,8 +90,7 @@ class ClassifierBias(FederatedCallback):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Forget the models of an earlier run, unless the run is resumed."""
-        trainer = pl_module.trainer
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.current_epoch:
+        if not pl_module.trainer.current_epoch:
             self.models = []
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
@@ -161,8 +161,8 @@ class ClassifierBias(FederatedCallback):
         clients = range(data.num_clients)
         batches = [(client, step) for client in clients for step in range(data.steps_per_epoch(client))]
         size = sum(map(data.samples_per_step, clients)) / len(clients)
-        count = min(len(batches), max(1, round(self.train_samples / size)))
-        return [batches[index * len(batches) // count] for index in range(count)]
+        count = max(1, round(self.train_samples / size))
+        return [batches[index] for index in evenly_spaced(count, len(batches))]
 
     def _measures(self, pl_module: FederatedModule, logits: Tensor, labels: Tensor) -> dict[str, float]:
         finite = logits.isfinite().all(1)
@@ -179,11 +179,8 @@ class ClassifierBias(FederatedCallback):
             measures["accuracy_between_clients"] = accuracy_between(logits, labels, groups)
         elif not self._said:
             self._said = True
-            pl_module.print(
-                "ClassifierBias: accuracy_between_clients is left out, as clients {} and {} share class {}".format(
-                    *shared
-                )
-            )
+            reason = "clients {} and {} share class {}".format(*shared)
+            pl_module.print(f"ClassifierBias: accuracy_between_clients is left out, as {reason}")
         return {name: value for name, value in measures.items() if value is not None}
 
 
@@ -194,16 +191,9 @@ class _Outputs(ServerEvaluation):
         super().__init__()
         self.outputs: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(
-        self,
-        outputs: Any,
-        targets: Tensor,
-        loss: Tensor,
-        task: Task | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
+    def update(self, outputs: Any, targets: Tensor, *args: Any, **kwargs: Any) -> None:
         """Store a batch's outputs, and call :meth:`ServerEvaluation.update`."""
-        super().update(outputs, targets, loss, task, weights)
+        super().update(outputs, targets, *args, **kwargs)
         scores = self._task.scores(outputs)
         if scores.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
             raise ConfigurationError(

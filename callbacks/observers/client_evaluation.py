@@ -7,7 +7,7 @@ from statistics import fmean, pvariance
 import lightning as L
 
 from fl_lightning import FederatedCallback, FederatedModule, Report, Table
-from fl_lightning.methods import evaluate_client, weighed_accuracy
+from fl_lightning.methods import evaluate_client
 
 
 class ClientEvaluation(Report, FederatedCallback):
@@ -56,10 +56,9 @@ class ClientEvaluation(Report, FederatedCallback):
         values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
         self.values = dict(zip(clients, values, strict=True))
         for metric, direction in pl_module.task.best.items():
-            sign = 1 if direction == "max" else -1
             known = [metrics[metric] for metrics in self.values.values() if metric in metrics]
             if known:
-                worst = sorted(known, key=lambda value: sign * value)[: ceil(len(known) / 10)]
+                worst = sorted(known, reverse=direction == "min")[: ceil(len(known) / 10)]
                 name = f"{split}/client_{metric}"
                 pl_module.log(name, fmean(known))
                 pl_module.log(f"{name}_worst", fmean(worst))
@@ -69,12 +68,9 @@ class ClientEvaluation(Report, FederatedCallback):
 
     def _evaluate(self, pl_module: FederatedModule, client: int, split: str) -> dict[str, float]:
         with pl_module.trainer.precision_plugin.val_step_context():
-            evaluation = evaluate_client(pl_module, client, split, pl_module.evaluate_batch)
-        if evaluation is not None:
-            return {name: value for name, value in evaluation.metrics.items() if not isnan(value)}
-        histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
-        accuracy = weighed_accuracy(pl_module.evaluation.class_quality, histograms[client])
-        return {} if accuracy is None else {pl_module.task.class_metric: accuracy}
+            by_class = pl_module.evaluation.class_quality
+            metrics, _ = evaluate_client(pl_module, client, split, pl_module.evaluate_batch, by_class)
+        return {name: value for name, value in metrics.items() if not isnan(value)}
 
     def result_lines(self) -> Mapping[str, str]:
         """Return a line for the result table if some clients or all clients have no value."""

@@ -66,11 +66,6 @@ class CommunicationLedger(Report, FederatedCallback):
     def __init__(self, link: NetworkLink | None = None) -> None:
         self.link = link
         self._link = link or NetworkLink()
-        self.clients: dict[int, tuple[int, int, int, int, float]]
-        self.kinds: dict[str, UpDown]
-        self.exchanges: int
-        self.seconds: float
-        self.links: list[tuple[int, str]]
         self._begin()
 
     # not on_round_end, because the on_round_end of other callbacks may run later
@@ -149,7 +144,10 @@ class CommunicationLedger(Report, FederatedCallback):
         }
 
     def _begin(self) -> None:
-        self.clients, self.kinds, self.exchanges, self.seconds, self.links = {}, {}, 0, 0.0, []
+        self.clients: dict[int, tuple[int, int, int, int, float]] = {}
+        self.kinds: dict[str, UpDown] = {}
+        self.exchanges, self.seconds = 0, 0.0
+        self.links: list[tuple[int, str]] = []
 
     def _in_words(self) -> str:
         """Return the link in words.

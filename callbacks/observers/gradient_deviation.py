@@ -3,14 +3,20 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from fl_lightning import Dropout, FederatedModule
-from fl_lightning.batch_norm import averaging_by, batch_norm_layers, evaluating, has_statistics, mean_of_all
+from fl_lightning.batch_norm import (
+    averaging_by,
+    batch_norm_layers,
+    evaluating,
+    has_statistics,
+    mean_of_all,
+    watching_inputs,
+)
 from fl_lightning.client_data import BatchStack, copied
 from fl_lightning.cohort import Cohort, RoundCohort, StateSlots
 from fl_lightning.execution import Executor, SequentialExecutor, VectorizedExecutor, joint_executor
@@ -148,23 +154,20 @@ def _observed(model: nn.Module) -> Iterator[list[str]]:
     Executors give each client a copy of these buffers. Yield the names of the BN layers.
     """
     layers = batch_norm_layers(model) if has_statistics(model) else {}
-    handles = [layer.register_forward_hook(_observe) for layer in layers.values()]
+
+    def look(name: str, inputs: Tensor) -> None:
+        layers[name].get_buffer("observed_mean").copy_(inputs.mean(1))
+        # frozen BN accepts one value per channel, whose unbiased variance would be NaN: store 0
+        correction = min(1, inputs.shape[1] - 1)
+        layers[name].get_buffer("observed_var").copy_(inputs.var(1, correction=correction))
+
     for layer in layers.values():
         for buffer in ("mean", "var"):
             running = layer.get_buffer(f"running_{buffer}").clone()
             layer.register_buffer(f"observed_{buffer}", running, persistent=False)
     try:
-        yield list(layers)
+        with watching_inputs(layers, look):
+            yield list(layers)
     finally:
-        for handle, layer in zip(handles, layers.values(), strict=True):
-            handle.remove()
+        for layer in layers.values():
             del layer.observed_mean, layer.observed_var
-
-
-@torch.no_grad()
-def _observe(layer: nn.Module, args: tuple[Any, ...], _outputs: Any) -> None:
-    mean = layer.get_buffer("observed_mean")
-    values = args[0].detach().transpose(0, 1).flatten(1).to(mean.dtype)
-    mean.copy_(values.mean(1))
-    # frozen BN accepts one value per channel, whose unbiased variance would be NaN: store 0
-    layer.get_buffer("observed_var").copy_(values.var(1, correction=min(1, values.shape[1] - 1)))

@@ -8,14 +8,6 @@ from torch import Tensor
 _TINY = torch.finfo(torch.float64).tiny
 
 
-def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Tensor:
-    """Return running means (row 0) and variances (row 1) of all layers, ``[2, channels]``."""
-    names = list(layers)
-    return torch.stack(
-        [torch.cat([buffers[f"{layer}.running_{kind}"] for layer in names]) for kind in ("mean", "var")]
-    )
-
-
 def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean of ``|S_m - S|`` over the clients, ``[2, channels]``.
 

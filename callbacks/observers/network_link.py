@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import check_number
 from fl_lightning.recorded import Recorded
 
 
@@ -38,12 +38,9 @@ class NetworkLink(Recorded):
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            value, positive = getattr(self, setting.name), setting.name.endswith("mbps")
-            if not math.isfinite(value) or value < 0 or (positive and value == 0):
-                bound = "above 0" if positive else "of at least 0"
-                raise ConfigurationError(
-                    f"NetworkLink.{setting.name}: {value} must be a finite number {bound}, such as {setting.default}"
-                )
+            least = {"above": 0.0} if setting.name.endswith("mbps") else {"least": 0.0}
+            name, value = f"NetworkLink.{setting.name}", getattr(self, setting.name)
+            check_number(name, value, f", such as {setting.default}", **least, below=math.inf)
 
     def seconds(self, upload: int, download: int, exchanges: int, local_steps: int = 0) -> float:
         """Return the seconds that a client needs for a round.

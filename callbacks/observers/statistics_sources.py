@@ -5,22 +5,21 @@ from typing import Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
-from fl_lightning.aggregation import LayerStatistics, StatisticsAggregator, require_weighted_mean
+from fl_lightning.aggregation import StatisticsAggregator, require_weighted_mean, sent_statistics
 from fl_lightning.batch_norm import batch_norm_layers, buffer_kinds, require_batch_norm
 from fl_lightning.callbacks.feddna import FedDNA
-from fl_lightning.callbacks.silobn import SiloBN
 from fl_lightning.cohort import SERVER, ClientMemory, is_finite
-from fl_lightning.errors import check_choice
+from fl_lightning.errors import check_choice, check_number
 from fl_lightning.methods import (
     BATCH_STATISTICS,
     Mode,
     VariantEvaluation,
     client_statistics,
+    evenly_spaced,
+    mean_metrics,
     measured_statistics,
     server_statistics,
     split_statistics,
@@ -104,7 +103,10 @@ class StatisticsSources(VariantEvaluation):
         for source in self._chosen:
             check_choice("StatisticsSources.sources", source, _SOURCES)
         self._followed = not {*_MEASURED, "batch"}.issuperset(self._chosen)
-        self._silobn = SiloBN(evaluate_clients)
+        if evaluate_clients is not None:
+            check_number(
+                "StatisticsSources.evaluate_clients", evaluate_clients, " (or null for all)", least=1
+            )
         self.server: dict[str, Tensor] = {}
         self.clients = ClientMemory()
 
@@ -114,14 +116,9 @@ class StatisticsSources(VariantEvaluation):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check the BN layers and the aggregator, and forget an earlier run's statistics."""
-        trainer = pl_module.trainer
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.current_epoch:
+        if not pl_module.trainer.current_epoch:
             self.server, self.clients = {}, ClientMemory()
-        for name, layer in require_batch_norm(pl_module.model, "StatisticsSources").items():
-            if self._followed and layer.momentum is None:
-                raise ConfigurationError(
-                    f"StatisticsSources: BN layer {name!r} has momentum=None; set model.bn_momentum, such as 0.1"
-                )
+        require_batch_norm(pl_module.model, "StatisticsSources", momentum=self._followed)
         if importances := [source for source in self._chosen if source in _IMPORTANCES]:
             does = f"sums statistics with importances for {', '.join(importances)} (leave them out of its sources)"
             require_weighted_mean(pl_module, "StatisticsSources", does, ["statistics_aggregator"])
@@ -157,28 +154,23 @@ class StatisticsSources(VariantEvaluation):
         if not self._followed:
             return
         start, end = self._start, client_statistics(cohort)
-        layers = batch_norm_layers(pl_module.model)
-        share = _server_share(layers, cohort, self._counters).to(end)
+        share = _server_share(pl_module.model, cohort, self._counters).to(end)
         for source in (source for source in self._chosen if source in _AGGREGATED):
             before = self.server.get(source, start).to(start)
-            means, variances = end + share * (before - start).unsqueeze(1)
+            moved = end + share * (before - start).unsqueeze(1)
             if source in _IMPORTANCES:
-                after = _IMPORTANCES[source](means, variances, cohort.weights)
+                self.server[source] = torch.stack(_IMPORTANCES[source](moved[0], moved[1], cohort.weights))
             else:
-                after = _combined(means, variances, cohort.weights, layers, pl_module.statistics, between=1.0)
-            self.server[source] = torch.stack(after)
+                self.server[source] = _combined(cohort, moved, pl_module.statistics, between=1.0)
         if "silobn" in self._chosen:
             self.clients.setdefault(SERVER, {"statistics": start})
             local = [self._local_statistics(client).to(start) for client in cohort.client_ids]
-            kept = cohort.extra[_KEPT].movedim(0, 1)
             shift = share * (torch.stack(local, 1) - start.unsqueeze(1))
-            rows = kept + shift
+            rows = cohort.extra[_KEPT].movedim(0, 1) + shift
             for index, client in enumerate(cohort.client_ids):
                 if is_finite(entry := {"statistics": rows[:, index].clone()}):
                     self.clients[client] = entry
-            means, variances = end + shift
-            mean = _combined(means, variances, cohort.weights, layers, pl_module.statistics, between=0.0)
-            self.server["silobn"] = torch.stack(mean)
+            self.server["silobn"] = _combined(cohort, end + shift, pl_module.statistics, between=0.0)
 
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the statistics of each source, and of each client for ``silobn``."""
@@ -189,7 +181,8 @@ class StatisticsSources(VariantEvaluation):
             elif source in _MEASURED:
                 variants[source] = measured_statistics(trainer, pl_module, _MEASURED[source])
             elif source == "silobn":
-                for client in self._silobn.evaluated_clients(pl_module):
+                clients = 0 if pl_module.centralised else pl_module.data.num_clients
+                for client in evenly_spaced(self.evaluate_clients, clients):
                     seen = client in self.clients
                     statistics = self._local_statistics(client) if seen else self.server.get(source)
                     variants[f"silobn {client}"] = _by_name(pl_module, statistics)
@@ -201,60 +194,52 @@ class StatisticsSources(VariantEvaluation):
         self, pl_module: FederatedModule, split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
         """Return loss and accuracy of each source, averaged over the clients for ``silobn``."""
-        values: dict[str, list[float]] = {}
+        by_source: dict[str, list[Mapping[str, float]]] = {}
         for name, evaluation in evaluations.items():
-            for metric, value in evaluation.metrics.items():
-                values.setdefault(f"{metric}_{name.split()[0]}", []).append(value)
-        return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+            by_source.setdefault(name.split()[0], []).append(evaluation.metrics)
+        means: dict[str, float] = {}
+        for source, models in by_source.items():
+            means |= mean_metrics(models, models[0], f"{{}}_{source}")
+        return means
 
     def _local_statistics(self, client: int) -> Tensor:
         """Return a client's hypothetical statistics, which start from the initial statistics."""
         return (self.clients.get(client) or self.clients[SERVER])["statistics"]
 
 
-def _combined(
-    means: Tensor,
-    variances: Tensor,
-    weights: Tensor,
-    layers: Mapping[str, _BatchNorm],
-    statistics: StatisticsAggregator,
-    between: float,
-) -> tuple[Tensor, Tensor]:
-    """Aggregate the clients' means and variances by the run's rule.
+def _combined(cohort: Cohort, moved: Tensor, run: StatisticsAggregator, between: float) -> Tensor:
+    """Aggregate the clients' statistics by the run's rule.
 
     Args:
-        means: Means of the clients, ``[C, channels]``, with the channels of all layers.
-        variances: Variances of the clients, with the same shape as ``means``.
-        weights: Aggregation weights of the clients, ``[C]``.
-        layers: BN layers by name, in the order of the channels.
-        statistics: The run's aggregator of statistics.
+        cohort: The cohort.
+        moved: Means and variances of the clients, ``[2, C, channels]``.
+        run: The run's aggregator of statistics.
         between: Factor of the variance between clients: 1 as in :class:`MomentMatching`, or 0 as in
             :class:`SiloBN`.
 
     Returns:
-        The server's mean and variance, each ``[channels]``.
+        The server's means and variances, ``[2, channels]``.
     """
-    widths = [layer.num_features for layer in layers.values()]
-    pairs = zip(torch.split(means, widths, 1), torch.split(variances, widths, 1), strict=True)
+    pieces = split_statistics(cohort.server_buffers, cohort.buffer_kinds, *moved)
+    layers = sent_statistics(pieces, cohort.buffer_kinds, cohort.weights, between)
     # use a copy: the run's aggregator counts clamped values
-    rule = StatisticsAggregator(statistics.rule, statistics.domain)
-    mean, variance = zip(*rule([LayerStatistics(*pair, weights, between) for pair in pairs]), strict=True)
-    return torch.cat(mean), torch.cat(variance)
+    pairs = StatisticsAggregator(run.rule, run.domain)([*layers.values()])
+    return torch.stack([torch.cat(values) for values in zip(*pairs, strict=True)])
 
 
-def _server_share(layers: Mapping[str, _BatchNorm], cohort: Cohort, before: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight ``(1 - beta)^steps``, ``[C, channels]``.
+def _server_share(model: nn.Module, cohort: Cohort, before: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight ``(1 - beta)^steps``, ``[C, channels]``, with each layer's momentum beta.
 
     This is the weight of the server's old statistics in a client's statistics after the local
     steps.
 
     Args:
-        layers: BN layers by name; beta is a layer's momentum.
+        model: The model.
         cohort: The cohort after its local steps.
         before: The counters of the server's BN layers before the local steps, by buffer name.
     """
     shares = []
-    for name, layer in layers.items():
+    for name, layer in batch_norm_layers(model).items():
         counter = f"{name}.num_batches_tracked"
         share = (1 - (layer.momentum or 0.0)) ** (cohort.buffers[counter] - before[counter]).double()
         shares.append(share.unsqueeze(1).expand(-1, layer.num_features))

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule, callbacks
-from fl_lightning.batch_norm import KINDS
+from fl_lightning.batch_norm.kinds import KINDS
 from fl_lightning.models import ResNet20
 from fl_lightning.round.policy import resolve_policy
 

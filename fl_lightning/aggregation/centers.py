@@ -6,7 +6,7 @@ from torch import Tensor
 from fl_lightning.aggregation.distances import Distances, MixingRule
 from fl_lightning.aggregation.mean import Per
 from fl_lightning.aggregation.preaggregation import PreAggregator
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import check_number
 
 TOLERANCE = 1e-12
 """Step length below which Weiszfeld's iteration ends.
@@ -108,10 +108,8 @@ class CenteredClipping(MixingRule):
         per: Per = None,
     ) -> None:
         super().__init__(f, pre, per)
-        if not tau > 0:
-            raise ConfigurationError(f"CenteredClipping.tau: {tau} must be positive")
-        if iterations < 1:
-            raise ConfigurationError(f"CenteredClipping.iterations: {iterations} must be at least 1")
+        check_number("CenteredClipping.tau", tau, above=0)
+        check_number("CenteredClipping.iterations", iterations, least=1)
         self.tau, self.iterations = tau, iterations
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:

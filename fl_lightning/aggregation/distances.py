@@ -97,17 +97,23 @@ class Krum(RobustAggregator):
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """Return the row of the client with the lowest score."""
-        winner = self.ranking(squared_distances(blocks))[:1]
+        winner = self.chosen(squared_distances(blocks))
         return [block.index_select(0, winner)[0] for block in blocks]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the clients' shares: 1 for the client with the lowest score, 0 for all others."""
-        return _equal_shares(self.ranking(squared_distances(blocks))[None, :1], len(blocks[0]))[0]
+        """Return the clients' shares: 1 / k for each of the k chosen clients, 0 for all others."""
+        return _equal_shares(self.chosen(squared_distances(blocks))[None], len(blocks[0]))[0]
+
+    def chosen(self, squared: Tensor) -> Tensor:
+        """Return the client with the lowest score, ``[1]``.
+
+        Args:
+            squared: Squared distances, ``[n, n]``.
+        """
+        return self.ranking(squared)[:1]
 
     def ranking(self, squared: Tensor) -> Tensor:
-        """Return the clients in order of ascending score.
-
-        Clients with equal scores are in order of ascending index.
+        """Return the clients in order of ascending score, then of ascending index.
 
         Args:
             squared: Squared distances, ``[n, n]``.
@@ -123,16 +129,15 @@ class MultiKrum(Krum):
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """Return the mean of the n - f clients with the lowest scores."""
         squared = squared_distances(blocks)
-        ranking = self.ranking(squared)
-        shares = _equal_shares(ranking[None, : len(ranking) - self.f], len(ranking))
-        centres = [block.index_select(0, ranking[:1])[0] for block in blocks]
+        chosen = self.chosen(squared)
+        shares = _equal_shares(chosen[None], len(squared))
+        centres = [block.index_select(0, chosen[:1])[0] for block in blocks]
         rejected = squared.isinf().sum(1) == len(squared) - 1
         return [rows[0] for rows in mix(blocks, shares, centres, rejected)]
 
-    def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return the clients' shares: 1 / (n - f) for each chosen client, 0 for all others."""
-        ranking = self.ranking(squared_distances(blocks))
-        return _equal_shares(ranking[None, : len(ranking) - self.f], len(ranking))[0]
+    def chosen(self, squared: Tensor) -> Tensor:
+        """Return the n - f clients with the lowest scores, ``[n - f]``."""
+        return self.ranking(squared)[: len(squared) - self.f]
 
 
 class MixingRule(RobustAggregator):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.masses import check_byzantine
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import check_number
 from fl_lightning.recorded import Recorded
 
 
@@ -33,9 +33,14 @@ class PreAggregator(Recorded, ABC):
     Args:
         f: Number of Byzantine clients to withstand in a round. The default is the rule's f.
 
+    Attributes:
+        rows_are: Noun for the new rows in error messages.
+
     Raises:
         ConfigurationError: f is negative.
     """
+
+    rows_are: str = "clients"
 
     def __init__(self, f: int | None = None) -> None:
         if f is not None:
@@ -55,11 +60,6 @@ class PreAggregator(Recorded, ABC):
     def rows_left(self, num_clients: int) -> int:
         """Return the number of new rows for ``num_clients`` clients."""
         return num_clients
-
-    @property
-    def rows_are(self) -> str:
-        """Noun for the new rows in error messages."""
-        return "clients"
 
     def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
         """Return the new rows as blocks ``[m, d_k]``. All clients have equal weight."""
@@ -87,18 +87,12 @@ class Bucketing(PreAggregator):
 
     def __init__(self, size: int, f: int | None = None) -> None:
         super().__init__(f)
-        if size < 1:
-            raise ConfigurationError(f"Bucketing.size: {size} must be at least 1")
-        self.size = size
+        check_number("Bucketing.size", size, least=1)
+        self.size, self.rows_are = size, f"buckets of {size}"
 
     def rows_left(self, num_clients: int) -> int:
         """Return the number of buckets for ``num_clients`` clients."""
         return -(-num_clients // self.size)
-
-    @property
-    def rows_are(self) -> str:
-        """Noun for the new rows in error messages, such as ``"buckets of 2"``."""
-        return f"buckets of {self.size}"
 
     @torch.no_grad()
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:

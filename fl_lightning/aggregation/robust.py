@@ -10,7 +10,7 @@ from torch import Tensor
 from fl_lightning.aggregation.masses import byzantine_mass, check_byzantine
 from fl_lightning.aggregation.mean import Aggregator, Per
 from fl_lightning.aggregation.preaggregation import PreAggregator
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError, check_choice, check_number
 
 Weighting = Literal["uniform", "weighted"]
 
@@ -52,8 +52,7 @@ class RobustAggregator(Aggregator):
         if per is not None:
             check_choice(f"{name}.per", per, ("model", "layer"))
         check_choice(f"{name}.weighting", weighting, ("uniform", "weighted"))
-        if not max_weight >= 1:
-            raise ConfigurationError(f"{name}.max_weight: {max_weight} must be at least 1, the mean weight")
+        check_number(f"{name}.max_weight", max_weight, ", the mean weight", least=1)
         f_of_pre = f if pre is None or pre.f is None else pre.f
         if pre is not None and f_of_pre is None:
             before = type(pre).__name__

@@ -2,7 +2,6 @@
 
 from fl_lightning.attacks.base import Attack, Message
 from fl_lightning.attacks.poisoning import Backdoor, GradientAscent, LabelFlip, ModelReplacement
-from fl_lightning.attacks.search import search
 from fl_lightning.attacks.vectors import (
     ALittleIsEnough,
     FallOfEmpires,
@@ -10,11 +9,8 @@ from fl_lightning.attacks.vectors import (
     Mimic,
     NonFinite,
     SignFlip,
-    a_little_factor,
     a_little_is_enough,
     fall_of_empires,
-    gaussian,
-    mimic,
     sign_flip,
 )
 
@@ -31,11 +27,7 @@ __all__ = [
     "ModelReplacement",
     "NonFinite",
     "SignFlip",
-    "a_little_factor",
     "a_little_is_enough",
     "fall_of_empires",
-    "gaussian",
-    "mimic",
-    "search",
     "sign_flip",
 ]

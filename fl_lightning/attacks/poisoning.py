@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.attacks.base import Attack, Message
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_number
 
 
 class LabelFlip(Attack):
@@ -53,11 +53,9 @@ class Backdoor(Attack):
     """
 
     def __init__(self, target: int = 0, fraction: float = 0.5, size: int = 3, value: float = 2.5) -> None:
-        if not 0 < fraction <= 1:
-            raise ConfigurationError(f"Backdoor.fraction: {fraction} must be in (0, 1]")
-        for setting, number, least in (("target", target, 0), ("size", size, 1)):
-            if number < least:
-                raise ConfigurationError(f"Backdoor.{setting}: {number} must be at least {least}")
+        check_number("Backdoor.fraction", fraction, above=0, most=1)
+        check_number("Backdoor.target", target, least=0)
+        check_number("Backdoor.size", size, least=1)
         self.target, self.fraction, self.size, self.value = target, fraction, size, value
 
     def triggered(self, images: Tensor) -> Tensor:

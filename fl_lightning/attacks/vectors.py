@@ -1,6 +1,6 @@
 """Attacks on messages. The attackers are omniscient: they know all honest clients' messages.
 
-Most attacks have a function and a class. The function maps the vectors ``[h, d]`` of the h honest
+Some attacks have a function and a class. The function maps the vectors ``[h, d]`` of the h honest
 clients to the vector ``[d]`` that all attackers send. The class can be named in a configuration.
 The argument ``origin`` of the class selects the formula of a paper or library.
 """
@@ -8,7 +8,7 @@ The argument ``origin`` of the class selects the formula of a paper or library.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from fl_lightning.attacks.search import Search, search
 from fl_lightning.errors import ConfigurationError, check_choice
 
 Origin = Literal["byzfl", "paper", "blades"]
-_ORIGINS = ("byzfl", "paper", "blades")
-_SEARCHES = ("fixed", "byzfl", "grid")
 
 
 def sign_flip(honest: Tensor) -> Tensor:
@@ -75,24 +73,6 @@ def a_little_factor(num_clients: int, f: int) -> float:
     return NormalDist().inv_cdf((honest - supporters) / honest)
 
 
-def gaussian(
-    honest: Tensor, mean: float = 0.0, std: float = 1.0, generator: torch.Generator | None = None
-) -> Tensor:
-    """Return a vector ``[d]`` of independent normal random numbers, for rows ``[h, d]``."""
-    drawn = torch.randn(honest.shape[1], generator=generator, dtype=honest.dtype)
-    return (mean + std * drawn).to(honest.device)
-
-
-def mimic(honest: Tensor, client: int = 0) -> Tensor:
-    """Return the vector of one honest client (Karimireddy et al. 2022, arXiv 2006.09365).
-
-    Args:
-        honest: Vectors of the honest clients, ``[h, d]``.
-        client: Index of the client among the h honest clients, from 0, taken modulo h.
-    """
-    return honest[client % len(honest)]
-
-
 class SignFlip(Attack):
     """Sign flip: attackers send the negated honest mean (Allen-Zhu et al., arXiv 2012.14368)."""
 
@@ -128,8 +108,8 @@ class Scaled(Attack, ABC):
     factors: ClassVar[Mapping[Origin, float]]
 
     def __init__(self, tau: float | None = None, search: Search = "fixed", origin: Origin = "byzfl") -> None:
-        check_choice(f"{type(self).__name__}.origin", origin, _ORIGINS)
-        check_choice(f"{type(self).__name__}.search", search, _SEARCHES)
+        check_choice(f"{type(self).__name__}.origin", origin, get_args(Origin))
+        check_choice(f"{type(self).__name__}.search", search, get_args(Search))
         self.tau, self.search, self.origin = tau, search, origin
 
     @abstractmethod
@@ -229,10 +209,11 @@ class Gaussian(Attack):
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
         """Return independent normal random numbers for each attacker and each message."""
-        return [
-            torch.stack([gaussian(message.own, self.mean, self.std) for _ in message.own])
-            for message in messages
-        ]
+        sent = []
+        for own in (message.own for message in messages):
+            drawn = torch.stack([torch.randn(len(row), dtype=row.dtype) for row in own])
+            sent.append((self.mean + self.std * drawn).to(own.device))
+        return sent
 
 
 class Mimic(Attack):
@@ -241,7 +222,8 @@ class Mimic(Attack):
     The paper is Karimireddy et al. 2022, arXiv 2006.09365.
 
     Args:
-        client: Index of the copied client among the round's honest clients, from 0.
+        client: Index of the copied client among the round's h honest clients, from 0, taken modulo
+            h.
     """
 
     least_honest = 1
@@ -251,7 +233,7 @@ class Mimic(Attack):
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
         """Return the vectors of the copied client."""
-        return [mimic(message.honest, self.client) for message in messages]
+        return [message.honest[self.client % len(message.honest)] for message in messages]
 
 
 class NonFinite(Attack):

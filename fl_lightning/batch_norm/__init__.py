@@ -2,7 +2,13 @@
 
 from fl_lightning.batch_norm.joint import averaging_by, cohort_mean, mean_of_all
 from fl_lightning.batch_norm.kinds import KINDS, STATISTICS, TREATMENTS, buffer_kinds, parameter_kinds
-from fl_lightning.batch_norm.layers import ONE_VALUE, batch_norm_layers, has_statistics, require_batch_norm
+from fl_lightning.batch_norm.layers import (
+    ONE_VALUE,
+    batch_norm_layers,
+    has_statistics,
+    require_batch_norm,
+    watching_inputs,
+)
 from fl_lightning.batch_norm.moments import merge_, moments, total_variance
 from fl_lightning.batch_norm.swapping import (
     SwappedBatchNorm,
@@ -31,4 +37,5 @@ __all__ = [
     "require_batch_norm",
     "swap_batch_norm",
     "total_variance",
+    "watching_inputs",
 ]

@@ -20,8 +20,6 @@ def freeze_statistics(model: nn.Module, layers: Collection[nn.Module], treatment
         treatments: Treatment of each buffer in this round, such as ``"frozen"``. The keys are the
             names of the buffers.
     """
-    tracking = {id(layer) for layer in layers}
     for name, layer in batch_norm_layers(model).items():
-        if id(layer) in tracking:
-            mean = f"{name}.running_mean" if name else "running_mean"
-            layer.train(treatments.get(mean) != "frozen")
+        if layer in layers:
+            layer.train(treatments.get(f"{name}.running_mean".lstrip(".")) != "frozen")

@@ -1,12 +1,15 @@
 """Batch Normalization layers of a model, which are found by their type."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_number
 
 ONE_VALUE = (
     "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images, norm: gn or, for a DeepLab, "
@@ -56,6 +59,26 @@ def require_batch_norm(
     return layers
 
 
+@contextmanager
+def watching_inputs(layers: Mapping[str, _BatchNorm], look: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call a function with the inputs of each BN layer until the ``with`` block ends.
+
+    Args:
+        layers: BN layers with running statistics, by name.
+        look: Function of a layer's name and the inputs ``[channels, K]``, in the dtype of the
+            running statistics and without gradients.
+    """
+
+    @torch.no_grad()
+    def hook(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
+        look(name, inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean").dtype))
+
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(hook, name=name)))
+        yield
+
+
 def refuse_synchronised(model: nn.Module) -> None:
     """Raise a ``ConfigurationError`` if a layer would mix the clients of several ranks."""
     for name, layer in batch_norm_layers(model).items():
@@ -74,8 +97,7 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
     Raises:
         ConfigurationError: The momentum is outside (0, 1].
     """
-    if not 0 < momentum <= 1:
-        raise ConfigurationError(f"bn_momentum: {momentum} must lie in (0, 1]; torch's default is 0.1")
+    check_number("bn_momentum", momentum, "; torch's default is 0.1", above=0, most=1)
     for layer in batch_norm_layers(model).values():
         layer.momentum = momentum
 

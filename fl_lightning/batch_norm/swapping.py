@@ -94,17 +94,21 @@ def restore_batch_norm(model: nn.Module) -> None:
 
 
 @contextmanager
-def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+def batch_statistics(layers: Sequence[_BatchNorm], *, track: bool = False) -> Iterator[None]:
     """Let BN layers use batch statistics until the ``with`` block ends.
 
     Swapped layers also use batch statistics.
+
+    Args:
+        layers: The BN layers.
+        track: Whether the layers update their running statistics.
     """
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:
         for layer in layers:
             if isinstance(layer, SwappedBatchNorm):
                 layer.__class__ = layer.original  # type: ignore[assignment]  # a class that assignment allows
-            layer.training, layer.track_running_stats = True, False
+            layer.training, layer.track_running_stats = True, track
         yield
     finally:
         for layer, (kind, training, tracking) in zip(layers, before, strict=True):

@@ -13,7 +13,7 @@ import fl_lightning.callbacks
 import fl_lightning.datamodules
 import fl_lightning.execution.vectorized
 import fl_lightning.models
-import fl_lightning.optimizers.schedules
+import fl_lightning.optimizers.client_lr
 import fl_lightning.optimizers.server  # noqa: F401
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import command, refusals

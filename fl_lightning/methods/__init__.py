@@ -3,17 +3,26 @@
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.methods.freezing import FoundFreezing, Freezing
-from fl_lightning.methods.local_state import LocalState, PersonalEvaluation
-from fl_lightning.methods.own_data import Adaptation, evaluate_client, input_statistics, weighed_accuracy
+from fl_lightning.methods.local_state import LocalState
+from fl_lightning.methods.own_data import (
+    Adaptation,
+    adapt_statistics,
+    evaluate_client,
+    evenly_spaced,
+    mean_metrics,
+    weighed_accuracy,
+)
+from fl_lightning.methods.personal_evaluation import PersonalEvaluation
 from fl_lightning.methods.report import Drawing, Report, Rows, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
+    joined_statistics,
     sent_kinds,
     server_statistics,
     set_server_statistics,
     split_statistics,
 )
-from fl_lightning.methods.statistics_pass import Mode, collect, measured_statistics
+from fl_lightning.methods.statistics_pass import Mode, measured_statistics
 from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 
 __all__ = [
@@ -30,11 +39,13 @@ __all__ = [
     "Rows",
     "Table",
     "VariantEvaluation",
+    "adapt_statistics",
     "client_statistics",
-    "collect",
     "evaluate_client",
+    "evenly_spaced",
     "fine_tuned",
-    "input_statistics",
+    "joined_statistics",
+    "mean_metrics",
     "measured_statistics",
     "sent_kinds",
     "server_statistics",

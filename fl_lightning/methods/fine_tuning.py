@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fl_lightning.batch_norm.swapping import SwappedBatchNorm
+from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.execution.base import client_losses
 from fl_lightning.randomness import derive_seed, seeded
@@ -30,33 +30,24 @@ def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[s
     Returns:
         Parameters and buffers by name, on the CPU.
     """
-    model, data, layers = pl_module.model, pl_module.data, pl_module.tracking_layers
-    before = [(layer.__class__, layer.training) for layer in layers]
+    model, data = pl_module.model, pl_module.data
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         seeded(derive_seed(pl_module.seed, "fine-tuning", client)),
+        batch_statistics(pl_module.tracking_layers, track=True),
     ):
         state = {
             name: value.detach().clone().requires_grad_(value.requires_grad)
             for name, value in (*model.named_parameters(), *model.named_buffers())
         }
         optimizer = pl_module.client_optimizer([value for value in state.values() if value.requires_grad])
-        try:
-            for layer in layers:
-                if isinstance(layer, SwappedBatchNorm):
-                    layer.__class__ = layer.original  # type: ignore[assignment]  # a class that assignment allows
-                layer.train()
-            slots = StateSlots(model)
-            with slots.filled(state):
-                for step in range(epochs * data.steps_per_epoch(client)):
-                    batch = data.cohort_batch([client], [step]).map(pl_module.on_device).batches()[0]
-                    optimizer.zero_grad()
-                    client_losses(pl_module, batch)[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-                    optimizer.step()
-                state = slots.read(state)  # a layer may assign its buffers
-        finally:
-            for layer, (kind, mode) in zip(layers, before, strict=True):
-                layer.__class__ = kind
-                layer.train(mode)
+        slots = StateSlots(model)
+        with slots.filled(state):
+            for step in range(epochs * data.steps_per_epoch(client)):
+                batch = data.cohort_batch([client], [step]).map(pl_module.on_device).batches()[0]
+                optimizer.zero_grad()
+                client_losses(pl_module, batch)[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+                optimizer.step()
+            state = slots.read(state)  # a layer may assign its buffers
     return {name: value.detach().cpu() for name, value in state.items()}

@@ -95,6 +95,15 @@ class FoundFreezing(Freezing):
 
     Attributes:
         freeze_round: T*, or None until the method has found T*.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> class FreezeAtOnce(FoundFreezing):
+        ...     def on_round_end(self, trainer, pl_module, cohort):
+        ...         if self.freeze_round is None:
+        ...             self.freeze_after(pl_module, cohort.round)
+        >>> state = train(small_cnn(), blobs(), rounds=3, callbacks=[FreezeAtOnce()])
+        FreezeAtOnce: T* = 1; BN is frozen from round 2 on.
     """
 
     freeze_round: int | None = None

@@ -1,15 +1,13 @@
 """Evaluation on clients' own data, and adaptation of the server's model to unlabelled data."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
+from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one, watching_inputs
 from fl_lightning.batch_norm.moments import merge_, moments
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.client_data.batches import copied
@@ -63,30 +61,28 @@ def adapted_state(
 
 
 @torch.no_grad()
-def input_statistics(model: nn.Module, batches: Iterable[Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the mean and the biased variance of each BN layer's inputs, each ``[channels]``.
+def adapt_statistics(model: nn.Module, batches: Iterable[Any]) -> None:
+    """Set each BN layer's running statistics to the mean and biased variance of its inputs.
 
-    In this pass, BN layers normalise with the batch. The statistics of all BN layers except the
-    first therefore depend on the composition of the batches.
+    During this pass, BN layers normalise with the batch. The result for every BN layer after the
+    first therefore depends on the composition of the batches.
 
     Args:
-        model: The model.
-        batches: The inputs.
+        model: The model, changed in place.
+        batches: Batches of model inputs.
     """
-    seen: dict[str, Tensor] = {}
+    layers, seen = batch_norm_layers(model), dict[str, Tensor]()
 
-    def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
-        values = inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean"))
-        count, mean, spread = seen.setdefault(name, values.new_zeros(3, len(values)))
-        merge_(count, mean, spread, *moments(values))
+    def look(name: str, inputs: Tensor) -> None:
+        count, mean, spread = seen.setdefault(name, inputs.new_zeros(3, len(inputs)))
+        merge_(count, mean, spread, *moments(inputs))
 
-    layers = batch_norm_layers(model)
-    with batch_statistics([*layers.values()]), ExitStack() as hooks:
-        for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_hook(partial(look, name=name)))
+    with batch_statistics([*layers.values()]), watching_inputs(layers, look):
         for inputs in batches:
             model(inputs)
-    return {name: (mean, spread / count) for name, (count, mean, spread) in seen.items()}
+    for name, (count, mean, spread) in seen.items():
+        layers[name].get_buffer("running_mean").copy_(mean)
+        layers[name].get_buffer("running_var").copy_(spread / count)
 
 
 def evaluate_client(
@@ -94,7 +90,8 @@ def evaluate_client(
     client: int,
     split: str,
     evaluate: Callable[[Any, ServerEvaluation], None],
-) -> ServerEvaluation | None:
+    class_quality: Sequence[float | None] = (),
+) -> tuple[Mapping[str, float], bool]:
     """Evaluate a model on a client's own data, on this rank only.
 
     Args:
@@ -103,19 +100,40 @@ def evaluate_client(
         split: The evaluation data, ``"val"`` or ``"test"``.
         evaluate: Function that adds a batch to an evaluation. The random numbers of the function
             and of the loader depend only on the run's seed and the client.
+        class_quality: The model's accuracy for each class on the server's evaluation data. If the
+            client has no own data, the accuracy is estimated by :func:`weighed_accuracy`.
 
     Returns:
-        The finished evaluation, or None if the client has no such data.
+        The known metrics by name, and whether an output was not finite.
     """
     evaluation = ServerEvaluation()
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
         loader = pl_module.data.own_dataloader(client, split)
-        if loader is None:
-            return None
-        for batch in loader:
+        for batch in () if loader is None else loader:
             evaluate(copied(pl_module.on_device(batch)), evaluation)
-    evaluation.finish()
-    return evaluation
+    if loader is not None:
+        return evaluation.finish(), evaluation.diverged
+    histograms = pl_module.data.class_histograms()
+    accuracy = weighed_accuracy(class_quality, histograms[client] if histograms else ())
+    return {} if accuracy is None else {pl_module.task.class_metric: accuracy}, False
+
+
+def mean_metrics(clients: Sequence[Mapping[str, float]], names: Iterable[str], form: str) -> dict[str, float]:
+    """Return the mean of each metric over the clients that have the metric.
+
+    Args:
+        clients: Metrics of each client, by name.
+        names: Names of the metrics.
+        form: Format of the names in the result, such as ``"own_{}"``.
+    """
+    known = {name: [metrics[name] for metrics in clients if name in metrics] for name in names}
+    return {form.format(name): sum(values) / len(values) for name, values in known.items() if values}
+
+
+def evenly_spaced(count: int | None, total: int) -> list[int]:
+    """Return ``count`` evenly spaced numbers from 0 to ``total - 1``. None means all."""
+    count = min(count or total, total)
+    return [index * total // count for index in range(count)]
 
 
 def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[float]) -> float | None:

@@ -33,7 +33,7 @@ def client_statistics(cohort: "Cohort") -> Tensor:
 
     The channels of all BN layers whose statistics are not local are concatenated.
     """
-    return _join(cohort.buffers, sent_kinds(cohort))
+    return joined_statistics(cohort.buffers, sent_kinds(cohort))
 
 
 def server_statistics(cohort: "Cohort") -> Tensor:
@@ -41,7 +41,7 @@ def server_statistics(cohort: "Cohort") -> Tensor:
 
     The channels of all BN layers whose statistics are not local are concatenated.
     """
-    return _join(cohort.server_buffers, sent_kinds(cohort))
+    return joined_statistics(cohort.server_buffers, sent_kinds(cohort))
 
 
 def set_server_statistics(cohort: "Cohort", mean: Tensor, variance: Tensor) -> None:
@@ -63,17 +63,23 @@ def split_statistics(
     Args:
         buffers: A model's buffers by name, whose sizes give the sizes of the split statistics.
         kinds: Kind of each buffer, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
-        mean: Means of all layers, concatenated, ``[channels]``.
-        variance: Variances of all layers, concatenated, ``[channels]``.
+        mean: Means of all layers, concatenated, ``[..., channels]``.
+        variance: Variances of all layers, concatenated, ``[..., channels]``.
     """
     pieces: dict[str, Tensor] = {}
     for names, joined in zip(_names(kinds), (mean, variance), strict=True):
         sizes = [len(buffers[name]) for name in names]
-        pieces.update(zip(names, torch.split(joined, sizes), strict=True))
+        pieces.update(zip(names, torch.split(joined, sizes, -1), strict=True))
     return pieces
 
 
-def _join(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
+def joined_statistics(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
+    """Return running means (row 0) and variances (row 1) of all layers, ``[2, ..., channels]``.
+
+    Args:
+        buffers: Buffers ``[..., channels]`` by name.
+        kinds: Kind of each buffer, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
+    """
     return torch.stack([torch.cat([buffers[name] for name in names], -1) for names in _names(kinds)])
 
 

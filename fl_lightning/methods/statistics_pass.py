@@ -1,16 +1,16 @@
 """Measurement of BN statistics in a pass over data, with the server's weights."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
-from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
+from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one, watching_inputs
 from fl_lightning.batch_norm.moments import merge_, moments, total_variance
 from fl_lightning.batch_norm.swapping import batch_statistics, evaluating
 from fl_lightning.client_data.batches import copied
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
-"""Mode of :func:`collect`: the batches, and the formula for the statistics.
+"""Mode of :func:`measured_statistics`: the batches, and the formula for the statistics.
 
 Union batch k is the union of the k-th batches of all clients.
 
@@ -40,9 +40,6 @@ with a client's batch removes differences between clients. Normalising with a un
 these differences.
 """
 
-Statistics = dict[str, tuple[Tensor, Tensor]]
-"""Mean and variance of each BN layer's inputs, each ``[channels]``, by layer name."""
-
 Sums = tuple[Tensor, Tensor, Tensor]
 """Three values from which the statistics of a BN layer are computed.
 
@@ -54,35 +51,65 @@ of the batches' means, and the sum of the batches' variances.
 
 @torch.inference_mode(mode=False)  # data modules may cache tensors that training needs
 @torch.no_grad()
-def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
-    """Measure the inputs of BN layers in one pass over the training data of all clients.
+def measured_statistics(
+    trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode | Literal["evaluation"]
+) -> dict[str, Tensor]:
+    """Measure the inputs of BN layers in one pass over data, with the server's weights.
 
-    The pass uses the server's weights, and does not change the model. BN layers normalise with the
-    batch. Frozen BN layers are not measured. All other layers are in eval mode, without dropout.
-    HeteroFL's pass is in training mode, but HeteroFL's networks have no dropout.
+    The pass does not change the model. BN layers normalise with the batch. Frozen BN layers are not
+    measured. All other layers are in eval mode, without dropout. HeteroFL's pass is in training
+    mode, but HeteroFL's networks have no dropout.
 
-    The pass uses the batches of each client's first epoch, with the augmentation of training. If
-    the loader sets ``drop_last``, an incomplete last batch is left out. The statistics depend only
-    on the weights, the data and the data's seed.
+    A pass over training data uses the batches of each client's first epoch, with the augmentation
+    of training. If the loader sets ``drop_last``, an incomplete last batch is left out. The
+    statistics depend only on the weights, the data and the data's seed.
 
     Args:
-        pl_module: The federated module, attached to a trainer, with its data set up.
-        mode: The batches and the formula, see :data:`Mode`. ``pooled`` and ``per_client`` average
-            unbiased variances of batches, as BN with ``momentum=None`` does. The other modes give
-            biased variances.
+        trainer: The trainer.
+        pl_module: The federated module, attached to the trainer.
+        mode: For training data, the batches and the formula, see :data:`Mode`. ``pooled`` and
+            ``per_client`` average unbiased variances of batches, as BN with ``momentum=None`` does.
+            The other modes give biased variances. ``"evaluation"`` measures the server's current
+            evaluation data without labels. As in AdaBN, mean and variance are then computed over
+            all values (Li et al., "Revisiting Batch Normalization For Practical Domain Adaptation",
+            arXiv 1603.04779).
 
     Returns:
-        Mean and variance of each BN layer's inputs.
+        Mean and variance of each BN layer's inputs, each ``[channels]``, by buffer name, such as
+        ``"bn1.running_mean"``. In Lightning's sanity check before the first round, the result is
+        empty.
     """
+    if trainer.sanity_checking:
+        return {}
+    total = mode not in ("pooled", "per_client")
+    if mode == "evaluation":
+        parts = _evaluation_sums(pl_module, "test" if trainer.testing else "val")
+    else:
+        if trainer.state.fn != TrainerFn.FITTING:
+            pl_module.data.setup("fit")  # trainer.validate and trainer.test set up no clients
+        parts = _training_sums(pl_module, mode.startswith("pooled"), total)
+    statistics: dict[str, Tensor] = {}
+    for layer in dict.fromkeys(layer for part in parts for layer in part):
+        seen = zip(*(part[layer] for part in parts if layer in part), strict=True)
+        count, mean, spread = map(torch.stack, seen)
+        if total:
+            mean, spread = total_variance(mean, spread / count.view(-1, 1), count / count.sum())
+        else:
+            mean, spread = mean.sum(0) / count.sum(), spread.sum(0) / count.sum()
+        held = pl_module.model.get_buffer(f"{layer}.running_mean")
+        statistics |= {f"{layer}.running_mean": mean.to(held), f"{layer}.running_var": spread.to(held)}
+    return statistics
+
+
+def _training_sums(pl_module: "FederatedModule", pooled: bool, total: bool) -> list[dict[str, Sums]]:
     lengths = [pl_module.data.steps_per_epoch(client) for client in range(pl_module.data.num_clients)]
-    if mode.startswith("pooled"):
+    if pooled:
         parts = [
             [([client for client, length in enumerate(lengths) if step < length], step)]
             for step in range(max(lengths))
         ]
     else:
         parts = [[([client], step) for step in range(length)] for client, length in enumerate(lengths)]
-    total = mode.endswith("total_variance")
 
     def union(clients: list[int], step: int) -> Any:
         return pl_module.data.cohort_batch(clients, [step] * len(clients)).union().batches()[0]
@@ -92,24 +119,10 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
         def measured(part: tuple[int, list[tuple[list[int], int]]]) -> dict[str, Sums]:
             return measure(part[0], (union(*clients_and_step) for clients_and_step in part[1]))
 
-        return _joined(pl_module, pl_module.ranks.map(measured, enumerate(parts)), total)
+        return pl_module.ranks.map(measured, enumerate(parts))
 
 
-@torch.no_grad()
-def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
-    """Measure the inputs of BN layers in one pass over the server's evaluation data.
-
-    The pass uses the server's weights and no labels, and BN layers normalise with the batch. As in
-    AdaBN, mean and variance are computed over all values (Li et al., "Revisiting Batch
-    Normalization For Practical Domain Adaptation", arXiv 1603.04779).
-
-    Args:
-        pl_module: The federated module, attached to a trainer, with its data set up.
-        split: The evaluation data, ``"val"`` or ``"test"``.
-
-    Returns:
-        Mean and biased variance of each BN layer's inputs.
-    """
+def _evaluation_sums(pl_module: "FederatedModule", split: str) -> list[dict[str, Sums]]:
     ranks = pl_module.ranks
 
     def forward(batch: Any) -> None:
@@ -123,34 +136,7 @@ def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
             return [measure(index, [batch]) for index, batch in batches if index % ranks.size == ranks.rank]
 
         by_rank = ranks.exchange(measured)
-    in_order = [by_rank[i % ranks.size][i // ranks.size] for i in range(sum(map(len, by_rank)))]
-    return _joined(pl_module, in_order, total=True)
-
-
-def measured_statistics(
-    trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode | Literal["evaluation"]
-) -> dict[str, Tensor]:
-    """Measure running statistics for an evaluation, with buffer names as keys.
-
-    In Lightning's sanity check before the first round, the result is empty.
-
-    Args:
-        trainer: The trainer.
-        pl_module: The federated module.
-        mode: ``"evaluation"`` measures the current evaluation's data by :func:`collect_evaluation`.
-            Any other mode measures training data by :func:`collect`.
-    """
-    if trainer.sanity_checking:
-        return {}
-    if mode == "evaluation":
-        split = "test" if trainer.testing else "val"
-        statistics = collect_evaluation(pl_module, split)
-    else:
-        if trainer.state.fn != TrainerFn.FITTING:
-            pl_module.data.setup("fit")  # trainer.validate and trainer.test set up no clients
-        statistics = collect(pl_module, mode)
-    means = {f"{layer}.running_mean": mean for layer, (mean, _) in statistics.items()}
-    return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}
+    return [by_rank[i % ranks.size][i // ranks.size] for i in range(sum(map(len, by_rank)))]
 
 
 @contextmanager
@@ -170,8 +156,8 @@ def _measuring(
     """
     model, precision, sums = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
-    def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
-        new = moments(inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))
+    def look(name: str, inputs: Tensor) -> None:
+        new = moments(inputs)
         if not total:
             new = 1, new[1], new[2] / (new[0] - 1)
         if name not in sums:
@@ -188,37 +174,14 @@ def _measuring(
         with seeded(derive_seed(pl_module.seed, "statistics pass", index)):
             for batch in batches:
                 forward(copied(pl_module.on_device(batch)))
-        return {name: _on_cpu(*values) for name, values in sums.items()}
+        return {n: (count, x.cpu().double(), y.cpu().double()) for n, (count, x, y) in sums.items()}
 
+    tracking = pl_module.tracking_layers
+    watched = {name: layer for name, layer in batch_norm_layers(model).items() if layer in tracking}
     with (
         evaluating(model),
-        batch_statistics(pl_module.tracking_layers),
+        batch_statistics(tracking),
         precision.val_step_context(),
-        ExitStack() as hooks,
+        watching_inputs(watched, look),
     ):
-        for name, layer in batch_norm_layers(model).items():
-            if layer in pl_module.tracking_layers:
-                hooks.enter_context(layer.register_forward_hook(partial(look, name=name)))
         yield measure
-
-
-def _joined(pl_module: "FederatedModule", parts: list[dict[str, Sums]], total: bool) -> Statistics:
-    """Compute the mean and variance of each BN layer's inputs.
-
-    Each element of ``parts`` maps layer names to the :data:`Sums` of some batches.
-    """
-    statistics = {}
-    for layer in dict.fromkeys(layer for part in parts for layer in part):
-        seen = zip(*(part[layer] for part in parts if layer in part), strict=True)
-        count, mean, spread = map(torch.stack, seen)
-        if total:
-            mean, spread = total_variance(mean, spread / count.view(-1, 1), count / count.sum())
-        else:
-            mean, spread = mean.sum(0) / count.sum(), spread.sum(0) / count.sum()
-        held = pl_module.model.get_buffer(f"{layer}.running_mean")
-        statistics[layer] = mean.to(held), spread.to(held)
-    return statistics
-
-
-def _on_cpu(count: Tensor, mean: Tensor, spread: Tensor) -> Sums:
-    return count, mean.cpu().double(), spread.cpu().double()

@@ -16,7 +16,7 @@ from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.methods.callback import FederatedCallback
-from fl_lightning.methods.own_data import Adaptation, adapted_state, evaluate_client
+from fl_lightning.methods.own_data import Adaptation, adapted_state, evaluate_client, mean_metrics
 from fl_lightning.randomness import permutation
 from fl_lightning.round.evaluation import ServerEvaluation, finish_together
 
@@ -162,20 +162,13 @@ class VariantEvaluation(FederatedCallback):
             loader = pl_module.data.own_dataloader(client, split)
             if loader is None:
                 return {}, False
-            evaluate = partial(
-                self.evaluate, pl_module, adapted_state(pl_module, adapt, loader, name, client)
-            )
-            evaluation = evaluate_client(pl_module, client, split, evaluate)
-            assert evaluation is not None
-            return evaluation.metrics, evaluation.diverged
+            tensors = adapted_state(pl_module, adapt, loader, name, client)
+            return evaluate_client(pl_module, client, split, partial(self.evaluate, pl_module, tensors))
 
         evaluated = pl_module.ranks.map(own, range(pl_module.data.num_clients))
         pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
-        means = {}
-        for metric in (pl_module.task.quality, *pl_module.task.measured):
-            if known := [metrics[metric] for metrics, _ in evaluated if metric in metrics]:
-                means[f"own_{metric}_{name}"] = sum(known) / len(known)
-        return means
+        names = (pl_module.task.quality, *pl_module.task.measured)
+        return mean_metrics([metrics for metrics, _ in evaluated], names, f"own_{{}}_{name}")
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # a run's module has this type
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # as above

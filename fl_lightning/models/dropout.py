@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_number
 from fl_lightning.randomness import derive_seed
 
 _MASK32 = 0xFFFFFFFF
@@ -70,12 +70,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float = 0.5, dim: int = 0) -> None:
         super().__init__()
-        if not 0 <= p <= 1:
-            raise ConfigurationError(f"dropout probability p={p} is out of range; use a number in [0, 1]")
-        if dim not in (0, 1, 2, 3):
-            raise ConfigurationError(
-                f"dropout dim={dim} is unknown; use 0 for elements, 1, 2 or 3 for channels"
-            )
+        check_number("Dropout.p", p, least=0, most=1)
+        check_number("Dropout.dim", dim, " (0 for elements, 1, 2 or 3 for channels)", least=0, most=3)
         self.p = p
         self.dim = dim
         self.layer = 0

@@ -1,7 +1,7 @@
 """Models of torchvision, timm and segmentation_models_pytorch, with a choice of norm layers."""
 
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import nn
 
@@ -10,28 +10,10 @@ from fl_lightning.models.norm import convert_norm
 from fl_lightning.models.weights import load_weights
 from fl_lightning.recorded import records
 
-
-class _Library(NamedTuple):
-    """Names and defaults of the arguments by which a library creates models.
-
-    Attributes:
-        num_classes: Name of the library's argument for the number of classes.
-        in_channels: Name of the library's argument for the number of channels; None if images must
-            have 3 channels.
-        defaults: Further arguments by name, with values that the user may override.
-    """
-
-    num_classes: str = "num_classes"
-    in_channels: str | None = "in_channels"
-    defaults: dict[str, Any] = {}  # noqa: RUF012  # never changed
-
-
-_LIBRARIES = {
-    "torchvision": _Library(in_channels=None),
-    "timm": _Library(in_channels="in_chans"),
-    # any value except None downloads weights
-    "segmentation_models_pytorch": _Library("classes", defaults={"encoder_weights": None}),
-}
+_NUM_CLASSES = {"segmentation_models_pytorch": "classes"}
+"""Argument for the number of classes, by library; ``num_classes`` in all others."""
+_IN_CHANNELS = {"timm": "in_chans", "torchvision": None}
+"""Argument for the number of channels, by library; ``in_channels`` in all others."""
 
 
 @records()
@@ -67,7 +49,6 @@ def library_model(
             ``groups`` does not divide a layer's channels.
     """
     package, (module, _, name) = function.partition(".")[0], function.rpartition(".")
-    library = _LIBRARIES.get(package, _Library())
     try:
         make = getattr(import_module(module), name)
     except ImportError as error:
@@ -77,15 +58,13 @@ def library_model(
         raise ConfigurationError(
             f"function: there is no {function!r}; give a dotted path such as torchvision.models.resnet18"
         ) from error
-    if not callable(make):
-        raise ConfigurationError(
-            f"function: {function!r} is a {type(make).__name__}, not a function or class that makes a model"
-        )
-    given = dict(library.defaults)
+    # any value except None downloads weights
+    given: dict[str, Any] = {"encoder_weights": None} if package == "segmentation_models_pytorch" else {}
     if num_classes is not None:
-        given[library.num_classes] = num_classes
-    if library.in_channels is not None and in_channels is not None:
-        given[library.in_channels] = in_channels
+        given[_NUM_CLASSES.get(package, "num_classes")] = num_classes
+    channels = _IN_CHANNELS.get(package, "in_channels")
+    if channels is not None and in_channels is not None:
+        given[channels] = in_channels
     elif in_channels not in (None, 3):
         raise ConfigurationError(
             f"in_channels={in_channels}: {function} takes images of 3 channels; use a model of this project or of timm"

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError, check_choice, doing
 from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
 
 NORMS = {
@@ -97,10 +97,8 @@ def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
     check_choice("norm", norm, ("bn", "gn", "ln", "in", "none"))
     replaced: dict[nn.Module, nn.Module] = {}
     for name, layer in batch_norm_layers(model).items() if norm != "bn" else ():
-        try:
+        with doing(f"replacing the BN layer {name!r}"):
             new = make_norm(norm, layer.num_features, groups)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"BN layer {name!r}: {error}") from error
         if isinstance(new, nn.GroupNorm):
             new.eps, new.affine = layer.eps, layer.affine
             new.weight, new.bias = layer.weight, layer.bias

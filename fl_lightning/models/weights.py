@@ -84,19 +84,15 @@ def _expect_numbers(
     for name, value in weights.items():
         if name in without or name.endswith(_EXTRA_STATE):
             continue
-        if _kind(value) != _kind(current[name]):
+        if value.is_floating_point() != current[name].is_floating_point():
             raise ConfigurationError(
-                f"{place} does not fit model.model {type(model).__name__}: {name} is {_kind(value)} in the file and "
-                f"{_kind(current[name])} in the model; save the tensors with the model's dtypes"
+                f"{place} does not fit model.model {type(model).__name__}: {name} is {value.dtype} in the file and "
+                f"{current[name].dtype} in the model; save the tensors with the model's dtypes"
             )
         if not (value.isfinite() if name in parameters else ~value.isnan()).all():
             raise ConfigurationError(
                 f"{place} holds NaN or infinity in {name}; use weights of a run that has not diverged"
             )
-
-
-def _kind(value: Tensor) -> str:
-    return "floating-point" if value.is_floating_point() else "complex" if value.is_complex() else "integer"
 
 
 def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
@@ -123,22 +119,12 @@ def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
             f"{setting}: {path} holds no weights; give a state dict, or a last.ckpt or best.ckpt that fit wrote"
         )
     for name, value in tensors.items():
-        if not isinstance(name, str):
-            raise ConfigurationError(
-                f"{setting}: {path} names a tensor {name!r}; give a model's state_dict(), by names"
-            )
         if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
-            kinds = {
-                "quantized": value.is_quantized,
-                "meta": value.is_meta,
-                "nested": value.is_nested,
-                "sparse": True,
-            }
-            kind = next(kind for kind, holds in kinds.items() if holds)
             raise ConfigurationError(
-                f"{setting}: {path} has {name} as a {kind} tensor; give dense tensors, from before the model was converted"
+                f"{setting}: {path} has {name} as a sparse, quantized, meta or nested tensor; give dense tensors, from before the "
+                "model was converted"
             )
-    return dict(weights)
+    return {str(name): value for name, value in weights.items()}
 
 
 def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bool | None = None) -> Any:

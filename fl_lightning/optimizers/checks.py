@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError, check_choice, check_number
 from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 
 
@@ -70,10 +70,8 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
         check_choice("parameter_groups", group, ("batch_norm", "scalars", "bias"))
         for key in settings:
             check_choice(f"parameter_groups.{group}", key, sorted({*optimizer.defaults, "lr_scale"}))
-        if not 0 <= settings.get("lr_scale", 1.0) < math.inf:
-            raise ConfigurationError(
-                f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be finite and at least 0 (0 freezes the group)"
-            )
+        scale, note = settings.get("lr_scale", 1.0), " (0 freezes the group)"
+        check_number(f"parameter_groups.{group}.lr_scale", scale, note, least=0, below=math.inf)
         # pass values to the constructor, because torch does not check values in parameter groups
         values = ", ".join(f"{key}: {value}" for key, value in settings.items())
         arguments = {

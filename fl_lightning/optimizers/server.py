@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import check_number
 from fl_lightning.recorded import Recorded
 
 
@@ -42,12 +42,10 @@ class AdaptiveServer(Recorded, Optimizer, ABC):
         self, params: ParamsT, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3
     ) -> None:
         name = type(self).__name__
-        if not lr >= 0:
-            raise ConfigurationError(f"{name}.lr: {lr} must be at least 0")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigurationError(f"{name}.betas: {betas} must lie in [0, 1)")
-        if not tau > 0:
-            raise ConfigurationError(f"{name}.tau: {tau} must be above 0")
+        check_number(f"{name}.lr", lr, least=0)
+        for beta in betas:
+            check_number(f"{name}.betas", beta, least=0, below=1)
+        check_number(f"{name}.tau", tau, above=0)
         super().__init__(params, {"lr": lr, "betas": betas, "tau": tau})
 
     @staticmethod

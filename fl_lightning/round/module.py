@@ -34,7 +34,7 @@ from fl_lightning.models.checks import check_layers
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
-from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
+from fl_lightning.optimizers.client_lr import LRSchedule, lr_factor
 from fl_lightning.optimizers.settings import OptimizerCallable
 from fl_lightning.ranks import Ranks
 from fl_lightning.recorded import Recorded

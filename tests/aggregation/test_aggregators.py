@@ -149,7 +149,7 @@ def test_shared_statistics_are_aggregated_by_the_rule_layer_by_layer():
         (lambda: Krum(1, per="block"), "Krum.per: 'block' must be one of model, layer"),
         (lambda: Median(weighting="samples"), "Median.weighting: 'samples' must be one of uniform, weighted"),
         (lambda: Median(max_weight=0.5), "Median.max_weight: 0.5 must be at least 1, the mean weight"),
-        (lambda: CenteredClipping(0.0), "CenteredClipping.tau: 0.0 must be positive"),
+        (lambda: CenteredClipping(0.0), "CenteredClipping.tau: 0.0 must be above 0"),
         (lambda: CenteredClipping(1.0, 0), "CenteredClipping.iterations: 0 must be at least 1"),
         (lambda: Bucketing(0), "Bucketing.size: 0 must be at least 1"),
         (lambda: MultiKrum(1, score="paper"), "MultiKrum.score: 'paper' must be one of byzfl, blanchard"),

@@ -17,13 +17,12 @@ from fl_lightning.attacks import (
     ModelReplacement,
     NonFinite,
     SignFlip,
-    a_little_factor,
     a_little_is_enough,
     fall_of_empires,
-    mimic,
-    search,
     sign_flip,
 )
+from fl_lightning.attacks.search import search
+from fl_lightning.attacks.vectors import a_little_factor
 
 BYZFL = pytest.mark.skipif(part_of_byzfl("attacks") is None, reason="byzfl is not installed")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -49,8 +48,9 @@ def test_values_computed_by_hand():
     assert a_little_is_enough(honest, -1, ddof=0).tolist() == pytest.approx(
         [3 - math.sqrt(8 / 3), 4 - math.sqrt(32 / 3)]
     )
-    assert mimic(honest, 1).tolist() == [3, 4]
-    assert mimic(honest, 4).tolist() == [3, 4]
+    sent = Message(honest, honest[:1], torch.full((4,), 1 / 4), Median())
+    for client in (1, 4):
+        assert Mimic(client).messages([sent])[0].tolist() == [3, 4]
     assert a_little_factor(10, 3) == pytest.approx(0.180, abs=5e-4)
     assert a_little_factor(50, 24) == pytest.approx(1.426, abs=5e-4)
 
@@ -167,7 +167,7 @@ def test_vectors_are_those_of_byzfl(n, dtype):
         (sign_flip(honest), theirs.SignFlipping()),
         (fall_of_empires(honest), theirs.InnerProductManipulation()),
         (a_little_is_enough(honest), theirs.ALittleIsEnough()),
-        (mimic(honest, 1), theirs.Mimic(epsilon=1)),
+        (honest[1], theirs.Mimic(epsilon=1)),
     ):
         torch.testing.assert_close(
             ours, torch.as_tensor(their(honest.double().numpy())).to(dtype), rtol=1e-5, atol=1e-5

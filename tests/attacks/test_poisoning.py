@@ -39,7 +39,7 @@ def test_any_share_in_hundredths_poisons_as_many_of_100_images():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fraction": 0.0}, r"Backdoor.fraction: 0.0 must be in \(0, 1\]"),
+        ({"fraction": 0.0}, "Backdoor.fraction: 0.0 must be above 0 and at most 1"),
         ({"size": 0}, "Backdoor.size: 0 must be at least 1"),
         ({"target": -1}, "Backdoor.target: -1 must be at least 0"),
     ],

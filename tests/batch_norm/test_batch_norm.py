@@ -270,7 +270,7 @@ def test_bn_momentum_is_that_of_every_layer():
     inputs, _ = union_batch(blobs(), 0)
     first = small_cnn()[0].double()(inputs)
     assert torch.allclose(state["1.running_mean"], first.mean((0, 2, 3)))
-    with pytest.raises(ConfigurationError, match="bn_momentum: 0 must lie"):
+    with pytest.raises(ConfigurationError, match="bn_momentum: 0 must be above 0"):
         train(small_cnn(), blobs(), 1, bn_momentum=0)
 
 

@@ -90,8 +90,8 @@ def test_usage_error_names_all_commands(arguments, line, capsys):
 @pytest.mark.parametrize(
     ("schedule", "line"),
     [
-        ("schedules.nothing", "client_lr_schedule: nan in round 2 must be a finite factor >= 0"),
-        ("schedules.negative", "client_lr_schedule: -1.0 in round 1 must be a finite factor >= 0"),
+        ("schedules.nothing", "client_lr_schedule, round 2: nan must be at least 0 and finite"),
+        ("schedules.negative", "client_lr_schedule, round 1: -1.0 must be at least 0 and finite"),
     ],
 )
 def test_schedule_that_gives_no_factor_is_refused(schedule, line, capsys, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.datamodules.partitions import Partition
 from fl_lightning.execution.base import Executor
-from fl_lightning.optimizers.schedules import LRSchedule
+from fl_lightning.optimizers.client_lr import LRSchedule
 
 FRONT_DOORS = [
     import_module(name)

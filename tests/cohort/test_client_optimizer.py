@@ -11,7 +11,7 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.optimizers.checks import check_elementwise
 from fl_lightning.optimizers.client import ClientOptimizer
-from fl_lightning.optimizers.schedules import MultiStep
+from fl_lightning.optimizers.client_lr import MultiStep
 
 WEIGHTS = [name for name, _ in small_cnn().named_parameters()]
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
@@ -221,7 +221,7 @@ def test_the_bias_group_holds_every_bias_but_those_of_bn():
     ("groups", "named"),
     [
         ({"bn": {"lr": 0.1}}, "parameter_groups: 'bn' must be one of batch_norm, scalars, bias"),
-        ({"bias": {"lr_scale": -1}}, "parameter_groups.bias.lr_scale: -1 must be finite and at least 0"),
+        ({"bias": {"lr_scale": -1}}, "parameter_groups.bias.lr_scale: -1 must be at least 0 and finite"),
         ({"bias": {"lr": -1}}, r"parameter_groups.bias \(lr: -1\): Invalid learning rate"),
         ({"scalars": {"momentum": -0.5}}, r"parameter_groups.scalars \(momentum: -0.5\): Invalid momentum"),
         (
@@ -263,7 +263,9 @@ def test_the_first_round_has_a_rate_of_its_own():
     halved = train(small_cnn(), blobs(), 1, client_optimizer=partial(torch.optim.SGD, lr=0.05))
     assert distance(whole(client_optimizer=SGD), halved) == 0
     for factor in (0, -1, float("inf")):
-        with pytest.raises(ConfigurationError, match=rf"MultiStep.first_round: {factor} must be positive"):
+        with pytest.raises(
+            ConfigurationError, match=rf"MultiStep.first_round: {factor} must be above 0 and finite"
+        ):
             MultiStep([2], first_round=factor)
 
 

@@ -27,7 +27,7 @@ from fl_lightning.aggregation import Median
 from fl_lightning.attacks import SignFlip
 from fl_lightning.callbacks import Byzantine, FedPer, FixBN, MaintainedMomentum
 from fl_lightning.cohort.parts import match_parts, treatments
-from fl_lightning.methods import LocalState
+from fl_lightning.methods.local_state import LocalState
 from fl_lightning.models import ResNet20
 from fl_lightning.pictures.learning_curve import policy_changes
 from fl_lightning.round.messages import sent_vectors

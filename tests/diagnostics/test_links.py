@@ -46,7 +46,7 @@ def test_fedtan_of_resnet20_waits_far_longer_than_its_bytes_say():
 )
 def test_a_number_out_of_range_is_refused_by_name(setting, value):
     with pytest.raises(
-        ConfigurationError, match=rf"NetworkLink\.{setting}: {value} must be a finite number .*such as"
+        ConfigurationError, match=rf"NetworkLink\.{setting}: {value} must be .* and finite, such as"
     ):
         NetworkLink(**{setting: value})
 

@@ -32,7 +32,7 @@ from fl_lightning.aggregation import (
 )
 from fl_lightning.callbacks import FBN, SCAFFOLD, ClientGradientClipping, MaintainedMomentum
 from fl_lightning.datamodules import Digits
-from fl_lightning.optimizers.schedules import InverseSteps
+from fl_lightning.optimizers.client_lr import InverseSteps
 from fl_lightning.optimizers.server import FedAdam, FedYogi
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
 from fl_lightning.round import module as round_module

@@ -16,7 +16,7 @@ from fl_lightning import (
     SwappedBatchNorm,
     VectorizedExecutor,
     add_loss,
-    collect,
+    measured_statistics,
     swap_batch_norm,
 )
 from fl_lightning.callbacks import FedTAN
@@ -160,7 +160,7 @@ def test_two_ranks_are_one():
 def test_terms_are_ignored_in_evaluations_and_passes_over_the_data():
     class Passes(FederatedCallback):
         def on_round_end(self, trainer, pl_module, cohort):
-            collect(pl_module, "pooled")
+            measured_statistics(trainer, pl_module, "pooled")
 
     evaluated = federated_run(Passes(), model=sparse, trainer={"limit_val_batches": None})
     assert distance(evaluated.states[-1], federated_run(model=sparse).states[-1]) == 0

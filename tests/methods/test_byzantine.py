@@ -90,7 +90,9 @@ def test_who_attacks():
         with pytest.raises(ConfigurationError, match="use ids from 0 to 9, and leave one honest"):
             attackers(wrong, 10)
     assert attackers(0.0, 10) == []
-    with pytest.raises(ConfigurationError, match=r"Byzantine.clients: 1.5 must be a share in"):
+    with pytest.raises(
+        ConfigurationError, match=r"Byzantine.clients: 1.5 must be at least 0 and below 1 as a share"
+    ):
         attackers(1.5, 10)
     with pytest.raises(
         ConfigurationError, match=r"0.05 of 10 clients is less than one; use 0.1 or more, or 0"

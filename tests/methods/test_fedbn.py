@@ -27,7 +27,8 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN, FixBN
 from fl_lightning.datamodules import Digits, Shards
-from fl_lightning.methods.local_state import LocalState, weighed_accuracy
+from fl_lightning.methods.local_state import LocalState
+from fl_lightning.methods.own_data import weighed_accuracy
 from fl_lightning.models import LeNet
 
 BN_STATE = [

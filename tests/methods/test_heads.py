@@ -39,7 +39,7 @@ from fl_lightning.callbacks import (
     FedRep,
     MaintainedMomentum,
 )
-from fl_lightning.methods import fine_tuned
+from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
@@ -272,7 +272,7 @@ def test_fedrep_without_head_steps_never_trains_a_head():
 @pytest.mark.parametrize("head_steps", [-1, 3])
 def test_fedrep_without_steps_for_the_body_is_refused(head_steps):
     with pytest.raises(
-        ConfigurationError, match=rf"FedRep.head_steps must be at least 0 and below 3, found {head_steps}"
+        ConfigurationError, match=rf"FedRep.head_steps: {head_steps} must be at least 0 and below 3"
     ):
         run(FedRep(head_steps))
 
@@ -373,7 +373,7 @@ def test_fine_tuning_keeps_buffers_that_a_layer_assigns():
 def test_without_fine_tuning_fedbabus_clients_have_the_servers_model():
     metrics = run(FedBABU(fine_tune_epochs=0), trainer=EVALUATED).module.metrics
     assert metrics["val/personal_accuracy"] == pytest.approx(metrics["val/accuracy"], abs=1e-6)
-    with pytest.raises(ConfigurationError, match=r"FedBABU.fine_tune_epochs must be at least 0, found -1"):
+    with pytest.raises(ConfigurationError, match=r"FedBABU.fine_tune_epochs: -1 must be at least 0"):
         FedBABU(fine_tune_epochs=-1)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN, FixBN, MaintainedMomentum
 from fl_lightning.cohort.rows import parameter_groups
-from fl_lightning.optimizers.schedules import MultiStep
+from fl_lightning.optimizers.client_lr import MultiStep
 from fl_lightning.round.plan import sample_cohort
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02)

@@ -33,7 +33,7 @@ from fl_lightning import (
 )
 from fl_lightning.callbacks import SCAFFOLD, FedBN, FedProx, FedRep, FixBN, MaintainedMomentum
 from fl_lightning.cohort.rows import parameter_groups
-from fl_lightning.optimizers.schedules import MultiStep
+from fl_lightning.optimizers.client_lr import MultiStep
 from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

@@ -229,7 +229,7 @@ def test_lenet_average_pool_divides_by_the_pixels_inside_the_image():
         (lambda: LeNet(num_classes=0), "num_classes must be at least 1, found 0"),
         (lambda: LeNet(image_size=7), "image_size must be at least 8, found 7"),
         (lambda: FBNCNN(image_size=3), "image_size must be at least 4, found 3"),
-        (lambda: FBNCNN(dropout=1.5), "p=1.5"),
+        (lambda: FBNCNN(dropout=1.5), "Dropout.p: 1.5 must be at least 0 and at most 1"),
         (lambda: FBNCNN(width=0), "width must be at least 1, found 0"),
         (lambda: TabularMLP(norm="in"), "norm: 'in' must be one of bn, gn, ln, none"),
         (lambda: TabularMLP(norm="gn", groups=3), "groups=3 does not divide a layer of 64"),

@@ -10,7 +10,7 @@ from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FBN, MaintainedMomentum
-from fl_lightning.optimizers.schedules import InverseSteps, MultiStep
+from fl_lightning.optimizers.client_lr import InverseSteps, MultiStep
 
 DAMPED = partial(torch.optim.SGD, momentum=0.99, dampening=0.99)
 

@@ -22,7 +22,7 @@ from fl_lightning.callbacks import (
     StaticBN,
     StatisticsSources,
 )
-from fl_lightning.methods.statistics_pass import collect
+from fl_lightning.methods.statistics_pass import measured_statistics
 
 SIZES = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
@@ -47,8 +47,8 @@ class Passes(L.Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         for mode in MODES:
-            for layer, (mean, variance) in collect(pl_module, mode).items():
-                self.measured |= {f"{mode} {layer} mean": mean, f"{mode} {layer} variance": variance}
+            found = measured_statistics(trainer, pl_module, mode)
+            self.measured |= {f"{mode} {name}": value for name, value in found.items()}
 
 
 class Noisy(nn.Module):

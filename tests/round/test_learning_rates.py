@@ -11,7 +11,7 @@ from fl_lightning import FederatedModule
 from fl_lightning.callbacks import FixBN, MaintainedMomentum
 from fl_lightning.experiments.run_directory.finished import read_result
 from fl_lightning.files import write_json
-from fl_lightning.optimizers.schedules import InverseSteps, MultiStep
+from fl_lightning.optimizers.client_lr import InverseSteps, MultiStep
 from fl_lightning.optimizers.server import FedAdam
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.testing import Rows

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, Task
 from fl_lightning.callbacks import ClientEvaluation, FedBN
 from fl_lightning.datamodules import Shards, TensorData
-from fl_lightning.methods import weighed_accuracy
+from fl_lightning.methods.own_data import weighed_accuracy
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
 from fl_lightning.round.metrics import make_metrics
 

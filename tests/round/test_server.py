@@ -9,7 +9,7 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.callbacks import FixBN
 from fl_lightning.experiments.run_directory.predictions import write_predictions
-from fl_lightning.optimizers.schedules import MultiStep
+from fl_lightning.optimizers.client_lr import MultiStep
 from fl_lightning.round.evaluation import ServerEvaluation
 
 

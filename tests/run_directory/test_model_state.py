@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, Run
-from fl_lightning.batch_norm import buffer_kinds
+from fl_lightning.batch_norm.kinds import buffer_kinds
 from fl_lightning.callbacks import ClassifierBias
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.models.weights import load_weights

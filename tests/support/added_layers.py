@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fl_lightning import FederatedCallback, LocalState
-from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers
 
 
 class Gate(nn.Module):

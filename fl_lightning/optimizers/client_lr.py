@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.errors import check_number, doing
 from fl_lightning.optimizers.milestones import check_milestone, round_at
 from fl_lightning.recorded import Recorded
 
@@ -34,10 +34,7 @@ def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, t
         return 1.0
     with doing(f"calling model.client_lr_schedule with round {round_number} of {total_rounds}"):
         factor = float(schedule(round_number, total_rounds))
-    if not 0 <= factor < math.inf:
-        raise ConfigurationError(
-            f"client_lr_schedule: {factor} in round {round_number} must be a finite factor >= 0"
-        )
+    check_number(f"client_lr_schedule, round {round_number}", factor, least=0, below=math.inf)
     return factor
 
 
@@ -66,9 +63,8 @@ class MultiStep(LRSchedule):
     ) -> None:
         for milestone in milestones:
             check_milestone("MultiStep.milestones", milestone)
-        for name, factor in (("gamma", gamma), ("first_round", first_round)):
-            if not 0 < factor < math.inf:
-                raise ConfigurationError(f"MultiStep.{name}: {factor} must be positive and finite")
+        check_number("MultiStep.gamma", gamma, above=0, below=math.inf)
+        check_number("MultiStep.first_round", first_round, above=0, below=math.inf)
         self.milestones = tuple(milestones)
         self.gamma = gamma
         self.first_round = first_round
