@@ -133,7 +133,9 @@ class ForkLauncher(_Launcher):
             if pid == 0:
                 try:
                     if sys.platform == "linux":
-                        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: die with the parent
+                        ctypes.CDLL(None).prctl(
+                            1, signal.SIGKILL
+                        )  # 1 is PR_SET_PDEATHSIG: die with the parent
                     self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:
