@@ -71,7 +71,7 @@ def test_a_freeze_round_by_hand_replaces_the_fraction_of_the_yaml(given, t_star)
 
 
 COMMANDS = (
-    "use one of fit, validate, test, predict, verify, study, report, partition, list, upload, dashboard"
+    "use one of fit, validate, test, predict, verify, study, report, partition, list, dashboard"
 )
 
 
