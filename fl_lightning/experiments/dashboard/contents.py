@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from fl_lightning.batch_norm.kinds import state_label
@@ -76,22 +77,22 @@ def media(attempt: Attempt, module: FederatedModule) -> dict[str, Any]:
     import wandb
 
     policy = json.loads(attempt.policy.read_text())
-    tables = {
+    tables: dict[str, tuple[Sequence[str], list[list[Any]]]] = {
         "policy": (
             ["state of the model", "in a round"],
             [[state_label(kind), stages_in_words(stages)] for kind, stages in policy.items()],
         ),
         "clients": clients_table(module),
     }
-    histograms = {}
+    histograms: dict[str, Sequence[float]] = {}
     for report in (callback for callback in module.federated_callbacks if isinstance(callback, Report)):
         for name, table in report.tables().items():
             # W&B refuses a text in a column of numbers: an empty cell is None
             rows = [[None if cell == "" else cell for cell in row] for row in table.rows]
-            tables[f"{name}_table"] = [*table.columns], rows
+            tables[f"{name}_table"] = table.columns, rows
         histograms |= {name: values for name, values in report.histograms().items() if len(values)}
     return {
-        **{name: wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()},
+        **{name: wandb.Table(columns=[*columns], data=rows) for name, (columns, rows) in tables.items()},
         **{name: wandb.Histogram([*values]) for name, values in histograms.items()},
         **{path.stem: wandb.Image(str(path)) for path in sorted(attempt.path.glob("*.png"))},
     }
