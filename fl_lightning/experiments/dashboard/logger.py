@@ -59,8 +59,8 @@ class RoundWandbLogger(WandbLogger):
         """Log the row of a round.
 
         Args:
-            metrics: Numbers of the row, keyed by name. Metrics without ``"round"`` are added to the
-                next row. Row 0 is logged together with round 1, because the run's other files are
+            metrics: Numbers of the row, keyed by name. Metrics without ``"round"``, such as the
+                tables and pictures of ``log_table`` and ``log_image``, are added to the next row. Row 0 is logged together with round 1, because the run's other files are
                 written after row 0.
             step: Ignored, because the metrics include the round.
         """
@@ -68,10 +68,9 @@ class RoundWandbLogger(WandbLogger):
             self._waiting |= {name: value for name, value in metrics.items() if name != "epoch"}
             return
         row, self._waiting = {**self._waiting, **metrics}, {}
-        if row["round"] and self._run is not None:
-            self._call(self._log_row, row)
-        elif row["round"]:
+        if row["round"]:
             self.start()
+            self._call(self._log_row, row)
 
     @rank_zero_only
     def start(self) -> None:
