@@ -1,7 +1,7 @@
 """Rules for all methods. A rule looks at one recorded run, or compares runs that differ in one respect."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -24,11 +24,16 @@ from fl_lightning.verification.comparison import (
     apart,
     difference,
     distance,
-    leaves,
 )
 from fl_lightning.verification.memory import entries, large_of_server
-from fl_lightning.verification.observation import Round, Run, State
-from fl_lightning.verification.trials import CLIENTS, RESTING, SCRIPT, WITH_SERVER_MOMENTUM, Trials
+from fl_lightning.verification.observation import Run, State
+from fl_lightning.verification.renumbering import (
+    knows_no_client,
+    memory_apart,
+    relabelled,
+    renamed_memory_apart,
+)
+from fl_lightning.verification.trials import RESTING, SCRIPT, WITH_SERVER_MOMENTUM, Trials
 
 Rule = Callable[[Trials], str]
 """Function that checks a rule, and returns what was measured.
@@ -46,12 +51,6 @@ REMEDIES: dict[str, str] = {}
 
 ROUNDING = 1e-12
 """Largest difference of weights or gradients that is attributed to rounding, in float64."""
-
-RELABELLED = (3, 2, 4, 0, 1)
-"""New number of each client.
-
-In each cohort of ``SCRIPT``, the new numbers move every client to a different row.
-"""
 
 _ON_RANKS = (
     "local steps may change only rows of their rank and keep data in cohort.extra, other hooks must do the same on "
@@ -655,50 +654,6 @@ def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> 
                     f"a client's {kind} must not affect other clients: that of client {disturbance.client} in round "
                     f"{disturbance.round} changes {wrong}, which client {client} {verb} in round {number}"
                 )
-
-
-def relabelled(trials: Trials) -> Run:
-    """Return a run that equals the default run, except that its clients are renumbered.
-
-    Each client keeps its data.
-    """
-    identities = tuple(RELABELLED.index(client) for client in CLIENTS)
-    script = tuple(tuple(sorted(RELABELLED[client] for client in cohort)) for cohort in SCRIPT)
-    return trials.run(identities=identities, script=script)
-
-
-def knows_no_client(trials: Trials) -> bool:
-    """Return whether a method's memory stays equal if the clients are renumbered.
-
-    If the memory stays equal, the numbers in the memory's keys are not client ids.
-    """
-    pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
-    return all(memory_apart(*rounds)[0] <= TOLERANCE for rounds in pairs)
-
-
-def memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Compare the method's memory in the records of two rounds.
-
-    Return the largest difference, and the path of the value that differs.
-    """
-    return distance(leaves(first.memory), leaves(second.memory))
-
-
-def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return the largest difference between the memories of the default run and a renumbered run.
-
-    If the memories differ, clients are matched by their new numbers before the comparison.
-    """
-    alike = memory_apart(first, second)
-    return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))
-
-
-def _named(seen: Round, numbers: Sequence[int]) -> Leaves:
-    return {
-        f"{place} of client {numbers[client]}": leaf
-        for client, memory in entries(seen.memory)[1].items()
-        for place, leaf in memory.items()
-    }
 
 
 def _close(first: Run, second: Run, demand: str, compare_memory: Any = memory_apart) -> str:
