@@ -5,7 +5,10 @@ import shutil
 
 import pytest
 from command_line import run, write_config
+from helpers import SGD, blobs, small_cnn
 from wandb_files import offline_runs, read_run
+
+from fl_lightning import FederatedModule, Run
 
 METHODS = [
     {"class_path": "FixBN", "init_args": {"freeze_round": 2}},
@@ -74,6 +77,20 @@ def test_finished_run_is_logged_again_by_resuming_it(first, offline, capsys):
     assert {"policy", "clients", "clients_table", "client_accuracy", "learning_curve"} <= media
     assert before["run"]["project"] == "other"
     assert "final/test/accuracy" in before["summary"]
+
+
+def test_finished_run_of_python_is_logged_by_resuming_it(offline):
+    def a_run(mode):
+        module = FederatedModule(small_cnn(), SGD, local_steps=1)
+        settings = {"precision": "64-true", "accelerator": "cpu", "enable_progress_bar": False}
+        return Run(module, blobs(), name="mine", max_epochs=2, wandb=mode, **settings)
+
+    first, again = a_run("disabled"), a_run("offline")
+    first.fit()
+    again.fit(resume=True)
+    assert again.path.samefile(first.path)
+    (folder,) = offline_runs(again.attempt)
+    assert [row["round"] for row in read_run(folder).history] == [0, 1, 2]
 
 
 def test_run_json_says_what_a_run_is_called():
