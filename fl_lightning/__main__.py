@@ -22,13 +22,12 @@ _OTHERS = {
     "report": "fl_lightning.cli.report",
     "partition": "fl_lightning.cli.partition",
     "list": "fl_lightning.cli.listing",
-    "upload": "fl_lightning.cli.upload",
     "dashboard": "fl_lightning.cli.dashboard",
 }
 _COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,partition,list,upload,dashboard} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,partition,list,dashboard} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -44,8 +43,7 @@ commands:
   list       list the names that a YAML accepts: list {methods,models,data,partitions,norms,aggregators,attacks}
              list the shipped files: list {configs,studies}
              list the tensors of a model and their treatments: list parameters --config FILE
-  upload     upload run directories to Weights & Biases: upload runs/NAME/*
-  dashboard  make a Weights & Biases workspace with panels for runs; without an API key: dashboard --file FILE
+  dashboard  make a Weights & Biases workspace with panels for runs: dashboard --project NAME runs/NAME/*
 
 often used:
   --config configs/quickstart.yaml   a YAML file; several are merged, later ones win

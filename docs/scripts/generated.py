@@ -15,8 +15,8 @@ import audit
 from methods_table import quiet_table
 
 from fl_lightning import FederatedCallback
-from fl_lightning.verification.battery import REMEDIES, RULES
 from fl_lightning.verification.claims import CLAIMS
+from fl_lightning.verification.rules import REMEDIES, RULES
 
 DOCS = Path(__file__).parents[1]
 sys.path.append(str(DOCS.parent / "tests" / "support"))

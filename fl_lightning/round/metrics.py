@@ -7,9 +7,9 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_sum
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from fl_lightning.errors import ConfigurationError
 
@@ -19,6 +19,8 @@ MetricSetting = Callable[[], Metric]
 State = dict[str, Any] | tuple[Tensor, Tensor]
 """State of a metric: a dict of tensors, or a pair of outputs and targets of a batch."""
 
+
+_EXACT = {dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat}
 
 _PREFIXES = ("personal_", "own_", "client_")
 """Prefixes of the metrics that callbacks log."""
@@ -62,11 +64,21 @@ def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
         raise ConfigurationError(
             f"model.metrics.{name}: {type(metric).__name__} is no metric; give a class of torchmetrics"
         )
-    # no exchange of states here, because ServerEvaluation exchanges the states between ranks
-    metric.sync_on_compute = metric._to_sync = False
+    keep_states_apart(metric)  # ServerEvaluation exchanges the states between ranks
     # not set_dtype, which would also convert integer counts
     metric._apply(lambda x: x.double() if x.is_floating_point() else x)
     return metric
+
+
+def keep_states_apart(module: nn.Module) -> None:
+    """Stop the metrics in a module from exchanging their states between ranks."""
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.distributed_available_fn = _is_distributed
+
+
+def _is_distributed() -> bool:
+    return False
 
 
 def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
@@ -120,13 +132,19 @@ def sums_integers(metric: Metric) -> bool:
 
     Such sums do not depend on the order of the batches.
     """
-    sums = _merges(metric) and all(reduction is dim_zero_sum for reduction in metric._reductions.values())
-    return sums and not any(isinstance(x, list) or x.is_floating_point() for x in metric._defaults.values())
+    if not _merges(metric) or any(reduction is not dim_zero_sum for reduction in metric._reductions.values()):
+        return False
+    return not any(isinstance(x, list) or x.is_floating_point() for x in metric.metric_state.values())
 
 
 def _merges(metric: Metric) -> bool:
-    reductions = [*metric._reductions.values()]  # a metric that wraps a metric has no reductions
-    return metric.full_state_update is False and bool(reductions) and all(map(callable, reductions))
+    """Return whether ``merge_state`` combines the states of batches.
+
+    A mean of states would need the number of their batches. A metric that wraps a metric has no
+    states.
+    """
+    reductions = [*metric._reductions.values()]  # private: torchmetrics has no other way to read them
+    return metric.full_state_update is False and bool(reductions) and _EXACT.issuperset(reductions)
 
 
 def compute(metric: Metric, name: str, states: Sequence[State]) -> dict[str, float | list[Any]]:
@@ -150,7 +168,6 @@ def compute(metric: Metric, name: str, states: Sequence[State]) -> dict[str, flo
             earlier = metric.metric_state
             for key, value in state.items():
                 setattr(metric, key, value)
-            metric._update_count += 1
             metric.merge_state(earlier)
         value = metric.compute()
     metric.reset()

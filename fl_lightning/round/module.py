@@ -14,7 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics import Metric
 
 from fl_lightning.aggregation import Aggregator, Domain, StatisticsAggregator, WeightedMean
 from fl_lightning.batch_norm.freezing import freeze_statistics
@@ -45,7 +44,7 @@ from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
-from fl_lightning.round.metrics import MetricSetting, check_names, make_metrics
+from fl_lightning.round.metrics import MetricSetting, check_names, keep_states_apart, make_metrics
 from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
 from fl_lightning.round.policy import check_together, declared_parts, resolve_policy
@@ -404,9 +403,7 @@ class FederatedModule(Recorded, L.LightningModule):
         # convert before a checkpoint is loaded, because float32 tensors would round float64 weights
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
-            for metric in (child for child in self.modules() if isinstance(child, Metric)):
-                # metrics need no exchange between ranks: every rank has every batch
-                metric.sync_on_compute = metric._to_sync = False
+            keep_states_apart(self)  # every rank has every batch
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
         self.on_validation_model_train()  # after an exception, a layer may still be in eval mode
         for layer, training in self._modes.items():

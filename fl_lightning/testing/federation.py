@@ -27,13 +27,16 @@ class Disturbance(NamedTuple):
         client: Id of the changed client.
         round: Round of the change.
         what: What changes. ``"data"`` changes the client's inputs. ``"optimizer"`` changes the
-            state of the client optimizer after the local steps. A treatment such as ``"local"``
-            changes all state with this treatment after the local steps.
+            state of the client optimizer after the local steps. ``"memory"`` changes the server's
+            part of the method's memory before the round. A treatment such as ``"local"`` changes
+            all state with this treatment after the local steps.
+        replayed: Whether the client sends the same state as in the undisturbed run.
     """
 
     client: int
     round: int
     what: tuple[str, ...]
+    replayed: bool = False
 
 
 class MaterialisedClient(ClientDataModule):

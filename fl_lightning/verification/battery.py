@@ -14,70 +14,11 @@ from fl_lightning.aggregation import Median
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.recorded import describe
-from fl_lightning.verification import one_run, several_runs
 from fl_lightning.verification.certificate import Certificate
 from fl_lightning.verification.claims import BITWISE, CLAIMS
 from fl_lightning.verification.comparison import TOLERANCE, Finding, NotApplicable, Violated
+from fl_lightning.verification.rules import REMEDIES, RULES, Rule, beside_fedavg
 from fl_lightning.verification.trials import Trials
-
-Check = Callable[[Trials], str]
-
-RULES: dict[str, Check] = {
-    rule.__name__.replace("_", " "): rule
-    for rule in (
-        one_run.trains,
-        several_runs.runs_repeat,
-        one_run.between_rounds,
-        one_run.server_state,
-        one_run.frozen_state,
-        one_run.local_state,
-        one_run.one_broadcast,
-        one_run.done_clients,
-        several_runs.learning_rate_0,
-        several_runs.pooled_weights,
-        several_runs.fresh_noise,
-        several_runs.server_optimizer,
-        one_run.model_comes_back,
-        one_run.payload,
-        several_runs.traffic,
-        one_run.absent_clients,
-        several_runs.exchange_in_a_round,
-        several_runs.clients_own_state,
-        several_runs.resume,
-        several_runs.executors,
-        several_runs.ranks,
-        several_runs.observers,
-        several_runs.client_numbers,
-    )
-}
-"""Rules for all methods. The keys are the names that a certificate shows."""
-
-REMEDIES: dict[str, str] = {
-    "trains": "limit the size of a step, and keep running variances >= 0",
-    "runs repeat": "keep state on the callback, not on a class or a module",
-    "between rounds": "correct weights in on_after_aggregate, and set statistics in on_round_end",
-    "server state": 'declare state "pooled" if the method itself combines it',
-    "frozen state": 'declare constant state "frozen", and do not change frozen state',
-    "local state": "load local state in on_round_start with cohort.recall(self.memory)",
-    "one broadcast": 'declare state "local" if it differs between clients',
-    "done clients": "change only rows of clients whose cohort.local_steps exceeds the step",
-    "learning rate 0": "change gradients, not weights; send weights, not updates",
-    "pooled weights": "pool with cohort.mean, or claim union_statistics",
-    "fresh noise": "draw in each local step from cohort.generators",
-    "server optimizer": "set statistics in on_round_end, after the server's step",
-    "model comes back": "swap layers by swap_batch_norm, which is undone after the run, and add layers in extend_model",
-    "payload": "return how many floats a client sends and receives",
-    "traffic": "count all sent and received floats in extra_payload",
-    "absent clients": "change only the memory of clients in cohort.client_ids",
-    "exchange in a round": "correct the server in on_after_aggregate, or declare extra_exchanges or needs_joint_forward",
-    "clients own state": "count sent optimizer state in extra_payload; keep all other state at the client",
-    "resume": "name every attribute that holds state in saved",
-    "executors": "write each operation for all rows at once",
-    "ranks": "draw from cohort.generators in local steps, and obey docs/own-method.md#on-several-ranks",
-    "observers": "draw from cohort.generators or the global generator of the hook",
-    "client numbers": "identify a client by cohort.client_ids, not by its row",
-}
-"""Advice for each failed rule: how to change the method."""
 
 NEEDED = ("trains", "runs repeat")
 """Names of two rules. If a method breaks one of them, all other findings are meaningless."""
@@ -134,12 +75,12 @@ def certify(
         certificate.claims = [findings.pop(name) for name in method.claims]
         certificate.equals = {name: finding.detail for name, finding in findings.items()}
         if not hindered:
-            certificate.beside_fedavg = several_runs.beside_fedavg(trials)
+            certificate.beside_fedavg = beside_fedavg(trials)
     certificate.seconds = time.perf_counter() - started
     return certificate
 
 
-def _judge(line: str, check: Check, trials: Trials, hindered: str, raised: dict[int, str]) -> Finding:
+def _judge(line: str, check: Rule, trials: Trials, hindered: str, raised: dict[int, str]) -> Finding:
     """Return the finding of a check. Add the id of its exception, if any, to ``raised``."""
     if hindered:
         return Finding(line, "does not apply", hindered)

@@ -19,8 +19,9 @@ from fl_lightning.verification.trials import (
     CLIENTS,
     EVERYONE,
     ONE_STEP,
-    USUAL,
+    RESTING,
     WITHOUT_MOMENTUM,
+    Setup,
     Trials,
     rests_from,
 )
@@ -28,37 +29,58 @@ from fl_lightning.verification.trials import (
 Gap = tuple[float, str]
 """Pair: the largest difference between two computations, and the tensor in which it occurs."""
 
+Claim = Callable[[Trials], Gap]
 
+CLAIMS: dict[str, Claim] = {}
+"""Claims by name."""
+
+BITWISE = ("weights_of_fedavg",)
+"""Names of the claims that hold bit for bit. All other claims hold up to rounding errors."""
+
+
+def claim(compare: Claim) -> Claim:
+    """Add a function to :data:`CLAIMS` under its name. Use it as a decorator."""
+    CLAIMS[compare.__name__] = compare
+    return compare
+
+
+@claim
 def own_twin(trials: Trials) -> Gap:
     """Compare the method's federated training (E = 1) with its centralised training.
 
     Each client takes one local step per round (E = 1), and all clients have the same batch size.
     """
-    return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, centralised=True))
+    return _rounds_apart(trials.run(**ONE_STEP), trials.run(**ONE_STEP, centralised=True))
 
 
+@claim
 def own_twin_when_frozen(trials: Trials) -> Gap:
     """Compare federated and centralised training, but only in rounds with frozen statistics.
 
     The comparison is the same as in ``own_twin``. The centralised run resumes from the last
     federated round before the freeze.
     """
-    federated = trials.run(ONE_STEP)
+    federated = trials.run(**ONE_STEP)
     frozen = [number for number, seen in enumerate(federated.rounds, 1) if seen.policy["mean"] == "frozen"]
     if not frozen:
         raise NotApplicable("statistics are not frozen in this run")
-    twin = trials.run(ONE_STEP, centralised=True, resume=frozen[0] - 1)
+    before = trials.checkpoint(ONE_STEP, frozen[0] - 1) if frozen[0] > 1 else None
+    twin = trials.run(**ONE_STEP, centralised=True, resume=before)
     return _rounds_apart(federated, twin)
 
 
+@claim
 def own_twin_without_bn(trials: Trials) -> Gap:
     """Compare federated and centralised training of a model with Group Normalization instead of BN.
 
     In such a model, the gradient on the union of the batches is the mean of the clients' gradients.
     """
-    return _rounds_apart(trials.run(ONE_STEP, norm="gn"), trials.run(ONE_STEP, norm="gn", centralised=True))
+    return _rounds_apart(
+        trials.run(**ONE_STEP, norm="gn"), trials.run(**ONE_STEP, norm="gn", centralised=True)
+    )
 
 
+@claim
 def centralised_bn(trials: Trials) -> Gap:
     """Compare the method's federated run with centralised BN, at E = 1 and equal batch sizes.
 
@@ -66,9 +88,10 @@ def centralised_bn(trials: Trials) -> Gap:
     Centralised training computes each step on the union of the clients' batches. Weights and
     statistics are compared.
     """
-    return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, bare=True, centralised=True))
+    return _rounds_apart(trials.run(**ONE_STEP), trials.run(**ONE_STEP, bare=True, centralised=True))
 
 
+@claim
 def union_statistics(trials: Trials) -> Gap:
     """Compare the server's statistics to ``nn.BatchNorm2d`` on the union of the batches.
 
@@ -83,38 +106,41 @@ def union_statistics(trials: Trials) -> Gap:
         raise NotApplicable("the method requires batches of equal size")
     gaps = []
     for batch_sizes in (None, (4, 8, 20, 6, 16)):
-        resting = ONE_STEP.but(client_lr_schedule=rests_from(1), batch_sizes=batch_sizes)
-        run = trials.run(resting)
-        names = [name for name, kind in run.kinds.items() if kind in ("mean", "var")][:2]
-        gaps.append(_rounds_apart(run, trials.run(resting, bare=True, centralised=True), names))
+        resting: Setup = {**ONE_STEP, **RESTING, "batch_sizes": batch_sizes}
+        run = trials.run(**resting)
+        names = run.names("mean", "var")[:2]
+        gaps.append(_rounds_apart(run, trials.run(**resting, bare=True, centralised=True), names))
     return max(gaps)
 
 
+@claim
 def weights_of_fedavg(trials: Trials) -> Gap:
     """Compare all trainable parameters bit for bit to FedAvg with BN.
 
     The claim holds for any number E of local steps and for any participation.
     """
     run = trials.run()
-    weights = [name for name, kind in run.kinds.items() if kind in ("weight", "affine")]
-    return _rounds_apart(run, trials.run(bare=True), weights)
+    return _rounds_apart(run, trials.run(bare=True), run.names("weight", "affine"))
 
 
+@claim
 def fedavg_on_identical_clients(trials: Trials) -> Gap:
     """Compare to FedAvg with BN. All clients have the same data, and hence the same weights."""
-    alike = USUAL.but(identities=(1,) * len(CLIENTS), script=EVERYONE)
-    return _rounds_apart(trials.run(alike), trials.run(alike, bare=True))
+    alike: Setup = {"identities": (1,) * len(CLIENTS), "script": EVERYONE}
+    return _rounds_apart(trials.run(**alike), trials.run(**alike, bare=True))
 
 
+@claim
 def one_client_is_plain_training(trials: Trials) -> Gap:
     """Compare a run with a single client to the same run without the method.
 
     The client uses SGD without momentum. The claim holds for any number E of local steps.
     """
-    alone = USUAL.but(identities=(0,), script=((0,),) * len(EVERYONE), **WITHOUT_MOMENTUM)
-    return _rounds_apart(trials.run(alone), trials.run(alone, bare=True))
+    alone: Setup = {"identities": (0,), "script": ((0,),) * len(EVERYONE), **WITHOUT_MOMENTUM}
+    return _rounds_apart(trials.run(**alone), trials.run(**alone, bare=True))
 
 
+@claim
 def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
     """Compare a client of weight 2p to two copies of this client, each of weight p.
 
@@ -125,6 +151,7 @@ def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
     return _rounds_apart(trials.run(identities=one, script=(one,) * 4), alike)
 
 
+@claim
 def moments_of_the_mixture(trials: Trials) -> Gap:
     """Compare the server's statistics to the mean and variance of a mixture of all clients.
 
@@ -142,6 +169,7 @@ def moments_of_the_mixture(trials: Trials) -> Gap:
     return max(gaps)
 
 
+@claim
 def server_keeps_the_mean(trials: Trials) -> Gap:
     """Compare the server's memory to the weighted mean of the memory of all clients.
 
@@ -163,6 +191,7 @@ def server_keeps_the_mean(trials: Trials) -> Gap:
     return max(gaps)
 
 
+@claim
 def statistics_of_its_weights(trials: Trials) -> Gap:
     """Check that the server's statistics change if the server's weights change, and only then."""
     second, last = (trials.run(client_lr_schedule=rests_from(3)).rounds[number].server for number in (1, 3))
@@ -173,6 +202,7 @@ def statistics_of_its_weights(trials: Trials) -> Gap:
     return distance(second, last, names)
 
 
+@claim
 def proximal_term(trials: Trials) -> Gap:
     """Compare two local steps to steps of SGD that add ``mu (theta_i - theta)`` to the gradient.
 
@@ -181,35 +211,13 @@ def proximal_term(trials: Trials) -> Gap:
     mu = getattr(trials.make(), "mu", None)
     if mu is None:
         raise NotApplicable("the method has no mu")
-    one = ONE_STEP.but(script=(CLIENTS,), **WITHOUT_MOMENTUM)
-    two = one.but(local_steps=2)
-    first = trials.run(one, bare=True).rounds[0]
-    plain, pulled = trials.run(two, bare=True).rounds[0].server, trials.run(two).rounds[0].server
+    one: Setup = {**ONE_STEP, "script": (CLIENTS,), **WITHOUT_MOMENTUM}
+    two: Setup = {**one, "local_steps": 2}
+    first = trials.run(**one, bare=True).rounds[0]
+    plain, pulled = trials.run(**two, bare=True).rounds[0].server, trials.run(**two).rounds[0].server
     names = [name for name in plain if "running" not in name and "num_batches" not in name]
     pull = {name: mu * (first.server[name] - first.broadcast[name]) for name in names}
     return distance({name: plain[name] - CLIENT_LR * pull[name] for name in names}, pulled, names)
-
-
-CLAIMS: dict[str, Callable[[Trials], Gap]] = {
-    claim.__name__: claim
-    for claim in (
-        own_twin,
-        own_twin_when_frozen,
-        own_twin_without_bn,
-        centralised_bn,
-        union_statistics,
-        weights_of_fedavg,
-        fedavg_on_identical_clients,
-        one_client_is_plain_training,
-        one_client_is_two_of_half_its_weight,
-        moments_of_the_mixture,
-        server_keeps_the_mean,
-        statistics_of_its_weights,
-        proximal_term,
-    )
-}
-BITWISE = ("weights_of_fedavg",)
-"""Names of the claims that hold bit for bit. All other claims hold up to rounding errors."""
 
 
 def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -> Gap:

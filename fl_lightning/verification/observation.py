@@ -1,5 +1,6 @@
 """Recording of a run's rounds. The recording does not affect the method under test."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.plan import RoundPlan
+from fl_lightning.testing.federation import Disturbance
 from fl_lightning.verification.comparison import apart
 from fl_lightning.verification.memory import large_of_server, shifted
 
@@ -87,7 +89,7 @@ class Round:
 class ScriptedPlan(RoundPlan):
     """Plan of a run whose cohorts are fixed: ``script`` lists the clients of each round."""
 
-    script: tuple[tuple[int, ...], ...] = ()
+    script: Sequence[Sequence[int]] = ()
 
     def cohort(self, round_number: int) -> list[int]:
         """Return the clients that take part in a round."""
@@ -103,18 +105,20 @@ class Run(FederatedModule):
         error: Exception that stopped the run, if any.
         rounds: Records of the rounds.
         kinds: Kind of state of each persistent tensor of the model.
-        forced: None, or a triple of round, client and record. In the given round, the client sends
-            the recorded state instead of its trained state.
-        memory_of_server: Round before which the server's part of the method's memory is changed; 0
-            for no change.
+        disturbance: Change of one client or of the method's memory, if any.
+        usual: Rounds of the undisturbed run, if the client replays its messages of that run.
     """
 
-    script: tuple[tuple[int, ...], ...] = ()
+    script: Sequence[Sequence[int]] = ()
     method: FederatedCallback | None
     error: Exception | None = None
     rounds: list[Round]
-    forced: tuple[int, int, Round] | None = None
-    memory_of_server: int = 0
+    disturbance: Disturbance | None = None
+    usual: Sequence[Round] = ()
+
+    def names(self, *kinds: str) -> list[str]:
+        """Return the names of the model's persistent tensors of these kinds of state."""
+        return [name for name, kind in self.kinds.items() if kind in kinds]
 
     def setup(self, stage: str) -> None:
         """Set up the run with the cohorts in ``script``."""
@@ -125,7 +129,8 @@ class Run(FederatedModule):
 
     def start_round(self) -> RoundCohort:
         """Start a round, and record the server's state before it."""
-        if self.method is not None and len(self.rounds) + 1 == self.memory_of_server:
+        number, change = len(self.rounds) + 1, self.disturbance
+        if self.method is not None and change and "memory" in change.what and change.round == number:
             memory = deepcopy(contents(self.method.state_dict()))
             if large_of_server(memory):
                 self.method.load_state_dict(shifted(memory))
@@ -151,7 +156,7 @@ class Run(FederatedModule):
         """Call a hook of all methods, and record the state before and after the hook."""
         seen, step = self.rounds[-1], args[0] if args else 0
         if hook == "on_before_aggregate":
-            self._force(cohort)
+            self._replay(cohort)
             rows = {**cohort.params, **cohort.buffers}
             seen.trained = {name: value.detach().clone() for name, value in rows.items()}
             seen.losses = cohort.losses.clone()
@@ -192,15 +197,14 @@ class Run(FederatedModule):
         if self.method is not None:
             seen.memory = deepcopy(contents(self.method.state_dict()))
 
-    def _force(self, cohort: RoundCohort) -> None:
-        """Replace a client's trained state and loss by the values of the record in ``forced``."""
-        if self.forced is None or self.forced[0] != cohort.round:
+    def _replay(self, cohort: RoundCohort) -> None:
+        """Replace a client's trained state and loss by the values of the undisturbed run."""
+        if not self.usual or self.disturbance is None or self.disturbance.round != cohort.round:
             return
-        _, client, seen = self.forced
-        row = cohort.client_ids.index(client)
-        rows = {**cohort.params, **cohort.buffers}
-        for name, value in seen.trained.items():
-            rows[name][row] = value[seen.clients.index(client)]
+        client, seen = self.disturbance.client, self.usual[cohort.round - 1]
+        row, rows = cohort.client_ids.index(client), {**cohort.params, **cohort.buffers}
+        for name, value in seen.row(seen.trained, client).items():
+            rows[name][row] = value
         cohort.losses[row] = seen.losses[seen.clients.index(client)]
 
     def print(self, *args: Any, **kwargs: Any) -> None:

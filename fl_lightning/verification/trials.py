@@ -2,12 +2,11 @@
 
 import random
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -74,7 +73,7 @@ class Disturb(FederatedCallback):
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Add a constant to one client's state in the round of the disturbance."""
-        client, round_number, what = self.disturbance
+        client, round_number, what, _ = self.disturbance
         if cohort.round != round_number or client not in cohort.client_ids:
             return
         blocks = {**cohort.params.blocks, **cohort.buffers.blocks}
@@ -90,84 +89,38 @@ class Disturb(FederatedCallback):
                 block[cohort.client_ids.index(client)] += 0.25 if block.is_floating_point() else 100
 
 
-_SGD = partial(torch.optim.SGD, lr=CLIENT_LR, weight_decay=0.01)
-WITHOUT_MOMENTUM = {"client_optimizer": _SGD}
-"""Arguments of :meth:`Setup.but` with which clients use SGD without momentum."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Set-up of a run.
-
-    By default, the run has four rounds of one local epoch. Three of five clients take part in each
-    round. The clients have unequal numbers of samples, and use SGD with momentum.
-
-    Attributes:
-        bare: Whether to run FedAvg without the method.
-        script: The cohort of each round.
-        identities: Number of each client's data set. Clients with equal numbers have equal data.
-        batch_sizes: Batch size of each client; None for equal sizes.
-        norm: Kind of the model's normalization layers: Batch or Group Normalization.
-        observed: Whether an :class:`Observer` runs before and after the method.
-        disturbance: Change of one client's data or state, if any.
-        forced: Whether the disturbed client sends the same state as in the undisturbed run.
-        memory_of_server: Round before which the server's part of the method's memory is changed; 0
-            for no change.
-        ranks: Number of ranks.
-        resume: Round of the checkpoint from which the run resumes; 0 for a new run. The checkpoint
-            is from the federated run of the set-up. This set-up must be in :data:`SAVED`.
-        repetition: Number that distinguishes repeated runs of a set-up.
-        module: Settings of ``FederatedModule``, as pairs (name, value).
-    """
-
-    bare: bool = False
-    script: tuple[tuple[int, ...], ...] = SCRIPT
-    identities: tuple[int, ...] = CLIENTS
-    batch_sizes: tuple[int, ...] | None = None
-    norm: Literal["bn", "gn"] = "bn"
-    observed: bool = False
-    disturbance: Disturbance | None = None
-    forced: bool = False
-    memory_of_server: int = 0
-    ranks: int = 1
-    resume: int = 0
-    repetition: int = 0
-    module: frozenset[tuple[str, Any]] = frozenset(
-        {
-            "client_optimizer": partial(_SGD, momentum=0.9),
-            "server_optimizer": partial(torch.optim.SGD, lr=1.0),
-            "local_epochs": 1,
-            "centralised": False,
-        }.items()
-    )
-
-    def but(self, **changes: Any) -> "Setup":
-        """Return a copy of the set-up in which some attributes or module settings are changed."""
-        attributes = {name: changes.pop(name) for name in vars(self) if name in changes}
-        return replace(self, **attributes, module=frozenset({**dict(self.module), **changes}.items()))
-
-
-USUAL = Setup()
-WITH_SERVER_MOMENTUM = USUAL.but(
-    server_optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.02)
-)
-ONE_STEP = USUAL.but(script=EVERYONE, local_epochs=None, local_steps=1, weighting="samples")
-"""Set-up in which every client takes one local step per round.
-
-Runs in this set-up can be compared with centralised training.
-"""
-
-SAVED = (WITH_SERVER_MOMENTUM, ONE_STEP)
-"""Set-ups whose runs write a checkpoint after each round."""
-
-_WITHOUT_METHOD: dict[Setup, Run] = {}
-"""Finished runs without a method (FedAvg), keyed by set-up. All methods share these runs."""
-
-
 @cache
 def rests_from(first_round: int) -> Callable[[int, int], float]:
     """Return a schedule of the client learning rate that is 0 from the given round on."""
     return lambda number, _: float(number < first_round)
+
+
+Setup = dict[str, Any]
+"""Changes of a run: arguments of :meth:`Trials.attempt`."""
+
+_SGD = partial(torch.optim.SGD, lr=CLIENT_LR, weight_decay=0.01)
+WITHOUT_MOMENTUM: Setup = {"client_optimizer": _SGD}
+"""Clients use SGD without momentum."""
+WITH_SERVER_MOMENTUM: Setup = {
+    "server_optimizer": partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.02)
+}
+RESTING: Setup = {"client_lr_schedule": rests_from(1)}
+"""The client learning rate is 0 in all rounds."""
+ONE_STEP: Setup = {"script": EVERYONE, "local_epochs": None, "local_steps": 1, "weighting": "samples"}
+"""Every client takes one local step per round. Such a run can be compared with centralised training."""
+
+SAVED = (WITH_SERVER_MOMENTUM, ONE_STEP)
+"""Set-ups whose runs write a checkpoint after each round."""
+
+_MODULE = {
+    "client_optimizer": partial(_SGD, momentum=0.9),
+    "server_optimizer": partial(torch.optim.SGD, lr=1.0),
+    "local_epochs": 1,
+}
+"""Settings of ``FederatedModule`` in the usual run."""
+
+_WITHOUT_METHOD: dict[frozenset[tuple[str, Any]], Run] = {}
+"""Runs without a method (FedAvg). All methods share these runs."""
 
 
 class Trials:
@@ -183,27 +136,32 @@ class Trials:
         self, make: Callable[[], FederatedCallback], folder: Path, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.make, self.folder, self.settings = make, folder, dict(settings or {})
-        self._runs: dict[Setup, Run] = {}
+        self._runs: dict[frozenset[tuple[str, Any]], Run] = {}
 
-    def attempt(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """Return the run of a set-up with the given changes.
+    def attempt(self, **setup: Any) -> Run:
+        """Return the run of a set-up, even if an exception stopped the run.
 
-        The run is returned even if an exception stopped it.
+        The usual run has four rounds of one local epoch. Three of five clients take part in each
+        round. The clients have unequal numbers of samples, and use SGD with momentum.
+
+        Args:
+            setup: What differs from the usual run, see :meth:`_start`. Other names are settings of
+                ``FederatedModule``.
         """
-        setup = setup.but(**changes)
-        known = _WITHOUT_METHOD if setup.bare and not self.settings else self._runs
-        if setup not in known:
-            known[setup] = self._start(setup)
-        return known[setup]
+        known = _WITHOUT_METHOD if setup.get("bare") and not self.settings else self._runs
+        key = frozenset(setup.items())
+        if key not in known:
+            known[key] = self._start(self._folder(setup) if setup in SAVED else None, **setup)
+        return known[key]
 
-    def run(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """Return the finished run of a set-up with the given changes.
+    def run(self, **setup: Any) -> Run:
+        """Return the finished run of a set-up, see :meth:`attempt`.
 
         Raises:
             Violated: A ``ConfigurationError`` stopped the run after round 1.
             Exception: Any other exception that stopped the run.
         """
-        run = self.attempt(setup, **changes)
+        run = self.attempt(**setup)
         if isinstance(run.error, ConfigurationError) and len(run.rounds) > 1:
             raise Violated(f"a run must not stop after round 1: {run.error}")
         if run.error is not None:
@@ -212,42 +170,72 @@ class Trials:
 
     def checkpoint(self, setup: Setup, round_number: int) -> Path:
         """Return the checkpoint of a round; the set-up must be in :data:`SAVED`."""
-        self.run(setup)
-        return self.folder / str(SAVED.index(setup)) / f"epoch={round_number - 1}.ckpt"
+        self.run(**setup)
+        return self._folder(setup) / f"epoch={round_number - 1}.ckpt"
 
-    def _start(self, setup: Setup) -> Run:
-        method = None if setup.bare else self.make()
-        source = None
-        if setup.resume:
-            source = self.checkpoint(setup.but(resume=0, centralised=False), setup.resume)
-        settings = {"executor": SequentialExecutor(), **dict(setup.module), **self.settings}
-        run = Run(reference_model(setup.norm), **settings)
+    def _folder(self, setup: Setup) -> Path:
+        return self.folder / str(SAVED.index(setup))
+
+    def _start(
+        self,
+        folder: Path | None,
+        bare: bool = False,
+        script: Sequence[Sequence[int]] = SCRIPT,
+        identities: Sequence[int] = CLIENTS,
+        batch_sizes: Sequence[int] | None = None,
+        norm: str = "bn",
+        observed: bool = False,
+        disturbance: Disturbance | None = None,
+        ranks: int = 1,
+        resume: Path | None = None,
+        repetition: int = 0,
+        **module: Any,
+    ) -> Run:
+        """Train a run.
+
+        Args:
+            folder: Folder for a checkpoint of each round, if any.
+            bare: Whether to run FedAvg without the method.
+            script: The cohort of each round.
+            identities: Number of each client's data set. Clients with equal numbers have equal
+                data.
+            batch_sizes: Batch size of each client; None for equal sizes.
+            norm: Kind of the model's normalization layers: Batch or Group Normalization.
+            observed: Whether an :class:`Observer` runs before and after the method.
+            disturbance: Change of one client's data or state, or of the method's memory, if any.
+            ranks: Number of ranks.
+            resume: Checkpoint from which the run resumes, if any.
+            repetition: Number that distinguishes repeated runs of a set-up.
+            module: Settings of ``FederatedModule``.
+        """
+        method = None if bare else self.make()
+        run = Run(
+            reference_model(norm), **{"executor": SequentialExecutor(), **_MODULE, **module, **self.settings}
+        )
         if method is not None:
             # the seed of the new layers' weights is the same in all runs
             extend_model(run.model, [method], seed=0)
-        run.script, run.method, run.rounds = setup.script, method, []
-        run.memory_of_server = setup.memory_of_server
-        if setup.forced and setup.disturbance is not None:
-            usual = self.run(setup.but(forced=False, disturbance=None))
-            number = setup.disturbance.round
-            run.forced = (number, setup.disturbance.client, usual.rounds[number - 1])
+        run.script, run.method, run.rounds = script, method, []
         callbacks: list[L.Callback] = [] if method is None else [method]
-        if setup.disturbance is not None and setup.disturbance.what != ("data",):
-            callbacks.insert(0, Disturb(setup.disturbance))
-        if setup.observed:
+        if disturbance is not None:
+            run.disturbance = disturbance
+            if disturbance.replayed:
+                run.usual = self.run().rounds
+            if disturbance.what not in (("data",), ("memory",)):
+                callbacks.insert(0, Disturb(disturbance))
+        if observed:
             callbacks = [Observer(method), *callbacks, Observer(method)]
-        if setup in SAVED:
-            folder = self.folder / str(SAVED.index(setup))
+        if folder is not None:
             callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
         trainer: dict[str, Any] = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}
-        if setup.ranks > 1:  # a rank that waits for a minute is in a deadlock
-            trainer |= {"devices": setup.ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
-        data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
+        if ranks > 1:  # a rank that waits for a minute is in a deadlock
+            trainer |= {"devices": ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
+        data = federation(identities, batch_sizes, disturbance)
         with seeded(0), warnings.catch_warnings():
             # ignore warnings of Lightning about tiny data sets
             warnings.simplefilter("ignore")
             try:
-                fit(run, data, len(setup.script), callbacks, source, **trainer)
+                fit(run, data, len(script), callbacks, resume, **trainer)
             except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding
                 run.error = error
         return run

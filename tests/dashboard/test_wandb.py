@@ -54,10 +54,10 @@ def test_history_is_metrics_jsonl_row_by_row(finished):
 
 def test_every_metric_has_the_round_as_its_axis(finished):
     defined = finished.logged.metrics
-    logged = {name for row in read_metrics(finished.attempt.metrics) for name in row}
-    assert set(defined) == logged | {"test/accuracy", "test/loss"}
-    assert {metric.step_metric for name, metric in defined.items() if name != "round"} == {"round"}
-    assert not any(metric.glob_name for metric in defined.values())
+    assert defined.pop("round").step_metric == ""
+    assert defined["*"].glob_name == "*"
+    assert {metric.step_metric for metric in defined.values()} == {"round"}
+    assert set(defined) == {"*", "val/accuracy", "val/loss", "test/accuracy", "test/loss"}
 
 
 def test_summary_holds_the_best_and_the_last_evaluation_and_the_result(finished):

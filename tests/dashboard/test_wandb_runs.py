@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 from command_line import run, write_config
 from helpers import SGD, blobs, small_cnn
+from lightning.pytorch.loggers import WandbLogger
 from wandb_files import metrics, offline_runs, read_run, run_id
 
 from fl_lightning import FederatedCallback, FederatedModule
@@ -124,7 +125,7 @@ def test_rows_that_the_server_has_are_not_sent_again(monkeypatch):
         define_metric=lambda *_, **__: None, log=lambda row, step: sent.append((step, row.get("round"))),
         finish=lambda exit_code: None,
     )  # fmt: skip
-    monkeypatch.setattr("fl_lightning.experiments.dashboard.logger.open_run", lambda mode, init: resumed)
+    monkeypatch.setattr("fl_lightning.experiments.dashboard.logger.open_run", lambda mode, **init: resumed)
     run("--wandb.mode", "online")
     assert sent == [(3, 3), (4, 4), (4, None)]
 
@@ -137,6 +138,26 @@ def test_rows_have_the_values_of_lightnings_monitors(offline):
     logged, written = metrics(read_run(folder).history, attempt)
     assert logged == written
     assert ["lr-SGD" in row for row in written] == [False, True, True, True]
+
+
+class LogsTables(FederatedCallback):
+    """Logs a table in each round, as with any W&B logger of Lightning."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        (logger,) = [logger for logger in pl_module.loggers if isinstance(logger, WandbLogger)]
+        logger.log_table("mine", ["round"], [[cohort.round]])
+
+
+def test_table_of_a_callback_belongs_to_its_round(offline):
+    write_config({"trainer.callbacks": [{"class_path": f"{__name__}.LogsTables"}]})
+    attempt = run("--trainer.max_epochs", 3).attempt
+    (folder,) = offline_runs(attempt)
+    logged = read_run(folder).history
+    assert [row["round"] for row in logged] == [0, 1, 2, 3]
+    paths = [row.get("mine.path") or row.get("mine", {}).get("path") for row in logged]
+    assert paths[0] is None
+    tables = [json.loads((folder / "files" / path).read_text())["data"] for path in paths[1:]]
+    assert tables == [[[1]], [[2]], [[3]]]
 
 
 def test_divergence_is_no_obstacle(offline):

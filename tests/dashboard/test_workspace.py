@@ -1,4 +1,4 @@
-"""The workspace shows what runs log, and nothing else; without a key it is a file."""
+"""The workspace shows what runs log, and nothing else."""
 
 import json
 import sys
@@ -11,7 +11,10 @@ from wandb_files import offline_runs, read_run
 
 from fl_lightning import Segmentation
 from fl_lightning.__main__ import main
+from fl_lightning.cli.dashboard import _metrics
+from fl_lightning.experiments.dashboard.workspace import make_workspace
 from fl_lightning.experiments.run_directory.describe import shown_metrics
+from fl_lightning.experiments.run_directory.directory import Attempt
 
 pytest.importorskip("wandb_workspaces")
 # the library's own, while it is imported
@@ -43,9 +46,10 @@ ATTACKED = {
 }
 
 
-def written(*arguments):
-    main(["dashboard", *arguments])
-    return json.loads(Path("dashboard.json").read_text())
+def made(*attempts):
+    """The workspace of runs, as W&B gets it."""
+    workspace = make_workspace("mine", "me", _metrics([str(attempt.path) for attempt in attempts]))
+    return json.loads(workspace._to_model().model_dump_json(by_alias=True))
 
 
 def panels(workspace):
@@ -65,7 +69,7 @@ def test_every_metric_of_a_panel_is_one_that_runs_log(offline):
         found = read_run(offline_runs(attempt)[0])
         history |= {metric for row in found.history for metric in row}
         summary |= set(found.summary)
-    shown = [panel for section in panels(written()).values() for panel in section]
+    shown = [panel for section in panels(made()).values() for panel in section]
     for kind, known in (("Run History Line Plot", history), ("Bar Chart", summary)):
         metrics = {metric for view, config in shown if view == kind for metric in config["metrics"]}
         assert metrics - known == set()
@@ -74,7 +78,7 @@ def test_every_metric_of_a_panel_is_one_that_runs_log(offline):
 
 
 def test_curves_have_the_round_as_their_axis_and_a_mean_and_deviation_of_each_group(offline):
-    workspace = written("--project", "mine", "--entity", "me")
+    workspace = made()
     assert (workspace["project"], workspace["entity"]) == ("mine", "me")
     assert list(panels(workspace)) == ["Accuracy", "BN doctor", "Communication", "Time", "Byzantine"]
     for view, config in (panel for section in panels(workspace).values() for panel in section):
@@ -96,18 +100,17 @@ def test_panels_of_a_run_are_those_of_its_task_and_metrics(offline):
     assert found.summary["test/macro_f1"] == dict.fromkeys(
         ["max", "last"], found.summary["final/test/macro_f1"]
     )
-    sections = panels(written(str(attempt.path)))
+    sections = panels(made(attempt))
     drawn = {config["chartTitle"]: config["metrics"] for _, config in sections["Accuracy"]}
     assert drawn["validation macro f1"] == ["val/macro_f1"]
     assert drawn["final macro f1"] == ["final/val/macro_f1", "final/test/macro_f1"]
     assert {"validation accuracy", "test accuracy", "learning rates"} < drawn.keys()
 
 
-def test_panels_of_a_segmentation_and_of_a_run_of_an_older_version(offline, capsys):
-    for name, metrics in {"segmented": shown_metrics(Segmentation()), "old": None}.items():
-        Path(name).mkdir()
-        Path(name, "run.json").write_text(json.dumps({"metrics": metrics} if metrics else {}))
-    sections = panels(written("segmented"))
+def test_panels_of_a_segmentation(offline, capsys):
+    Path("segmented").mkdir()
+    Path("segmented/run.json").write_text(json.dumps({"metrics": shown_metrics(Segmentation())}))
+    sections = panels(made(Attempt(Path("segmented"))))
     assert next(iter(sections)) == "Mean IoU"
     drawn = {
         config["chartTitle"]: config["metrics"] for section in sections.values() for _, config in section
@@ -118,17 +121,14 @@ def test_panels_of_a_segmentation_and_of_a_run_of_an_older_version(offline, caps
     assert not any(
         "accuracy" in metric.partition("pixel_")[0] for names in drawn.values() for metric in names
     )
-    assert next(iter(panels(written("old")))) == "Accuracy"
     assert "nowhere is no run: it has no run.json" in message_of(
         capsys, lambda: main(["dashboard", "nowhere"])
     )
 
 
-def test_without_a_key_one_line_says_where_the_file_is_and_how_it_comes_to_wandb(offline, capsys):
-    main(["dashboard"])
-    shown = capsys.readouterr()
-    assert shown.out.startswith("W&B: the workspace is in dashboard.json; to save it at W&B: wandb login")
-    assert shown.err == ""
+def test_without_a_key_one_line_says_how_it_comes_to_wandb(offline, capsys):
+    line = message_of(capsys, lambda: main(["dashboard"]))
+    assert "dashboard: W&B is not online; store an API key by wandb login" in line
 
 
 @pytest.fixture
@@ -159,13 +159,6 @@ def test_with_a_key_it_is_saved_and_the_address_printed(online, capsys):
     (view,) = online
     assert (view.project, view.entity) == ("mine", "me")
     assert capsys.readouterr().out == "W&B: https://there/me/mine?nw=abc\n"
-    assert not Path("dashboard.json").exists()
-
-
-def test_file_is_written_also_where_there_is_a_key(online):
-    main(["dashboard", "--file", "other.json"])
-    assert panels(json.loads(Path("other.json").read_text()))
-    assert online == []
 
 
 def test_what_wandb_says_is_one_line(online, monkeypatch, capsys):
@@ -174,10 +167,10 @@ def test_what_wandb_says_is_one_line(online, monkeypatch, capsys):
 
     monkeypatch.setattr("wandb_workspaces.workspaces.internal.upsert_view2", refuse)
     line = message_of(capsys, lambda: main(["dashboard"]))
-    assert "did not save the workspace: no such project; --file" in line
+    assert line.endswith("did not save the workspace: no such project\n")
 
 
-def test_library_that_is_not_installed_is_one_line(offline, monkeypatch, capsys):
+def test_library_that_is_not_installed_is_one_line(online, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     line = message_of(capsys, lambda: main(["dashboard"]))
     assert "pip install 'fl_lightning[dashboard]'" in line

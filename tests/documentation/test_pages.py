@@ -42,7 +42,7 @@ BY_HAND = (
 )
 """What other tests, developers or readers run."""
 
-ELSEWHERE = ("dashboard", "upload", "verify")
+ELSEWHERE = ("dashboard", "verify")
 """Run by tests/dashboard/ and tests/verification/test_verify.py."""
 
 LEFT = {

@@ -46,7 +46,28 @@ OF_CLASSES = {
     "confusion": multiclass(tm.ConfusionMatrix),
     "statistics": multiclass(tm.StatScores),
 }
+
+
+class RunningMean(tm.Metric):
+    """The mean of the outputs. Its state is a mean, which the states of unequal batches do not tell."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs, targets):
+        self.count += len(outputs)
+        self.mean = self.mean + (outputs - self.mean).sum() / self.count
+
+    def compute(self):
+        return self.mean
+
+
 OF_NUMBERS = {
+    "mean": RunningMean,
     "mse": tm.MeanSquaredError,
     "mae": tm.MeanAbsoluteError,
     "r2": tm.R2Score,

@@ -55,7 +55,8 @@ def in_folder(tmp_path, monkeypatch):
 
 @pytest.mark.pictures
 def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
-    attempt = run().attempt
+    cli = run()
+    attempt = cli.attempt
     assert (attempt.path / "counted.png").read_bytes()[:4] == b"\x89PNG"
     with (attempt.path / "counted.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [
@@ -69,7 +70,7 @@ def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
     assert result["reports"] == {"counted": "3 rounds"}
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("counted")]
     assert line.split() == ["counted", "3", "rounds"]
-    found = media(attempt)
+    found = media(attempt, cli.model)
     assert found["counted_table"].data == [[1, "the, 1"], [2, "the, 2"], [3, "the, 3"]]
     assert sum(found["spread"].histogram) == 3
     assert "nothing" not in found

@@ -57,7 +57,7 @@ def _read(folder):
         elif kind == "config":
             found.config |= _items(record.config.update)
         elif kind == "metric":
-            found.metrics[record.metric.name] = record.metric
+            found.metrics[record.metric.name or record.metric.glob_name] = record.metric
         elif kind == "history":
             found.history.append(_items(record.history.item))
         elif kind == "summary":

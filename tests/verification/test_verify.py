@@ -11,9 +11,9 @@ from fl_lightning import FederatedCallback, callbacks
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.verification import certify
-from fl_lightning.verification.battery import RULES
 from fl_lightning.verification.claims import CLAIMS
 from fl_lightning.verification.comparison import NotApplicable, Violated
+from fl_lightning.verification.rules import RULES
 from fl_lightning.verification.trials import Trials
 
 

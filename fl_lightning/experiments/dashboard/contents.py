@@ -1,58 +1,50 @@
-"""Contents of a run at Weights & Biases: names, tables, pictures, result and checkpoints."""
+"""Contents of a run at Weights & Biases: names, settings, tables, pictures, result and checkpoints."""
 
-import csv
 import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fl_lightning.batch_norm.kinds import state_label
 from fl_lightning.experiments.dashboard.settings import WandbSettings
-from fl_lightning.experiments.run_directory.describe import shown_metrics
+from fl_lightning.experiments.run_directory.describe import clients_table
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
-from fl_lightning.experiments.run_directory.finished import metric_values, read_result
-from fl_lightning.files import restored
+from fl_lightning.experiments.run_directory.finished import Result
+from fl_lightning.methods.report import Report
+from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import stages_in_words
-from fl_lightning.round.tasks import Classification
 
 
-def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of ``wandb.init`` that name a run, and a dict of facts about the run.
+def run_facts(attempt: Attempt) -> dict[str, Any]:
+    """Return a run's name, tags and metrics, and facts that its configuration lacks.
+
+    Each of ``metrics`` is a dict with ``label`` and ``best`` (``"max"`` or ``"min"``). The first
+    metric is the task's quality, such as accuracy.
+    """
+    facts: dict[str, Any] = json.loads(attempt.identity.read_text())
+    return facts
+
+
+def names(facts: Config, settings: WandbSettings, group: str) -> dict[str, Any]:
+    """Return the arguments of ``wandb.init`` that name a run.
 
     For example, the run ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0`` has the tags
-    ``[FedAvg, FixBN, Digits, LeNet]``. The environment variables ``WANDB_NAME``,
-    ``WANDB_RUN_GROUP`` and ``WANDB_PROJECT`` override the default name, group and project. The
-    facts become columns of W&B's table of runs, in addition to the configuration.
+    ``[FedAvg, FixBN, Digits, LeNet]``. The environment variables ``WANDB_NAME`` and
+    ``WANDB_RUN_GROUP`` override the name and the group.
 
     Args:
-        attempt: The run's folder.
+        facts: The run's facts, see :func:`run_facts`.
         settings: The run's W&B settings.
         group: The run's W&B group, shared by all runs that differ only in the seed.
     """
     given = os.environ.get
-    facts = json.loads(attempt.identity.read_text())
-    name, tags, _ = facts.pop("name"), facts.pop("tags"), facts.pop("metrics", None)
-    names = {
-        "project": settings.project or given("WANDB_PROJECT") or "fl_lightning",
+    return {
         "entity": settings.entity,
-        "name": given("WANDB_NAME") or name,
+        "name": given("WANDB_NAME") or facts["name"],
         "group": given("WANDB_RUN_GROUP") or group,
-        "tags": [*tags, *settings.tags, *filter(None, given("WANDB_TAGS", "").split(","))],
+        "tags": [*facts["tags"], *settings.tags, *filter(None, given("WANDB_TAGS", "").split(","))],
     }
-    return names, facts
-
-
-def metrics_of(attempt: Attempt) -> dict[str, dict[str, str]]:
-    """Return the metrics of a run's task, keyed by name.
-
-    Each metric is a dict with ``label`` and ``best`` (``"max"`` or ``"min"``). The first metric is
-    the task's quality, such as accuracy. Folders of older versions list no metrics. For such a
-    folder, the metrics of classification are returned.
-    """
-    metrics: dict[str, dict[str, str]] | None = json.loads(attempt.identity.read_text()).get("metrics")
-    return metrics or shown_metrics(Classification())
 
 
 def callback_settings(config: Config) -> dict[str, Config]:
@@ -75,14 +67,8 @@ def callback_settings(config: Config) -> dict[str, Config]:
     return settings
 
 
-def tested(attempt: Attempt) -> dict[str, float]:
-    """Return a finished run's metrics on test data, such as ``test/accuracy``."""
-    values = metric_values(read_result(attempt.result))
-    return {name: value for name, value in values.items() if name.startswith("test/")}
-
-
-def media(attempt: Attempt) -> dict[str, Any]:
-    """Return the tables, histograms and pictures in a run's folder.
+def media(attempt: Attempt, module: FederatedModule) -> dict[str, Any]:
+    """Return the tables, histograms and pictures of a run.
 
     The table ``policy`` lists the treatment of each kind of state. The table ``clients`` lists the
     data and the training of each client. The report of a method is a table ``<name>_table``, and
@@ -91,48 +77,32 @@ def media(attempt: Attempt) -> dict[str, Any]:
     import wandb
 
     policy = json.loads(attempt.policy.read_text())
-    rows = [[state_label(kind), stages_in_words(stages)] for kind, stages in policy.items()]
-    shown: dict[str, object] = {
-        "policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)
+    tables: dict[str, tuple[Sequence[str], list[list[Any]]]] = {
+        "policy": (
+            ["state of the model", "in a round"],
+            [[state_label(kind), stages_in_words(stages)] for kind, stages in policy.items()],
+        ),
+        "clients": clients_table(module),
     }
-    for path in sorted(attempt.path.glob("*.csv")):
-        # predictions are left out, since they have a row per sample
-        if not path.name.startswith("predictions"):
-            columns, cells = read_table(path)
-            name = "clients" if path == attempt.participation else f"{path.stem}_table"
-            shown[name] = wandb.Table(columns=[*columns], data=cells)
-    if attempt.histograms.is_file():
-        histograms = restored(json.loads(attempt.histograms.read_text()))
-        shown |= {name: wandb.Histogram(values) for name, values in histograms.items()}
-    return shown | {path.stem: wandb.Image(str(path)) for path in sorted(attempt.path.glob("*.png"))}
+    histograms: dict[str, Sequence[float]] = {}
+    for report in (callback for callback in module.federated_callbacks if isinstance(callback, Report)):
+        for name, table in report.tables().items():
+            # W&B refuses a text in a column of numbers: an empty cell is None
+            rows = [[None if cell == "" else cell for cell in row] for row in table.rows]
+            tables[f"{name}_table"] = table.columns, rows
+        histograms |= {name: values for name, values in report.histograms().items() if len(values)}
+    return {
+        **{name: wandb.Table(columns=[*columns], data=rows) for name, (columns, rows) in tables.items()},
+        **{name: wandb.Histogram([*values]) for name, values in histograms.items()},
+        **{path.stem: wandb.Image(str(path)) for path in sorted(attempt.path.glob("*.png"))},
+    }
 
 
-def read_table(path: Path) -> tuple[list[str], list[list[Any]]]:
-    """Return a CSV file's columns and rows.
-
-    Columns of numbers are converted to int or float. Empty cells become None.
-    """
-    with path.open(newline="") as file:
-        columns, *rows = csv.reader(file)
-    cells = [_typed(column) for column in zip(*rows, strict=True)]
-    return columns, [list(row) for row in zip(*cells, strict=True)]
-
-
-def _typed(column: Sequence[str]) -> list[Any]:
-    for kind in (int, float):
-        try:
-            return [kind(cell) if cell else None for cell in column]
-        except ValueError:
-            continue
-    return [cell or None for cell in column]
-
-
-def summary(attempt: Attempt) -> dict[str, float]:
+def summary(result: Result) -> dict[str, float]:
     """Return the numbers in ``result.json``, and whether the run diverged.
 
     The keys are ``diverged``, and names such as ``final/test/accuracy``.
     """
-    result = read_result(attempt.result)
     numbers = {
         f"final/{name}": value
         for name, value in result.items()

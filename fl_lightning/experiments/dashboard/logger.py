@@ -3,26 +3,26 @@
 import os
 import shutil
 import sys
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.experiments.dashboard import contents
-from fl_lightning.experiments.dashboard.settings import WandbSettings, open_run
+from fl_lightning.experiments.dashboard.settings import WandbSettings, in_one_line, open_run, tear_down
 from fl_lightning.experiments.run_directory.config_digest import hash_of_run
 from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.files import write_text
+from fl_lightning.round.module import FederatedModule
 
 
-class RoundWandbLogger(Logger):
-    """Logger that sends each round to W&B, and tables, pictures and the result at the end.
+class RoundWandbLogger(WandbLogger):
+    """Lightning's W&B logger with rounds as steps, and tables, pictures and the result at the end.
 
     The W&B run starts after the first trained round. The logger then sends all rows of
     ``metrics.jsonl`` that W&B does not have yet. A resumed run keeps its W&B id, and sends no row
@@ -36,20 +36,22 @@ class RoundWandbLogger(Logger):
         settings: The run's W&B settings.
     """
 
-    name = version = ""  # empty, since Lightning would create folders with these names
-
     def __init__(self, attempt: Attempt, settings: WandbSettings) -> None:
-        super().__init__()
+        project = settings.project or os.environ.get("WANDB_PROJECT") or "fl_lightning"
+        # absolute: W&B's process may have another working directory
+        super().__init__(project=project, save_dir=attempt.path.resolve())
         self.attempt, self.settings = attempt, settings
         self._run: Any = None
         self._round = 0
         self._waiting: dict[str, Any] = {}
-        self._defined = {"round"}
-        # value of each metric in W&B's summary, such as max; the default is the last value
-        self._summaries: dict[str, str] = {}
         self._failed = False
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    @property
+    def experiment(self) -> Any:
+        """The run at W&B; None before the first trained round, and if W&B does not work."""
+        return self._run
+
+    def log_hyperparams(self, params: Any) -> None:
         """Ignore the hyperparameters, since ``config.yaml`` has all settings of the run."""
 
     @rank_zero_only
@@ -57,8 +59,8 @@ class RoundWandbLogger(Logger):
         """Log the row of a round.
 
         Args:
-            metrics: Numbers of the row, keyed by name. Metrics without ``"round"`` are added to the
-                next row. Row 0 is logged together with round 1, because the run's other files are
+            metrics: Numbers of the row, keyed by name. Metrics without ``"round"``, such as the
+                tables and pictures of ``log_table`` and ``log_image``, are added to the next row. Row 0 is logged together with round 1, because the run's other files are
                 written after row 0.
             step: Ignored, because the metrics include the round.
         """
@@ -66,52 +68,34 @@ class RoundWandbLogger(Logger):
             self._waiting |= {name: value for name, value in metrics.items() if name != "epoch"}
             return
         row, self._waiting = {**self._waiting, **metrics}, {}
-        if not row["round"] or self._failed:
-            return
-        if self._run is None:
+        if row["round"]:
             self.start()
-        else:
-            with self._harmless():
-                self._log_row(row)
+            self._call(self._log_row, row)
 
     @rank_zero_only
     def start(self) -> None:
         """Start or resume the run at W&B, and log all rows that W&B does not have yet."""
-        with self._harmless():
-            self._start()
+        if self._run is None:
+            self._call(self._start)
 
     @rank_zero_only
-    def close(self, preempted: bool = False) -> None:
+    def close(self, module: FederatedModule, preempted: bool = False) -> None:
         """Log tables, pictures and result, and finish the run at W&B.
 
         A run without a result is marked as failed.
 
         Args:
+            module: The trained module.
             preempted: Whether a scheduler has ended the run. In this case, a W&B sweep starts the
                 run again.
         """
         if self._run is None:
             return
-        finished, tested = self.attempt.result.is_file(), dict[str, float]()
-        if not self._failed:
-            with self._harmless():
-                if preempted:
-                    self._run.mark_preempting()
-                if finished:
-                    self._run.summary.update(contents.summary(self.attempt))
-                    self._define(tested := contents.tested(self.attempt))
-                # files that W&B has not uploaded yet stay in the run's folder, for wandb sync
-                os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # W&B keeps the last step open, so that tables and pictures can be added to the step
-                self._run.log(tested | contents.media(self.attempt), step=self._round)
-                if self.settings.log_checkpoints:
-                    contents.log_checkpoints(self._run, self.attempt, self._round)
-        with self._harmless():
-            self._run.finish(exit_code=int(not finished))
+        status = int(not self.attempt.result.is_file())
+        self._call(self._log_end, module, preempted)
+        self._call(self._run.finish, status)
         if self._failed:
-            with suppress(Exception):
-                # without teardown, W&B would fail again when the process exits
-                sys.modules["wandb"].teardown()
+            tear_down(status)
 
     @property
     def place(self) -> str | None:
@@ -120,60 +104,66 @@ class RoundWandbLogger(Logger):
             return None
         if not self._run.offline:
             return f"W&B: {self._run.url}"
-        return f"W&B: offline; to upload the run: wandb sync {os.path.relpath(Path(self._run.dir).parent)}"
+        return f"W&B: offline; to upload the run: wandb sync {os.path.relpath(self._folder)}"
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self._run.dir).parent
 
     def _start(self) -> None:
-        # absolute: W&B's process may have another working directory
-        folder = self.attempt.path.resolve()
-        id_file = self.attempt.wandb_id
-        for earlier in folder.glob("wandb/offline-run-*"):
+        attempt, id_file = self.attempt, self.attempt.wandb_id
+        for earlier in attempt.path.glob("wandb/offline-run-*"):
             shutil.rmtree(earlier, ignore_errors=True)
-        run_id = id_file.read_text().strip() if id_file.is_file() else os.environ.get("WANDB_RUN_ID")
-        config = yaml.safe_load(self.attempt.config.read_text())
-        config_hash = hash_of_run(self.attempt, config)
+        config, facts = yaml.safe_load(attempt.config.read_text()), contents.run_facts(attempt)
+        config_hash = hash_of_run(attempt, config)
         # this group is the same for all seeds of a configuration
-        group = f"{config['name']}-{config_hash}"
-        names, facts = contents.identity(self.attempt, self.settings, group)
-        init = {"id": run_id or uuid.uuid4().hex[:8], "resume": "allow", "dir": str(folder), **names}
-        self._run = open_run(self.settings.asked, init)
+        names = contents.names(facts, self.settings, group=f"{config['name']}-{config_hash}")
+        run_id = id_file.read_text().strip() if id_file.is_file() else None
+        init = {"id": run_id, "resume": "allow", "dir": self.save_dir, "project": self.name, **names}
+        self._run = open_run(self.settings.asked, **init)
         if self._run is None:
             self._failed = True
             return
         write_text(id_file, self._run.id + "\n")
-        columns = facts | {"config_hash": config_hash, "callbacks": contents.callback_settings(config)}
+        columns = {x: fact for x, fact in facts.items() if x not in ("name", "tags", "metrics")}
+        columns |= {"config_hash": config_hash, "callbacks": contents.callback_settings(config)}
         self._run.config.update(config | columns, allow_val_change=True)
-        self._summaries = {
-            f"{split}/{name}": f"{metric['best']},last"
-            for name, metric in contents.metrics_of(self.attempt).items()
-            for split in ("val", "test")
-        }
         self._run.define_metric("round")
-        for row in read_metrics(self.attempt.metrics):
+        self._run.define_metric("*", step_metric="round")
+        for name, metric in facts["metrics"].items():
+            for split in ("val", "test"):
+                best = f"{metric['best']},last"  # the default is the last value
+                self._run.define_metric(f"{split}/{name}", step_metric="round", summary=best)
+        for row in read_metrics(attempt.metrics):
             self._log_row(row)
 
     def _log_row(self, row: Mapping[str, float]) -> None:
         self._round = int(row["round"])
-        if self._round < self._run.starting_step:
-            return  # W&B has this row already
-        self._define(row)
-        self._run.log(dict(row), step=self._round)
+        if self._round >= self._run.starting_step:  # W&B has the rows before this step
+            self._run.log(dict(row), step=self._round)
 
-    def _define(self, row: Mapping[str, float]) -> None:
-        for name in sorted(row.keys() - self._defined):
-            self._run.define_metric(name, step_metric="round", summary=self._summaries.get(name))
-        self._defined |= row.keys()
+    def _log_end(self, module: FederatedModule, preempted: bool) -> None:
+        if preempted:
+            self._run.mark_preempting()
+        shown = contents.media(self.attempt, module)
+        if self.attempt.result.is_file():
+            result = read_result(self.attempt.result)
+            self._run.summary.update(contents.summary(result))
+            shown |= {x: value for x, value in metric_values(result).items() if x.startswith("test/")}
+        # files that W&B has not uploaded yet stay in the run's folder, for wandb sync
+        os.environ["WANDB_DATA_DIR"] = str(self._folder)
+        # W&B keeps the last step open, so that tables and pictures can be added to the step
+        self._run.log(shown, step=self._round)
+        if self.settings.log_checkpoints:
+            contents.log_checkpoints(self._run, self.attempt, self._round)
 
-    @contextmanager
-    def _harmless(self) -> Iterator[None]:
-        """Suppress errors of W&B and print the first error.
-
-        After an error, only :meth:`close` uses W&B.
-        """
+    def _call(self, action: Callable[..., object], *arguments: object) -> None:
+        """Call a function of W&B. Print the first error; after an error, call no function."""
+        if self._failed:
+            return
         try:
-            yield
+            action(*arguments)
         except Exception as error:  # noqa: BLE001  # whatever the error, training continues
-            if not self._failed:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                remedy = f"the run continues without it, all metrics are in {self.attempt.metrics}"
-                print(f"W&B failed: {reason}; {remedy}", file=sys.stderr)
             self._failed = True
+            remedy = f"the run continues without it, all metrics are in {self.attempt.metrics}"
+            print(f"W&B failed: {in_one_line(error)}; {remedy}", file=sys.stderr)

@@ -5,9 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Any, Literal
 
 _INIT_SECONDS = 10.0
 # time limit for uploads at the end of a run; wandb sync can upload the rest later
@@ -32,8 +30,6 @@ class WandbSettings:
         log_checkpoints: Whether to upload the checkpoints as an artifact at the end of the run.
     """
 
-    # makes unknown keys an error if the upload command reads the settings from a file
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: str | None = None
     entity: str | None = None
@@ -49,25 +45,36 @@ class WandbSettings:
         return self.mode if self.mode != "auto" else os.environ.get("WANDB_MODE") or "auto"
 
 
-def open_run(mode: str, init: dict[str, Any]) -> Any:
+def open_run(mode: str, **init: Any) -> Any:
     """Start or resume a run at W&B. If W&B does not work online, try offline.
 
     Args:
         mode: ``"auto"`` or a mode of ``wandb.init``.
-        init: Arguments of ``wandb.init``.
+        init: Further arguments of ``wandb.init``.
 
     Returns:
         The run; None if W&B is disabled or does not even work offline.
     """
     wrong = ""
-    for way in (mode, "offline"):
+    for asked in (mode, "offline"):
         try:
-            run = _start(way, init)
+            way = session_mode(asked)
+            if way == "disabled":
+                return None
+            import wandb
+
+            settings = wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,  # the run's configuration already contains the Git commit
+                disable_code=True,
+                init_timeout=_INIT_SECONDS,
+                finish_timeout=_UPLOAD_SECONDS,
+            )
+            run = wandb.init(mode=way, settings=settings, reinit="create_new", **init)
         except Exception as error:  # noqa: BLE001  # an error of W&B must not end training
-            wrong = wrong or " ".join(str(error).split()) or type(error).__name__
-            with suppress(Exception):
-                # without teardown, the run's id would remain in use
-                sys.modules["wandb"].teardown()
+            wrong = wrong or in_one_line(error)
+            tear_down()
         else:
             if wrong:
                 print(f"W&B does not work online, the run continues offline: {wrong}", file=sys.stderr)
@@ -99,18 +106,16 @@ def session_mode(mode: str) -> Any:
     return way
 
 
-def _start(mode: str, init: dict[str, Any]) -> Any:
-    way = session_mode(mode)
-    import wandb
+def in_one_line(error: Exception) -> str:
+    """Return the message of an error as one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
-    if way == "disabled":
-        return None
-    settings = wandb.Settings(
-        silent=True,
-        console="off",
-        disable_git=True,  # the run's configuration already contains the Git commit
-        disable_code=True,
-        init_timeout=_INIT_SECONDS,
-        finish_timeout=_UPLOAD_SECONDS,
-    )
-    return wandb.init(mode=way, settings=settings, reinit="create_new", **init)
+
+def tear_down(status: int = 1) -> None:
+    """End W&B in this process after an error. Otherwise a run's id would remain in use.
+
+    Args:
+        status: Exit status of the runs that are not finished.
+    """
+    with suppress(Exception):
+        sys.modules["wandb"].teardown(status)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.dashboard.settings import WandbSettings, session_mode
+from fl_lightning.experiments.dashboard.settings import WandbSettings, in_one_line, session_mode
 from fl_lightning.round.clock import RoundClock
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def final(metrics: Metrics) -> dict[str, list[str]]:
     }
 
 
-def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
-    """Save the workspace at W&B, and return its address. Return None if W&B is not online.
+def publish(project: str, entity: str | None, metrics: Metrics) -> str:
+    """Save the workspace at W&B, and return its address.
 
     Args:
         project: Project of the runs.
@@ -109,12 +109,14 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
         metrics: The metrics of the runs' task.
 
     Raises:
-        ConfigurationError: The package ``wandb-workspaces`` is missing, or W&B rejects the
-            workspace.
+        ConfigurationError: The package ``wandb-workspaces`` is missing, W&B is not online, or W&B
+            rejects the workspace.
     """
     try:
         if session_mode(WandbSettings().asked) != "online":
-            return None
+            raise ConfigurationError(
+                "dashboard: W&B is not online; store an API key by wandb login, and set WANDB_MODE to online or not at all"
+            )
         import wandb
 
         workspace = make_workspace(project, entity or wandb.Api().default_entity or "", metrics)
@@ -123,15 +125,9 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
     except ConfigurationError:
         raise
     except Exception as error:  # for example a network error
-        wrong = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
-            f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes the workspace to a file"
+            f"dashboard: W&B did not save the workspace: {in_one_line(error)}"
         ) from error
-
-
-def as_json(workspace: "Workspace") -> str:
-    """Return a workspace in the JSON format of W&B."""
-    return f"{workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)}\n"
 
 
 def make_workspace(project: str, entity: str, metrics: Metrics) -> "Workspace":

@@ -333,7 +333,9 @@ class Training:
         if attempt is None:
             return
         if self._wandb is not None:
-            self._wandb.close(preempted=isinstance(error, Stopped) and error.way == "SIGTERM")
+            if error is None:
+                self._wandb.start()  # has started, unless this fit had no round left to train
+            self._wandb.close(self.module, preempted=isinstance(error, Stopped) and error.way == "SIGTERM")
         if error is not None:
             self.start.discard_untrained()
         saved = self.keeper.saved_round or self.start.round

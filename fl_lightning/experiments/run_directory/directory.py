@@ -57,7 +57,6 @@ class Attempt:
     policy = _File("policy.json")  # treatment of each kind of state over the run
     # numbers of samples, rounds and local steps of each client
     participation = _File("participation.csv")
-    histograms = _File("histograms.json")  # histograms from the methods' reports, by name
     partition_picture = _File("partition.png")  # picture of partition.json
     learning_curve = _File("learning_curve.png")  # picture of accuracy and loss over the rounds
     wandb_id = _File("wandb_id")  # the run's id at Weights & Biases; a resumed run has the same id

@@ -5,13 +5,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.experiments.run_directory.describe import clients_table, run_title
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.predictions import overlays
-from fl_lightning.files import csv_text, write_json, write_text
+from fl_lightning.files import csv_text, write_text
 from fl_lightning.methods.report import Report
 from fl_lightning.pictures.federation import class_quality_figure, clients_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
@@ -33,7 +32,7 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     - A finished run has ``class_<quality>.png``, such as ``class_accuracy.png``, drawn from
       ``result.json``.
     - A finished segmentation run also has ``overlays.png``.
-    - Reports may add ``<name>.png``, ``<name>.csv`` and entries in ``histograms.json``.
+    - Reports may add ``<name>.png`` and ``<name>.csv``.
 
     Args:
         attempt: The run's folder. With None, no pictures are drawn.
@@ -63,7 +62,6 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     with harmless(attempt.participation):
         columns, rows = clients_table(module)
         write_text(attempt.participation, csv_text([columns, *rows]))
-    histograms: dict[str, Any] = {}
     for report in (cb for cb in module.federated_callbacks if isinstance(cb, Report)):
         with harmless(f"a picture of {type(report).__name__}"):
             for name, draw in report.figures(read_metrics(attempt.metrics)).items():
@@ -71,10 +69,6 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
         with harmless(f"a table of {type(report).__name__}"):
             for name, table in report.tables().items():
                 write_text(attempt.path / f"{name}.csv", csv_text([table.columns, *table.rows]))
-            histograms |= {name: [*values] for name, values in report.histograms().items() if len(values)}
-    if histograms:
-        with harmless(attempt.histograms):
-            write_json(attempt.histograms, histograms)
 
 
 @contextmanager
