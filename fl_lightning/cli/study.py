@@ -2,7 +2,7 @@
 
 import io
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from functools import cache, cached_property
@@ -14,11 +14,18 @@ from fl_lightning.cli.command_line import build, resolve
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import ENGINES, study_options
 from fl_lightning.console import in_words
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
+from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
-from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
+from fl_lightning.experiments.studies.choosing import (
+    chosen,
+    is_chosen,
+    metric_of,
+    trial_cells,
+    with_wider_grids,
+)
 from fl_lightning.experiments.studies.columns import check_columns
 from fl_lightning.experiments.studies.definition import Study, as_argument
 from fl_lightning.experiments.studies.engines.base import Engine
@@ -26,11 +33,9 @@ from fl_lightning.experiments.studies.figures import write_figures
 from fl_lightning.experiments.studies.findings import findings
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Labels
 from fl_lightning.experiments.studies.progress import StudyProgress, time_left
-from fl_lightning.experiments.studies.reading import read_study
-from fl_lightning.experiments.studies.reads import Reads, check_columns_exist, texts
+from fl_lightning.experiments.studies.reading import all_mistakes, read_study
 from fl_lightning.experiments.studies.reported import LAST, check_rule
-from fl_lightning.experiments.studies.running import Runner
-from fl_lightning.experiments.studies.sharing import share_first_stages
+from fl_lightning.experiments.studies.running import Runner, share_first_stages
 from fl_lightning.experiments.studies.tables import (
     as_text,
     caption,
@@ -92,31 +97,23 @@ def main(args: Sequence[str]) -> None:
     folder = folder_below(cells.any.config["run_root"], f"studies/{name}")
     engine = make_engine(options.engine)
     jobs = options.jobs or _room(cells, engine)
-    reads = Reads(study)
+    table: list[Cell] = []
     with StudyProgress(jobs, study.scale.cell_seconds) as progress:
 
         def show(states: Sequence[tuple[Cell, State]]) -> None:
             progress.show(states)
-            reads.check(states)
+            cells.check_metrics(states, table)
 
         runner = Runner(folder, engine, jobs, accept_stale, show)
-
-        def choose() -> list[ChoiceFound]:
-            """Run the trials. If a grid of learning rates is extended, run the new trials, too."""
-            while True:
-                runner.run(reads.soon(cells.trial_cells))
-                choices = chosen(cells.study, cells.trials, accept_stale, runner.diverged)
-                if not cells.extend(choices):
-                    return choices
-                reads.study = cells.study
-
-        choices = choose()
-        table = cells.table(choices)
-        runner.run([*cells.trial_cells, *reads.soon(table)])
-        # if the data have changed, the trials are rerun, which may change the chosen labels
-        while (again := choose()) != choices:
-            choices, table = again, cells.table(again)
-            runner.run([*cells.trial_cells, *reads.soon(table)])
+        choices = cells.choose(runner.run, accept_stale, runner.diverged)
+        while True:
+            table = cells.table(choices)
+            # the first seed of all labels first, since these cells show which metrics are missing
+            runner.run([*cells.trial_cells, *sorted(table, key=cells.is_repetition)])
+            before, choices = choices, cells.choose(runner.run, accept_stale, runner.diverged)
+            # if the data have changed, the trials were run again, which may have changed the choice
+            if choices == before:
+                break
     if table:
         found = findings(cells.study, table, choices, runner.failed, accept_stale, runner.diverged)
         named = ["--name", options.name] if options.name else []
@@ -164,15 +161,13 @@ class StudyCells:
         """
         seen: set[tuple[str, str]] = set()
         mistakes: dict[str, str] = {}
-        known: set[str] = set()
         for labels in self.study.combinations():
             if not seen.issuperset(labels.items()):
                 try:
                     settings = self._settings(labels)
                     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                        built = build(settings)
+                        build(settings)
                     config = _resolved(tuple(settings))
-                    known |= texts(built.model, config, built.datamodule.num_classes)
                     check_rule(self.study.definition.report, self.study.definition.metrics, config)
                 except ConfigurationError as error:
                     names = " ".join(f"{axis}={label}" for axis, label in labels.items())
@@ -181,9 +176,7 @@ class StudyCells:
         if len(mistakes) == 1:
             raise ConfigurationError(*mistakes)
         if mistakes:
-            lines = (f"({i}) {labels}: {line}" for i, (line, labels) in enumerate(mistakes.items(), 1))
-            raise ConfigurationError(f"study: {len(mistakes)} mistakes: {' '.join(lines)}")
-        check_columns_exist(self.study.definition.metrics, known)
+            raise all_mistakes("study", [f"{labels}: {line}" for line, labels in mistakes.items()])
 
     @cached_property
     def any(self) -> Cell:
@@ -200,17 +193,62 @@ class StudyCells:
         """Trial cells of all choices, as a single list."""
         return [cell for trial in self.trials for cell in trial]
 
-    def extend(self, choices: Sequence[ChoiceFound]) -> bool:
-        """Extend each grid of learning rates if the chosen value is at the grid's edge.
+    def choose(
+        self,
+        run: Callable[[list[Cell]], None] = lambda cells: None,
+        accept_stale: bool = False,
+        diverged: Collection[Path] = (),
+    ) -> list[ChoiceFound]:
+        """Return the choices of the study.
 
-        Returns:
-            Whether a grid was extended.
+        While the chosen learning rate is at the edge of its grid, the grid is extended.
+
+        Args:
+            run: Function that runs the trials (default: run no trial).
+            accept_stale: Whether stale results count (default False).
+            diverged: Keys of the cells that ended with a non-finite update.
         """
-        before, self.study = self.study, with_wider_grids(self.study, choices)
-        if self.study is before:
-            return False
-        del self.trials
-        return True
+        while True:
+            run(self.trial_cells)
+            choices = chosen(self.study, self.trials, accept_stale, diverged)
+            before, self.study = self.study, with_wider_grids(self.study, choices)
+            if self.study is before:
+                return choices
+            del self.trials
+
+    def check_metrics(self, states: Sequence[tuple[Cell, State]], table: Sequence[Cell]) -> None:
+        """Check that finished cells have the metrics that the study needs.
+
+        Args:
+            states: Cells with their states.
+            table: Cells of the table.
+
+        Raises:
+            ConfigurationError: A finished trial lacks the metric of its choice, or a finished cell
+                lacks the metric of its label. The error is also raised if one cell of each row of
+                the table is finished, and none of them has the metric of a column.
+        """
+        logged = {
+            cell.key: {*metric_values(x.result)} for cell, x in states if x.phase == "done" and x.result
+        }
+        for cell in self._made.values():
+            if (metric := self.study.metric(cell.labels)) and cell.key in logged:
+                _expect(f"metric: the runs of {cell.name} have no", metric, logged[cell.key])
+        for choice, trials in zip(self.study.choices, self.trials, strict=True):
+            for cell in trials:
+                if cell.key in logged:
+                    metric = metric_of(self.study, choice, [cell.labels])
+                    _expect("choose: the runs have no metric", metric, logged[cell.key])
+        rows: dict[tuple[str, ...], set[str]] = {tuple(cell.labels.values()): set() for cell in table}
+        for cell in table:
+            rows[tuple(cell.labels.values())] |= logged.get(cell.key, set())
+        if rows and all(rows.values()):
+            for metric in self.study.definition.metrics:
+                _expect("metrics: no run has", metric, set().union(*rows.values()))
+
+    def is_repetition(self, cell: Cell) -> bool:
+        """Return whether the seed of a cell is not the first seed of its labels."""
+        return cell.seed != self.study.seeds(cell.labels)[0]
 
     def cell(self, labels: Labels, seed: int) -> Cell:
         """Return the cell with these labels and this seed."""
@@ -248,13 +286,18 @@ class StudyCells:
         return [self.cell(labels, seed) for labels in combinations for seed in self.study.seeds(labels)]
 
 
+def _expect(words: str, metric: str, names: Collection[str]) -> None:
+    if metric not in names:
+        raise ConfigurationError(
+            f"{words} {metric}{nearest(metric, names)}; there are {', '.join(sorted(names))}"
+        )
+
+
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
     # the first pass finds the newest data, and the second pass uses only trials on the newest data
     for _ in range(2):
-        choices = chosen(cells.study, cells.trials, accept_stale)
-        while cells.extend(choices):
-            choices = chosen(cells.study, cells.trials, accept_stale)
+        choices = cells.choose(accept_stale=accept_stale)
         every = [*cells.trial_cells, *cells.table(choices)]
         unique = [*{cell.key: cell for cell in every}.values()]
         expect_newest_data([cell.state(accept_stale) for cell in unique], unique)

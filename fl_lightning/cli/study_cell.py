@@ -25,7 +25,7 @@ _PAUSE = 1.0  # seconds between two checks of the cell's state
 
 
 def preload() -> None:
-    """Import slow packages and compute the digest of the source code, once for all forks.
+    """Import slow packages and compute the digest of the source code, once for all cells.
 
     Packages of data sets are not imported, because some of them import pyarrow, which starts a
     thread.

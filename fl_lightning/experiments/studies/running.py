@@ -4,9 +4,8 @@ A cell can continue a checkpoint of another cell, the parent. The parent then ru
 """
 
 import json
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
@@ -19,7 +18,7 @@ from fl_lightning.errors import Diverged
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.studies.cells import Cell, State, expect_newest_data
 from fl_lightning.experiments.studies.engines.base import Engine, Job
-from fl_lightning.experiments.studies.sharing import share_first_stages
+from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 from fl_lightning.files import write_text
 
 _PAUSE = 0.5  # seconds between two checks of all cells
@@ -178,15 +177,14 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        # study_cell resumes from the newest checkpoint when it is run again; fit does not
-        command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
+        arguments = [str(file.resolve())]
         branch = cell.branch(self.accept_stale)
-        command += [f"--branch={branch.resolve()}"] if branch is not None else []
-        command += ["--accept-stale"] if self.accept_stale else []
-        command += [f"--data={json.dumps(cell.data)}"] if cell.data is not None else []
+        arguments += [f"--branch={branch.resolve()}"] if branch is not None else []
+        arguments += ["--accept-stale"] if self.accept_stale else []
+        arguments += [f"--data={json.dumps(cell.data)}"] if cell.data is not None else []
         gpus = self.engine.gpus if config["trainer"]["accelerator"] != "cpu" else 0
         share = 1 / ceil(self.jobs / gpus) if gpus else 0.0
-        return Job(cell.job, command, log, threads=config["threads"] or 1, gpus=share)
+        return Job(cell.job, arguments, log, threads=config["threads"] or 1, gpus=share)
 
     def _error(self, cell: Cell, status: int, state: State) -> str:
         """Return the reason why a cell has no result, in one line."""
@@ -200,3 +198,24 @@ class Runner:
         message = next((line for line in of_last_try if line.startswith("error: ")), "")
         killed = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return f"{message.removeprefix('error: ') or killed}; its output: {log}"
+
+
+def share_first_stages(cells: Iterable[Cell]) -> None:
+    """Choose a parent for each cell whose first rounds another cell also trains.
+
+    Among cells that differ only in T*, the parent is the cell with the latest T*, or a cell without
+    T*. Each other cell then trains only the rounds after T*, from a checkpoint of the parent.
+
+    A cell with a budget of epochs has no parent, because the number of rounds is unknown.
+    """
+    families: dict[str, list[tuple[float, Cell]]] = {}
+    for cell in cells:
+        if cell.rounds:
+            family = family_of(cell.config)
+            families.setdefault(family, []).append((first_stage(cell.config), cell))
+    for members in families.values():
+        latest, parent = max(members, key=lambda entry: entry[0])
+        for until, cell in members:
+            if 0 < until < latest:
+                cell.parent, cell.shared_rounds = parent, int(until)
+                parent.keep_rounds.add(int(until))
