@@ -4,7 +4,6 @@ import io
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from copy import deepcopy
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -14,15 +13,13 @@ from fl_lightning.cli.command_line import build, resolve
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import ENGINES, study_options
 from fl_lightning.console import in_words
-from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
-from fl_lightning.experiments.run_directory.finished import metric_values
-from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
+from fl_lightning.experiments.studies.cells import RUNS, Cell, expect_newest_data
 from fl_lightning.experiments.studies.choosing import (
     chosen,
     is_chosen,
-    metric_of,
     trial_cells,
     with_wider_grids,
 )
@@ -53,6 +50,9 @@ _COMPUTED = {
 """Default settings of cells.
 
 With these settings, results do not depend on how many cells run at a time."""
+
+_FIXED = {"ckpt_path": None, "accept_data": False, "weights_only": None, "trainer.fast_dev_run": False}
+"""Settings that no cell may change: ``fast_dev_run``, for example, writes no result."""
 
 _resolved = cache(resolve)
 
@@ -97,19 +97,12 @@ def main(args: Sequence[str]) -> None:
     folder = folder_below(cells.any.config["run_root"], f"studies/{name}")
     engine = make_engine(options.engine)
     jobs = options.jobs or _room(cells, engine)
-    table: list[Cell] = []
-    with StudyProgress(jobs, study.scale.cell_seconds) as progress:
-
-        def show(states: Sequence[tuple[Cell, State]]) -> None:
-            progress.show(states)
-            cells.check_metrics(states, table)
-
-        runner = Runner(folder, engine, jobs, accept_stale, show)
+    with StudyProgress(cells.needed_metrics, jobs, study.scale.cell_seconds) as progress:
+        runner = Runner(folder, engine, jobs, accept_stale, progress.show)
         choices = cells.choose(runner.run, accept_stale, runner.diverged)
         while True:
             table = cells.table(choices)
-            # the first seed of all labels first, since these cells show which metrics are missing
-            runner.run([*cells.trial_cells, *sorted(table, key=cells.is_repetition)])
+            runner.run([*cells.trial_cells, *table])
             before, choices = choices, cells.choose(runner.run, accept_stale, runner.diverged)
             # if the data have changed, the trials were run again, which may have changed the choice
             if choices == before:
@@ -216,60 +209,32 @@ class StudyCells:
                 return choices
             del self.trials
 
-    def check_metrics(self, states: Sequence[tuple[Cell, State]], table: Sequence[Cell]) -> None:
-        """Check that finished cells have the metrics that the study needs.
-
-        Args:
-            states: Cells with their states.
-            table: Cells of the table.
-
-        Raises:
-            ConfigurationError: A finished trial lacks the metric of its choice, or a finished cell
-                lacks the metric of its label. The error is also raised if one cell of each row of
-                the table is finished, and none of them has the metric of a column.
-        """
-        logged = {
-            cell.key: {*metric_values(x.result)} for cell, x in states if x.phase == "done" and x.result
-        }
-        for cell in self._made.values():
-            if (metric := self.study.metric(cell.labels)) and cell.key in logged:
-                _expect(f"metric: the runs of {cell.name} have no", metric, logged[cell.key])
-        for choice, trials in zip(self.study.choices, self.trials, strict=True):
-            for cell in trials:
-                if cell.key in logged:
-                    metric = metric_of(self.study, choice, [cell.labels])
-                    _expect("choose: the runs have no metric", metric, logged[cell.key])
-        rows: dict[tuple[str, ...], set[str]] = {tuple(cell.labels.values()): set() for cell in table}
-        for cell in table:
-            rows[tuple(cell.labels.values())] |= logged.get(cell.key, set())
-        if rows and all(rows.values()):
-            for metric in self.study.definition.metrics:
-                _expect("metrics: no run has", metric, set().union(*rows.values()))
-
-    def is_repetition(self, cell: Cell) -> bool:
-        """Return whether the seed of a cell is not the first seed of its labels."""
-        return cell.seed != self.study.seeds(cell.labels)[0]
-
     def cell(self, labels: Labels, seed: int) -> Cell:
         """Return the cell with these labels and this seed."""
         key = (*labels.items(), seed)
         if key not in self._made:
             first = self.study.seeds(labels)[0]
-            config = deepcopy(_resolved(tuple(self._settings(labels))))
-            fixed = {"seed_everything": first, "ckpt_path": None, "accept_data": False, "weights_only": None}
-            for name, value in fixed.items():
-                if config[name] != value:
+            config = _resolved(tuple(self._settings(labels)))
+            given = {**config, "trainer.fast_dev_run": config["trainer"]["fast_dev_run"]}
+            for name, value in {**_FIXED, "seed_everything": first}.items():
+                if given[name] != value:
                     raise ConfigurationError(
-                        f"{name}: {config[name]} is no setting of a study's cells: the study sets seeds and checkpoints; leave it out"
+                        f"{name}: {given[name]} is no setting of a study's cells: the study sets seeds and checkpoints; leave it out"
                     )
             rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
             folder = f"{RUNS}/{rounds}"
             if self.study.definition.report != LAST:  # the value depends on how often the cell is evaluated
                 folder += f"-every-{config['trainer']['check_val_every_n_epoch']}"
             # the configuration is resolved once for all seeds
-            config |= {"seed_everything": seed, "name": folder}
-            self._made[key] = Cell(labels, seed, config)
+            self._made[key] = Cell(labels, seed, {**config, "seed_everything": seed, "name": folder})
         return self._made[key]
+
+    def needed_metrics(self, cell: Cell) -> list[str]:
+        """Return the metrics that the study reads from a cell."""
+        if own := self.study.metric(cell.labels):
+            return [own]
+        chosen_by = [choice.metric for choice in self.study.choices if choice.seed == cell.seed]
+        return [*self.study.definition.metrics, *chosen_by]
 
     def _settings(self, labels: Labels) -> list[str]:
         """Return the arguments of ``fit`` for a combination of labels with its first seed."""
@@ -284,13 +249,6 @@ class StudyCells:
         """
         combinations = [x for x in self.study.combinations() if is_chosen(x, choices)]
         return [self.cell(labels, seed) for labels in combinations for seed in self.study.seeds(labels)]
-
-
-def _expect(words: str, metric: str, names: Collection[str]) -> None:
-    if metric not in names:
-        raise ConfigurationError(
-            f"{words} {metric}{nearest(metric, names)}; there are {', '.join(sorted(names))}"
-        )
 
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:

@@ -16,6 +16,8 @@ from fl_lightning.__main__ import main
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.study import deciding_options
 
+SMALL = {"quick": {"base": "tiny.yaml"}}
+
 
 def own(line):
     """A line of metrics without times, and without the T* of the run that computed the round."""
@@ -69,6 +71,24 @@ def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ra
     ]
     for one, other in zip(*lines, strict=True):
         assert own(one) == own(other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--checkpoint.every_n_rounds=5", "--checkpoint.every_n_seconds=null"],
+        ["--checkpoint.monitor=val/loss", "--run_root=linked/elsewhere"],
+    ],
+)
+def test_cells_that_share_a_first_stage_finish_wherever_and_whenever_checkpoints_are_written(ran, options):
+    Path("place").mkdir()
+    Path("linked").symlink_to("place")
+    write(axes={"T*": STUDY["axes"]["T*"]}, without=[], published=[], claims=[], scales=SMALL)
+    study(*options)
+    paths = [path for root in ("runs", "place") for path in Path(root).rglob("cells/6/*/result.json")]
+    results = [json.loads(path.read_text()) for path in paths]
+    assert sorted(len(result["continued_from"]) for result in results) == [0, 1]
+    assert [result["rounds"] for result in results] == [6, 6]
 
 
 @pytest.mark.slow
@@ -249,14 +269,20 @@ def test_a_caption_names_the_options_that_decide():
 
 
 @pytest.mark.slow
-def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
+def test_a_metric_that_no_run_has_is_told_by_the_first_cell_and_costs_no_cell(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/accuracyy": "test too"})
-    line = "error: metrics: no run has test/accuracyy; did you mean test/accuracy or val/accuracy?; there are"
-    assert message_of(capsys, lambda: study("--trainer.max_epochs=5")).startswith(line)
-    assert len(ran) == 3  # the first seed of each row
+    with pytest.raises(SystemExit):
+        study()
+    told = capsys.readouterr()
+    first, *others = [line for line in told.out.splitlines() if "test/accuracyy" in line]
+    words = "has no test/accuracyy; did you mean test/accuracy or val/accuracy?; there are "
+    assert first.startswith(f"metrics: T*=2 method=GN seed=0 {words}")
+    assert others == []
+    assert told.err.startswith("error: metrics: no run has test/accuracyy; there are ")
     assert not Path("runs/studies/s-quick/study.json").exists()
+    assert len(ran) == 6
     write(metrics={"test/accuracy": "test"})
-    study("--trainer.max_epochs=5")
+    study()
     assert len(ran) == 6
 
 
@@ -271,17 +297,21 @@ def test_a_column_that_only_some_rows_have_is_no_mistake(ran):
 
 
 @pytest.mark.slow
-def test_the_metric_of_a_label_or_a_choice_that_no_run_has_ends_the_study_at_its_first_cell(ran, capsys):
+def test_the_metric_of_a_label_or_a_choice_that_no_run_has_ends_the_study(ran, capsys):
     lr, nothing = "model.client_optimizer.lr", {"without": [], "published": [], "claims": []}
-    write(axes={"method": {"BN": {}, "sBN": {"metric": "test/accuracy_static"}}, lr: [0.1, 0.2]}, **nothing)
-    assert message_of(capsys, study).startswith(
-        "error: metric: the runs of method=sBN lr=0.1 seed=0 have no test/accuracy_static"
-    )
+    write(axes={"method": {"sBN": {"metric": "test/accuracy_static"}}, lr: [0.1, 0.2]}, **nothing)
+    with pytest.raises(SystemExit):
+        study()
+    told = capsys.readouterr()
+    assert "metrics: method=sBN lr=0.1 seed=0 has no test/accuracy_static" in told.out
+    words = "error: metric: the runs of method=sBN lr=0.1 seed=0 have no test/accuracy_static"
+    assert told.err.startswith(words)
     write(axes={lr: [0.1, 0.2, 0.3]}, choose=[{"axis": lr, "metric": "val/acuracy"}], **nothing)
-    assert message_of(capsys, study).startswith(
-        "error: choose: the runs have no metric val/acuracy; did you mean val/accuracy or"
-    )
-    assert len(ran) == 2  # the first cell of each study
+    with pytest.raises(SystemExit):
+        study()
+    told = capsys.readouterr()
+    assert "metrics: lr=0.1 seed=1000 has no val/acuracy; did you mean val/accuracy" in told.out
+    assert told.err.startswith("error: choose: the runs have no metric val/acuracy; there are")
     assert not Path("runs/studies/s-quick/study.json").exists()
 
 
@@ -312,6 +342,10 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
             "seed_everything: 5 is no setting of a study's cells: the study sets seeds",
         ),
         (["s.yaml", "--ckpt_path", "last"], "ckpt_path: last is no setting of a study's cells"),
+        (
+            ["s.yaml", "--trainer.fast_dev_run", "true"],
+            "trainer.fast_dev_run: True is no setting of a study's cells",
+        ),
         (["tiny.bin"], "study: tiny.bin cannot be read: it is not UTF-8"),
     ],
 )

@@ -5,12 +5,11 @@ A cell can continue a checkpoint of another cell, the parent. The parent then ru
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
 from pathlib import Path
-from typing import Literal
 
 import yaml
 
@@ -27,20 +26,17 @@ _PATIENCE = 60.0
 
 
 @dataclass
-class _Life:
-    """Progress of a cell that this process runs.
+class _Running:
+    """A cell that this process runs.
 
     Attributes:
-        phase: ``"waiting"``, ``"submitted"`` or ``"ended"``. In phase ``"ended"``, the result may
-            not be visible yet.
         before: Newest attempt when the job was submitted, or None.
-        status: Exit status of the job.
+        status: Exit status of the job; None until the job has ended.
         ended: Time at which the job ended, in seconds of the monotonic clock.
     """
 
-    phase: Literal["waiting", "submitted", "ended"] = "waiting"
-    before: Attempt | None = None
-    status: int = 0
+    before: Attempt | None
+    status: int | None = None
     ended: float = 0.0
 
 
@@ -105,60 +101,50 @@ class Runner:
         return [cell for cell in stale if cell.family in shown or cell is first[cell.family]]
 
     def _run(self, unique: Sequence[Cell]) -> None:
-        left = {cell: _Life() for cell in unique if cell.key not in self.failed}
+        waiting = [cell for cell in unique if cell.key not in self.failed]
+        running: dict[Cell, _Running] = {}
+        by_job = {cell.job: cell for cell in unique}
         try:
-            while left:
+            while waiting or running:
                 for name, status in self.engine.ended().items():
-                    life = next(
-                        life for cell, life in left.items() if cell.job == name and life.phase == "submitted"
-                    )
-                    life.phase, life.status, life.ended = "ended", status, time.monotonic()
+                    run = running[by_job[name]]
+                    run.status, run.ended = status, time.monotonic()
                 states = {cell: self._state(cell) for cell in unique}
-                for cell in [cell for cell, life in left.items() if life.phase == "ended"]:
-                    self._settle(cell, left, states)
+                for cell, run in [*running.items()]:
+                    if run.status is not None and self._is_settled(cell, run, run.status, states):
+                        del running[cell]
+                        # another study may train this cell now
+                        waiting += [cell] * (states[cell].phase == "running")
                 self.show([*states.items()])
-                self._submit(left, states)
-                if left:
+                waiting = [cell for cell in waiting if states[cell].phase != "done"]
+                left = {*waiting, *running}
+                elsewhere = sum(states[cell].phase == "running" for cell in waiting)
+                ready = [x for x in waiting if states[x].phase != "running" and x.parent not in left]
+                busy = elsewhere + sum(run.status is None for run in running.values())
+                started = ready[: max(self.jobs - busy, 0)]
+                running |= {cell: _Running(states[cell].attempt) for cell in started}
+                waiting = [cell for cell in waiting if cell not in running]
+                self.engine.submit([self._job(cell) for cell in started])
+                if waiting or running:
                     time.sleep(_PAUSE)
         except BaseException:
             self.engine.stop()
             raise
 
-    def _settle(self, cell: Cell, left: dict[Cell, "_Life"], states: dict[Cell, State]) -> None:
-        """Record the outcome of a cell if its job has ended and the job's files are visible."""
-        life = left[cell]
-        another = states[cell].attempt != life.before
-        if states[cell].phase == "stale" and another and not life.status:
+    def _is_settled(self, cell: Cell, run: _Running, status: int, states: dict[Cell, State]) -> bool:
+        """Return whether the files of an ended job are visible. If so, record a failure."""
+        another = states[cell].attempt != run.before
+        if states[cell].phase == "stale" and another and not status:
             cell.data = None  # the new result was computed on the present data
             states[cell] = self._state(cell)
         there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
-        if not (life.status or there or time.monotonic() - life.ended > _PATIENCE):
-            return
-        del left[cell]
-        if states[cell].phase == "running":  # another study trains this cell now
-            left[cell] = _Life()
-        elif life.status or states[cell].phase != "done":
-            self.failed[cell.key] = self._error(cell, life.status, states[cell])
-            if life.status == Diverged.exit_status:
+        if not (status or there or time.monotonic() - run.ended > _PATIENCE):
+            return False
+        if states[cell].phase != "running" and (status or states[cell].phase != "done"):
+            self.failed[cell.key] = self._error(cell, status, states[cell])
+            if status == Diverged.exit_status:
                 self.diverged.add(cell.key)
-
-    def _submit(self, left: dict[Cell, "_Life"], states: Mapping[Cell, State]) -> None:
-        """Submit waiting cells, so that at most ``jobs`` cells run at a time.
-
-        A cell is submitted if no other process trains it and its parent has ended.
-        """
-        waiting = [cell for cell, life in left.items() if life.phase == "waiting"]
-        for cell in [cell for cell in waiting if states[cell].phase == "done"]:
-            waiting.remove(cell)
-            del left[cell]
-        running = sum(life.phase == "submitted" for life in left.values())
-        running += sum(states[cell].phase == "running" for cell in waiting)
-        ready = [cell for cell in waiting if states[cell].phase != "running" and cell.parent not in left]
-        jobs = []
-        for cell in ready[: max(self.jobs - running, 0)]:
-            left[cell] = _Life("submitted", before=states[cell].attempt)
-            jobs.append(self._job(cell))
-        self.engine.submit(jobs)
+        return True
 
     def _state(self, cell: Cell) -> State:
         state = self._done.get(cell) or cell.state(self.accept_stale)
@@ -177,11 +163,13 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = [str(file.resolve())]
         branch = cell.branch(self.accept_stale)
-        arguments += [f"--branch={branch.resolve()}"] if branch is not None else []
-        arguments += ["--accept-stale"] if self.accept_stale else []
-        arguments += [f"--data={json.dumps(cell.data)}"] if cell.data is not None else []
+        options = {
+            "branch": branch and str(branch.resolve()),
+            "data": cell.data,
+            "accept_stale": self.accept_stale,
+        }
+        arguments = [str(file.resolve()), json.dumps(options)]
         gpus = self.engine.gpus if config["trainer"]["accelerator"] != "cpu" else 0
         share = 1 / ceil(self.jobs / gpus) if gpus else 0.0
         return Job(cell.job, arguments, log, threads=config["threads"] or 1, gpus=share)
