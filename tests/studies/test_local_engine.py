@@ -12,7 +12,6 @@ import torch
 from cells import (
     PAUSES,
     attempts_of,
-    is_running,
     new_server,
     nothing_left,
     study_cells,
@@ -21,6 +20,7 @@ from cells import (
 )
 from command_line import rows
 
+from benchmarks.process_tree import is_running
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.checkpoint_io import load_run
 from fl_lightning.experiments.studies.engines import local

@@ -84,12 +84,6 @@ def processes_of(cell=None):
     return found
 
 
-def is_running(process):
-    """Return whether a process has not ended."""
-    stat = Path(f"/proc/{process}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @contextmanager
 def nothing_left():
     """End what a test has started, also where it failed."""
