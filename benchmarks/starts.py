@@ -24,10 +24,12 @@ from benchmarks.stopwatch import machine
 _COMMAND = """
 import sys
 from functools import partial
+from multiprocessing import forkserver
 from fl_lightning.__main__ import main
 from fl_lightning.experiments.studies.engines import local
 local.LocalEngine = partial(local.LocalEngine, forks=sys.argv.pop(1) == "forks")
 main()
+forkserver._forkserver._stop()  # the time of a server counts once this process has waited for it
 """
 
 

@@ -72,7 +72,6 @@ class Byzantine(FederatedCallback):
 
     paper = "Guerraoui et al., arXiv 2405.14670, Section 5 (attacks: see fl_lightning.attacks)"
     role = "attack"
-    logs = ("byzantine/", "val/attack_success", "test/attack_success")
     examples = (
         {"attack": ALittleIsEnough(), "clients": 1},
         {"attack": Mimic(), "clients": [0], "target": "parameters"},

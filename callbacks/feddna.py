@@ -51,7 +51,6 @@ class FedDNA(FederatedCallback):
         FedDNA (lite): importances minimise reverse_kl, in place of the paper's adversarial training.
     """
 
-    logs = ("feddna/",)
     paper = "Duan et al., FedDNA, ECML-PKDD 2021 (lite)"
     claims: tuple[str, ...] = (
         "weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training",

@@ -98,7 +98,6 @@ class FedExFixBN(FoundFreezing):
         True
     """
 
-    logs = ("fedex/", "fixbn/")
     paper = "Khodak et al., arXiv 2106.04502 (adapted)"
     examples = ({}, {"schedule": "aggressive", "cutoff": 0.6})
     saved = (*FoundFreezing.saved, "log_theta", "past_losses", "past_steps", "batch_round")

@@ -42,7 +42,6 @@ class AggregationDiagnostics(Report, FederatedCallback):
 
     paper = "(an observer: measurement only)"
     role = "observer"
-    logs = ("byzantine/",)
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
     examples = ({}, {"every_n_rounds": 1})
     saved = ("shares", "attackers")

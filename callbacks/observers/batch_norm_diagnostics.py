@@ -118,7 +118,6 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     paper = "(an observer: measurement only)"
     role = "observer"
-    logs = ("bn/",)
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
     examples = ({}, {"every_n_rounds": 1, "window": 2})
     saved = (*BatchNormReport.saved, "windows")

@@ -78,7 +78,6 @@ class ClassifierBias(FederatedCallback):
 
     paper = "(an observer: evaluation only)"
     role = "observer"
-    logs = ("val/predicted_share_", "test/predicted_share_")
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
     saved = ("models",)
 

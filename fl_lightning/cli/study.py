@@ -2,9 +2,8 @@
 
 import io
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from copy import deepcopy
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -17,8 +16,13 @@ from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
-from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
-from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
+from fl_lightning.experiments.studies.cells import RUNS, Cell, expect_newest_data
+from fl_lightning.experiments.studies.choosing import (
+    chosen,
+    is_chosen,
+    trial_cells,
+    with_wider_grids,
+)
 from fl_lightning.experiments.studies.columns import check_columns
 from fl_lightning.experiments.studies.definition import Study, as_argument
 from fl_lightning.experiments.studies.engines.base import Engine
@@ -26,11 +30,9 @@ from fl_lightning.experiments.studies.figures import write_figures
 from fl_lightning.experiments.studies.findings import findings
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Labels
 from fl_lightning.experiments.studies.progress import StudyProgress, time_left
-from fl_lightning.experiments.studies.reading import read_study
-from fl_lightning.experiments.studies.reads import Reads, check_columns_exist, texts
+from fl_lightning.experiments.studies.reading import all_mistakes, read_study
 from fl_lightning.experiments.studies.reported import LAST, check_rule
-from fl_lightning.experiments.studies.running import Runner
-from fl_lightning.experiments.studies.sharing import share_first_stages
+from fl_lightning.experiments.studies.running import Runner, share_first_stages
 from fl_lightning.experiments.studies.tables import (
     as_text,
     caption,
@@ -48,6 +50,9 @@ _COMPUTED = {
 """Default settings of cells.
 
 With these settings, results do not depend on how many cells run at a time."""
+
+_FIXED = {"ckpt_path": None, "accept_data": False, "weights_only": None, "trainer.fast_dev_run": False}
+"""Settings that no cell may change: ``fast_dev_run``, for example, writes no result."""
 
 _resolved = cache(resolve)
 
@@ -92,31 +97,16 @@ def main(args: Sequence[str]) -> None:
     folder = folder_below(cells.any.config["run_root"], f"studies/{name}")
     engine = make_engine(options.engine)
     jobs = options.jobs or _room(cells, engine)
-    reads = Reads(study)
-    with StudyProgress(jobs, study.scale.cell_seconds) as progress:
-
-        def show(states: Sequence[tuple[Cell, State]]) -> None:
-            progress.show(states)
-            reads.check(states)
-
-        runner = Runner(folder, engine, jobs, accept_stale, show)
-
-        def choose() -> list[ChoiceFound]:
-            """Run the trials. If a grid of learning rates is extended, run the new trials, too."""
-            while True:
-                runner.run(reads.soon(cells.trial_cells))
-                choices = chosen(cells.study, cells.trials, accept_stale, runner.diverged)
-                if not cells.extend(choices):
-                    return choices
-                reads.study = cells.study
-
-        choices = choose()
-        table = cells.table(choices)
-        runner.run([*cells.trial_cells, *reads.soon(table)])
-        # if the data have changed, the trials are rerun, which may change the chosen labels
-        while (again := choose()) != choices:
-            choices, table = again, cells.table(again)
-            runner.run([*cells.trial_cells, *reads.soon(table)])
+    with StudyProgress(cells.needed_metrics, jobs, study.scale.cell_seconds) as progress:
+        runner = Runner(folder, engine, jobs, accept_stale, progress.show)
+        choices = cells.choose(runner.run, accept_stale, runner.diverged)
+        while True:
+            table = cells.table(choices)
+            runner.run([*cells.trial_cells, *table])
+            before, choices = choices, cells.choose(runner.run, accept_stale, runner.diverged)
+            # if the data have changed, the trials were run again, which may have changed the choice
+            if choices == before:
+                break
     if table:
         found = findings(cells.study, table, choices, runner.failed, accept_stale, runner.diverged)
         named = ["--name", options.name] if options.name else []
@@ -164,15 +154,13 @@ class StudyCells:
         """
         seen: set[tuple[str, str]] = set()
         mistakes: dict[str, str] = {}
-        known: set[str] = set()
         for labels in self.study.combinations():
             if not seen.issuperset(labels.items()):
                 try:
                     settings = self._settings(labels)
                     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                        built = build(settings)
+                        build(settings)
                     config = _resolved(tuple(settings))
-                    known |= texts(built.model, config, built.datamodule.num_classes)
                     check_rule(self.study.definition.report, self.study.definition.metrics, config)
                 except ConfigurationError as error:
                     names = " ".join(f"{axis}={label}" for axis, label in labels.items())
@@ -181,9 +169,7 @@ class StudyCells:
         if len(mistakes) == 1:
             raise ConfigurationError(*mistakes)
         if mistakes:
-            lines = (f"({i}) {labels}: {line}" for i, (line, labels) in enumerate(mistakes.items(), 1))
-            raise ConfigurationError(f"study: {len(mistakes)} mistakes: {' '.join(lines)}")
-        check_columns_exist(self.study.definition.metrics, known)
+            raise all_mistakes("study", [f"{labels}: {line}" for line, labels in mistakes.items()])
 
     @cached_property
     def any(self) -> Cell:
@@ -200,38 +186,55 @@ class StudyCells:
         """Trial cells of all choices, as a single list."""
         return [cell for trial in self.trials for cell in trial]
 
-    def extend(self, choices: Sequence[ChoiceFound]) -> bool:
-        """Extend each grid of learning rates if the chosen value is at the grid's edge.
+    def choose(
+        self,
+        run: Callable[[list[Cell]], None] = lambda cells: None,
+        accept_stale: bool = False,
+        diverged: Collection[Path] = (),
+    ) -> list[ChoiceFound]:
+        """Return the choices of the study.
 
-        Returns:
-            Whether a grid was extended.
+        While the chosen learning rate is at the edge of its grid, the grid is extended.
+
+        Args:
+            run: Function that runs the trials (default: run no trial).
+            accept_stale: Whether stale results count (default False).
+            diverged: Keys of the cells that ended with a non-finite update.
         """
-        before, self.study = self.study, with_wider_grids(self.study, choices)
-        if self.study is before:
-            return False
-        del self.trials
-        return True
+        while True:
+            run(self.trial_cells)
+            choices = chosen(self.study, self.trials, accept_stale, diverged)
+            before, self.study = self.study, with_wider_grids(self.study, choices)
+            if self.study is before:
+                return choices
+            del self.trials
 
     def cell(self, labels: Labels, seed: int) -> Cell:
         """Return the cell with these labels and this seed."""
         key = (*labels.items(), seed)
         if key not in self._made:
             first = self.study.seeds(labels)[0]
-            config = deepcopy(_resolved(tuple(self._settings(labels))))
-            fixed = {"seed_everything": first, "ckpt_path": None, "accept_data": False, "weights_only": None}
-            for name, value in fixed.items():
-                if config[name] != value:
+            config = _resolved(tuple(self._settings(labels)))
+            given = {**config, "trainer.fast_dev_run": config["trainer"]["fast_dev_run"]}
+            for name, value in {**_FIXED, "seed_everything": first}.items():
+                if given[name] != value:
                     raise ConfigurationError(
-                        f"{name}: {config[name]} is no setting of a study's cells: the study sets seeds and checkpoints; leave it out"
+                        f"{name}: {given[name]} is no setting of a study's cells: the study sets seeds and checkpoints; leave it out"
                     )
             rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
             folder = f"{RUNS}/{rounds}"
             if self.study.definition.report != LAST:  # the value depends on how often the cell is evaluated
                 folder += f"-every-{config['trainer']['check_val_every_n_epoch']}"
             # the configuration is resolved once for all seeds
-            config |= {"seed_everything": seed, "name": folder}
-            self._made[key] = Cell(labels, seed, config)
+            self._made[key] = Cell(labels, seed, {**config, "seed_everything": seed, "name": folder})
         return self._made[key]
+
+    def needed_metrics(self, cell: Cell) -> list[str]:
+        """Return the metrics that the study reads from a cell."""
+        if own := self.study.metric(cell.labels):
+            return [own]
+        chosen_by = [choice.metric for choice in self.study.choices if choice.seed == cell.seed]
+        return [*self.study.definition.metrics, *chosen_by]
 
     def _settings(self, labels: Labels) -> list[str]:
         """Return the arguments of ``fit`` for a combination of labels with its first seed."""
@@ -252,9 +255,7 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
     # the first pass finds the newest data, and the second pass uses only trials on the newest data
     for _ in range(2):
-        choices = chosen(cells.study, cells.trials, accept_stale)
-        while cells.extend(choices):
-            choices = chosen(cells.study, cells.trials, accept_stale)
+        choices = cells.choose(accept_stale=accept_stale)
         every = [*cells.trial_cells, *cells.table(choices)]
         unique = [*{cell.key: cell for cell in every}.values()]
         expect_newest_data([cell.state(accept_stale) for cell in unique], unique)

@@ -6,13 +6,10 @@ The command runs ``fit``. If the cell has checkpoints, ``fit`` resumes from the 
 import json
 import sys
 import time
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
-
-import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.messages import command
@@ -20,12 +17,13 @@ from fl_lightning.errors import OtherData
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.files import locked
+from fl_lightning.yaml_file import plain_yaml
 
 _PAUSE = 1.0  # seconds between two checks of the cell's state
 
 
 def preload() -> None:
-    """Import slow packages and compute the digest of the source code, once for all forks.
+    """Import slow packages and compute the digest of the source code, once for all cells.
 
     Packages of data sets are not imported, because some of them import pyarrow, which starts a
     thread.
@@ -41,31 +39,26 @@ def main(args: Sequence[str]) -> None:
     A lock ensures that only one process at a time trains the cell.
 
     Args:
-        args: Configuration file of the cell, and options. ``--branch`` gives a checkpoint of the
-            parent cell, from which a cell without a checkpoint starts. ``--data`` gives the
-            required digests of the data as JSON. With ``--accept-stale``, a stale result counts as
-            a result.
+        args: Configuration file of the cell, and a JSON object. The object's key ``branch`` gives a
+            checkpoint of the parent cell, from which a cell without a checkpoint starts. ``data``
+            gives the required digests of the data. If ``accept_stale`` is true, a stale result
+            counts as a result.
     """
-    parser = ArgumentParser()
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--branch")
-    parser.add_argument("--data", type=json.loads)
-    parser.add_argument("--accept-stale", action="store_true")
-    options = parser.parse_args(args)
-    config = yaml.safe_load(options.file.read_text())
-    cell = Cell({}, config["seed_everything"], config, data=options.data)
+    file, options = args[0], json.loads(args[1])
+    config = plain_yaml(Path(file).read_text())
+    cell = Cell({}, config["seed_everything"], config, data=options["data"])
     with ExitStack() as held:
         with suppress(OSError):  # on a file system without locks, train without a lock
             cell.key.parent.mkdir(parents=True, exist_ok=True)
             lock = cell.key.parent / f".{cell.key.name}.lock"
             held.enter_context(locked(lock))
-        while (phase := cell.state(options.accept_stale).phase) == "running":
+        while (phase := cell.state(options["accept_stale"]).phase) == "running":
             time.sleep(_PAUSE)
         if phase == "done":
             return
-        start = cell.checkpoint(options.accept_stale) or options.branch
+        start = cell.checkpoint(options["accept_stale"]) or options["branch"]
         for from_checkpoint in ([f"--ckpt_path={start}"] if start else [], []):
-            fit = ["fit", f"--config={options.file}", *from_checkpoint]
+            fit = ["fit", f"--config={file}", *from_checkpoint]
             print("python -m fl_lightning", *fit, flush=True)
             try:
                 run(fit)

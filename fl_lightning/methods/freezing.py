@@ -39,7 +39,6 @@ class Freezing(FederatedCallback):
 
     kinds: tuple[str, ...] = STATISTICS
     takes = ("the round from which BN state is frozen",)
-    logs: tuple[str, ...] = ("fixbn/",)
     milestone = "fixbn/freeze_round"
 
     @abstractmethod

@@ -28,8 +28,6 @@ class Declarations:
             In each round, hooks of methods are called first, and hooks of observers last.
         takes: Resources that only one method of a run may control, such as ``"client drift"``. In a
             mapping, the values are remedies for the error message.
-        logs: Prefixes of the metrics that the method logs, such as ``("bn/",)``. Callbacks may
-            monitor these metrics. Metrics that exist before round 1 may be left out.
     """
 
     paper: str = ""
@@ -39,7 +37,6 @@ class Declarations:
     sends_for_evaluations: ClassVar[bool] = False
     role: ClassVar[Literal["method", "attack", "observer"]] = "method"
     takes: Mapping[str, str] | tuple[str, ...] = ()
-    logs: tuple[str, ...] = ()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Return how a round treats kinds of state and parts of the model.
@@ -66,7 +63,8 @@ class Declarations:
 
         Runs of a study can share these rounds, so up to this number a run must equal a run without
         this method, bit for bit. The number depends only on constructor arguments. Studies ignore
-        an inherited declaration, because a subclass may change earlier rounds.
+        an inherited declaration, because a subclass may change earlier rounds. They also ignore a
+        method with an argument that is an object of another class.
 
         Args:
             total_rounds: Number of planned rounds.

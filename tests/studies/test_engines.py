@@ -42,9 +42,16 @@ def own_modules(tmp_path, monkeypatch):
         yield
 
 
-def shell(name, line, **settings):
+class ShellJob(Job):
     """A job that is a line of the shell."""
-    return Job(name, ["sh", "-c", line], Path(f"{name}.log"), **settings)
+
+    @property
+    def command(self):
+        return ["sh", "-c", *self.arguments]
+
+
+def shell(name, line, **settings):
+    return ShellJob(name, [line], Path(f"{name}.log"), **settings)
 
 
 def check(engine):

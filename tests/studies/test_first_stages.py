@@ -12,8 +12,7 @@ from fl_lightning.callbacks import FixBN, SlidingWindowFixBN
 from fl_lightning.experiments.studies import first_stages
 from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.first_stages import first_stage
-from fl_lightning.experiments.studies.running import Runner
-from fl_lightning.experiments.studies.sharing import share_first_stages
+from fl_lightning.experiments.studies.running import Runner, share_first_stages
 
 OWN = """
 from dataclasses import dataclass
@@ -23,18 +22,18 @@ from fl_lightning import FederatedCallback, Freezing, Report
 
 
 @dataclass
-class Third:
+class Part:
     of: float = 1.0
 
 
 class Mine(Freezing):
     kinds = ("affine",)
 
-    def __init__(self, when: Third, after: int = 0):
-        self.when, self.after = when, after
+    def __init__(self, after: int = 0, when: Part | None = None):
+        self.after, self.when = after, when
 
     def last_batch_round(self, total_rounds):
-        return self.after or int(total_rounds * self.when.of) // 3
+        return self.after or total_rounds // 3
 
     def same_until(self, total_rounds):
         return self.last_batch_round(total_rounds)
@@ -84,7 +83,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_freezing.py").write_text(OWN)
-    first_stages._same_until.cache_clear()
     yield
     sys.modules.pop("mine_freezing", None)
 
@@ -185,14 +183,15 @@ def test_the_method_itself_says_until_when_it_changes_nothing(monkeypatch):
 
 
 def test_a_freezing_method_of_ones_own_shares_the_first_stage_of_the_run_without_it():
-    third = {"class_path": "mine_freezing.Third", "init_args": {"of": 1.0}}
-    early, late = cell(own("Mine", when=third)), cell(own("Mine", when=third, after=30))
+    early, late = cell(own("Mine")), cell(own("Mine", after=30))
     share_first_stages([early, late])
     assert (early.parent, early.shared_rounds) == (late, 13)
     bn = cell()  # its source has no part of the method's, which changes nothing in the first stage
     share_first_stages([early, late, bn])
     assert [(one.parent, one.shared_rounds) for one in (early, late)] == [(bn, 13), (bn, 30)]
     assert bn.parent is None
+    part = {"class_path": "mine_freezing.Part", "init_args": {"of": 1.0}}
+    assert first_stage(cell(own("Mine", when=part)).config) == float("inf")  # it is not made
 
 
 @pytest.mark.parametrize(

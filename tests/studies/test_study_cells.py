@@ -17,10 +17,9 @@ from fl_lightning.experiments.run_directory import source
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.config_digest import config_hash
 from fl_lightning.experiments.run_directory.source import provenance
-from fl_lightning.experiments.studies.cells import Cell, State
+from fl_lightning.experiments.studies.cells import Cell, State, differences
 from fl_lightning.experiments.studies.findings import findings
 from fl_lightning.experiments.studies.progress import time_left
-from fl_lightning.experiments.studies.stale import differences
 
 
 @pytest.fixture(autouse=True)

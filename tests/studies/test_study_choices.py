@@ -155,14 +155,14 @@ def test_each_combination_needs_a_trial_and_each_trial_a_run_of_its_own():
 
 def chosen_with_extensions(cells, quality):
     """The choices once all trials have the ``quality`` of their method and rate."""
-    while True:
-        for one in cells.trial_cells:
+
+    def run(trials):
+        for one in trials:
             if not one.key.exists():
                 value = quality(one.labels["method"], float(one.labels["model.client_optimizer.lr"]))
                 finish(one, **({"diverged": True} if value is None else {"val/accuracy": value}))
-        choices = chosen(cells.study, cells.trials)
-        if not cells.extend(choices):
-            return choices
+
+    return cells.choose(run)
 
 
 def test_a_rate_at_the_edge_extends_its_grid_by_its_own_ratio_and_for_its_method_alone():

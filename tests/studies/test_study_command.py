@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +15,8 @@ import fl_lightning.cli.study
 from fl_lightning.__main__ import main
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.study import deciding_options
-from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.studies.cells import State
-from fl_lightning.experiments.studies.reads import logged
-from fl_lightning.files import write_text
+
+SMALL = {"quick": {"base": "tiny.yaml"}}
 
 
 def own(line):
@@ -74,6 +71,24 @@ def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ra
     ]
     for one, other in zip(*lines, strict=True):
         assert own(one) == own(other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--checkpoint.every_n_rounds=5", "--checkpoint.every_n_seconds=null"],
+        ["--checkpoint.monitor=val/loss", "--run_root=linked/elsewhere"],
+    ],
+)
+def test_cells_that_share_a_first_stage_finish_wherever_and_whenever_checkpoints_are_written(ran, options):
+    Path("place").mkdir()
+    Path("linked").symlink_to("place")
+    write(axes={"T*": STUDY["axes"]["T*"]}, without=[], published=[], claims=[], scales=SMALL)
+    study(*options)
+    paths = [path for root in ("runs", "place") for path in Path(root).rglob("cells/6/*/result.json")]
+    results = [json.loads(path.read_text()) for path in paths]
+    assert sorted(len(result["continued_from"]) for result in results) == [0, 1]
+    assert [result["rounds"] for result in results] == [6, 6]
 
 
 @pytest.mark.slow
@@ -254,78 +269,50 @@ def test_a_caption_names_the_options_that_decide():
 
 
 @pytest.mark.slow
-def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
-    write(metrics={"test/accuracy": "test", "test/acuracy": "test too"})
-    line = "metrics: no run can have test/acuracy; did you mean test/accuracy?; every number has one of accuracy, loss in its name"
-    assert message_of(capsys, lambda: study("--dry-run")) == f"error: {line}\n"
-    assert ran == []
-
+def test_a_metric_that_no_run_has_is_told_by_the_first_cell_and_costs_no_cell(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/accuracyy": "test too"})
-    message = message_of(capsys, lambda: study("--trainer.max_epochs=5"))
-    assert message.startswith(
-        "error: metrics: no run has test/accuracyy; did you mean test/accuracy or val/accuracy?; there are"
-    )
-    assert len(ran) == 3  # one of each kind
-
-    write(
-        metrics={"test/accuracyy": "test"},
-        axes={"method": {"BN": {}}, "model.client_optimizer.lr": [0.1, 0.2]},
-        without=[],
-        published=[],
-        claims=[],
-    )
-    ran.clear()
-    message_of(capsys, study)
-    assert len(ran) == 1
-
-
-@pytest.mark.parametrize("metric", ["test/predicted_share_0", "test/accuracy_calibrated", "test/train_loss"])
-def test_metrics_of_an_observer_are_columns(metric, ran):
-    write(
-        metrics={metric: "seen"},
-        axes={"method": {"BN": {"trainer.callbacks": ["ClassifierBias"]}}},
-        without=[],
-        published=[],
-        claims=[],
-    )
-    study("--dry-run")
-    assert ran == []
+    with pytest.raises(SystemExit):
+        study()
+    told = capsys.readouterr()
+    first, *others = [line for line in told.out.splitlines() if "test/accuracyy" in line]
+    words = "has no test/accuracyy; did you mean test/accuracy or val/accuracy?; there are "
+    assert first.startswith(f"metrics: T*=2 method=GN seed=0 {words}")
+    assert others == []
+    assert told.err.startswith("error: metrics: no run has test/accuracyy; there are ")
+    assert not Path("runs/studies/s-quick/study.json").exists()
+    assert len(ran) == 6
+    write(metrics={"test/accuracy": "test"})
+    study()
+    assert len(ran) == 6
 
 
 @pytest.mark.slow
-def test_the_metric_of_a_label_or_a_choice_that_no_run_has_ends_the_study_at_its_first_cell(ran, capsys):
+def test_a_column_that_only_some_rows_have_is_no_mistake(ran):
+    observed = {"trainer.callbacks": ["ClassifierBias"]}
+    metrics = {"test/accuracy": "test", "test/accuracy_calibrated": "seen"}
+    write(metrics=metrics, axes={"method": {"BN": {}, "seen": observed}}, without=[], published=[], claims=[])
+    study()
+    values = [group["values"]["test/accuracy_calibrated"] for group in found()["groups"]]
+    assert [len(of_seeds) for of_seeds in values] == [0, 2]
+
+
+@pytest.mark.slow
+def test_the_metric_of_a_label_or_a_choice_that_no_run_has_ends_the_study(ran, capsys):
     lr, nothing = "model.client_optimizer.lr", {"without": [], "published": [], "claims": []}
-    write(axes={"method": {"BN": {}, "sBN": {"metric": "test/accuracy_static"}}, lr: [0.1, 0.2]}, **nothing)
-    assert message_of(capsys, study).startswith(
-        "error: metric: the runs of method=sBN lr=0.1 seed=0 have no test/accuracy_static"
-    )
+    write(axes={"method": {"sBN": {"metric": "test/accuracy_static"}}, lr: [0.1, 0.2]}, **nothing)
+    with pytest.raises(SystemExit):
+        study()
+    told = capsys.readouterr()
+    assert "metrics: method=sBN lr=0.1 seed=0 has no test/accuracy_static" in told.out
+    words = "error: metric: the runs of method=sBN lr=0.1 seed=0 have no test/accuracy_static"
+    assert told.err.startswith(words)
     write(axes={lr: [0.1, 0.2, 0.3]}, choose=[{"axis": lr, "metric": "val/acuracy"}], **nothing)
-    assert message_of(capsys, study).startswith(
-        "error: choose: the runs have no metric val/acuracy; did you mean val/accuracy or"
-    )
-    assert len(ran) == 2  # the first cell of each study
+    with pytest.raises(SystemExit):
+        study()
+    told = capsys.readouterr()
+    assert "metrics: lr=0.1 seed=1000 has no val/acuracy; did you mean val/accuracy" in told.out
+    assert told.err.startswith("error: choose: the runs have no metric val/acuracy; there are")
     assert not Path("runs/studies/s-quick/study.json").exists()
-
-
-def test_a_running_cell_shows_by_its_first_rows_what_it_will_log(ran):
-    row = {"round": 0, "val/loss": 2.3, "val/accuracy": 0.1}
-    both = {"val/loss", "val/accuracy", "test/loss", "test/accuracy"}
-    own = {"class_path": "methods.Mine"}
-    byzantine = {"class_path": "fl_lightning.callbacks.Byzantine"}
-    later = {"round": 3, "val/attack_success": 0.2}
-    for callbacks, rows, names in (
-        (None, [], set()),
-        (None, [{"round": 0}], set()),
-        (None, [row], both),
-        ([byzantine], [row], set()),
-        ([byzantine], [row, later], {"val/attack_success", "test/attack_success"}),
-        ([own], [row, later], set()),
-    ):
-        attempt = Attempt(Path("run"))
-        write_text(attempt.metrics, "".join(f"{json.dumps(one)}\n" for one in rows))
-        cell = SimpleNamespace(config={"trainer": {"callbacks": callbacks}, "model": {}})
-        assert logged(cell, State("running", attempt)) == names
-        assert logged(cell, State("stale", attempt, {"val/loss": 1.0})) == set()
 
 
 @pytest.mark.slow
@@ -355,6 +342,10 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
             "seed_everything: 5 is no setting of a study's cells: the study sets seeds",
         ),
         (["s.yaml", "--ckpt_path", "last"], "ckpt_path: last is no setting of a study's cells"),
+        (
+            ["s.yaml", "--trainer.fast_dev_run", "true"],
+            "trainer.fast_dev_run: True is no setting of a study's cells",
+        ),
         (["tiny.bin"], "study: tiny.bin cannot be read: it is not UTF-8"),
     ],
 )

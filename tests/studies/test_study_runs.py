@@ -10,6 +10,7 @@ import pytest
 from cells import (
     attempts_of,
     is_pausing,
+    new_server,
     nothing_left,
     processes_of,
     reference,
@@ -22,8 +23,7 @@ from command_line import message_of, rows
 from fl_lightning import ConfigurationError
 from fl_lightning.cli import study, study_cell
 from fl_lightning.experiments.studies.cells import State
-from fl_lightning.experiments.studies.engines import local
-from fl_lightning.experiments.studies.engines.base import Job, run_command
+from fl_lightning.experiments.studies.engines.base import run_command
 from fl_lightning.experiments.studies.engines.local import LocalEngine
 from fl_lightning.experiments.studies.running import Runner
 from fl_lightning.round.module import FederatedModule
@@ -33,6 +33,7 @@ from fl_lightning.round.module import FederatedModule
 def own_modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(study.__file__).parents[2]))
+    new_server(monkeypatch)
     with nothing_left():
         yield
 
@@ -98,7 +99,7 @@ class Recorder(LocalEngine):
     def submit(self, jobs):
         self.jobs += jobs
         for job in jobs:
-            study_cell.main(job.command[3:])
+            study_cell.main(job.arguments)
             self.run.append(job.name)
 
     def ended(self):
@@ -137,7 +138,7 @@ def test_a_cell_that_goes_on_from_another_one_prefers_its_own_checkpoint_once_it
     (parent,), (first,) = attempts_of(cells["bn"]), attempts_of(cells["fixbn"])
     assert f"--ckpt_path={(parent.checkpoints / 'round_3.ckpt').resolve()}" in capsys.readouterr().out
     shutil.rmtree(first.path)
-    command = engine.jobs[1].command[3:]
+    command = engine.jobs[1].arguments
     with monkeypatch.context() as patch, strike(patch, 6):
         study_cell.main(command)
     assert "round_3.ckpt" in capsys.readouterr().out
@@ -169,7 +170,7 @@ def test_a_cell_does_not_go_on_from_other_source_or_data(target, now, monkeypatc
     (old,) = attempts_of(cell)
     kept = old.metrics.read_bytes()
     monkeypatch.setattr(target, now)
-    study_cell.main(engine.jobs[0].command[3:])
+    study_cell.main(engine.jobs[0].arguments)
     assert [row["round"] for row in rows(attempts_of(cell)[0])] == [*range(7)]
     assert attempts_of(cell)[1:] == [old]
     assert old.metrics.read_bytes() == kept
@@ -194,28 +195,6 @@ def test_a_study_that_looks_at_a_cell_does_not_keep_it_from_training():
         assert attempt.is_locked()
     assert not attempt.is_locked()
     looking.join()
-
-
-def test_gpus_are_filled_evenly(monkeypatch, tmp_path):
-    monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 3)
-    engine = LocalEngine()
-    assert engine.gpus == 3
-
-    def start(number):
-        line = "echo $CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS; while [ ! -e go ]; do sleep 0.02; done; exit $0"
-        command = ["sh", "-c", line.replace("go", f"go{number}"), str(number)]
-        engine.submit([Job(str(number), command, tmp_path / str(number), threads=2, gpus=0.5)])
-        wait_until(lambda: (tmp_path / str(number)).read_text())
-        return (tmp_path / str(number)).read_text()
-
-    assert [start(number) for number in range(7)] == [f"{gpu} 2\n" for gpu in (0, 1, 2, 0, 1, 2, 0)]
-    (tmp_path / "go5").touch()
-    ended = {}
-    wait_until(lambda: ended.update(engine.ended()) or ended)
-    assert ended == {"5": 5}
-    assert start(7) == "2 2\n"
-    engine.stop()
-    assert set(engine.ended().values()) == {-signal.SIGTERM}
 
 
 @pytest.mark.parametrize(("jobs", "share"), [(1, 1), (3, 1), (6, 0.5), (7, 1 / 3)])
@@ -253,7 +232,7 @@ def test_a_link_in_the_place_of_a_lock_or_a_log_is_refused_and_leads_nowhere(tmp
     lock = cell.key.parent / f".{cell.key.name}.lock"
     lock.parent.mkdir(parents=True)
     lock.symlink_to(victim)
-    line = message_of(capsys, lambda: study_cell.main(job.command[3:]))
+    line = message_of(capsys, lambda: study_cell.main(job.arguments))
     assert f"{lock} is a link to {victim}" in line
     job.log.symlink_to(victim)
     with pytest.raises(ConfigurationError, match=f"{job.log} is a link to {victim}"):

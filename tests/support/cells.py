@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from pathlib import Path
 
 import yaml
@@ -43,6 +44,14 @@ def study_cells():
     return {cell.labels["cell"]: cell for cell in study.table([])}
 
 
+def new_server(monkeypatch):
+    """Let this test start a fork server of its own, and return it."""
+    server = forkserver.ForkServer()
+    for name in forkserver.__all__:
+        monkeypatch.setattr(forkserver, name, getattr(server, name))
+    return server
+
+
 def attempts_of(cell):
     return cell.directory.attempts()
 
@@ -62,13 +71,15 @@ def is_pausing(cell):
 
 
 def processes_of(cell=None):
-    """The ids of the processes that train a cell, or any, of the study in the working directory."""
-    here, found = os.fsencode(f"{Path.cwd()}/"), []
+    """The ids of the processes that train a cell, or any, of the study in the working directory.
+
+    Their output goes to the cell's log.
+    """
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            line = (entry / "cmdline").read_bytes()
-            wanted = (b"fl_lightning.cli.study_cell", here, os.fsencode(cell.key.name if cell else ""))
-            if all(word in line for word in wanted):
+            log = Path(os.readlink(entry / "fd/1"))
+            if log.is_relative_to(Path.cwd()) and log.name == f"{cell.job if cell else log.stem}.log":
                 found.append(int(entry.name))
     return found
 

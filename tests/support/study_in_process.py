@@ -52,7 +52,7 @@ class InThisProcess(Engine):
             self.ran.append(job.name)
             with job.log.open("w") as log, redirect_stderr(log):
                 try:
-                    study_cell.main(job.command[3:])
+                    study_cell.main(job.arguments)
                     self._ended[job.name] = 0
                 except SystemExit as stop:
                     self._ended[job.name] = stop.code

@@ -2,14 +2,12 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
-
-from typing_extensions import TypedDict
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.checkpoint_io import load_run
@@ -18,7 +16,6 @@ from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.finished import Result, read_result
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.first_stages import other_origin
-from fl_lightning.experiments.studies.stale import differences
 from fl_lightning.round.record import Origin
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
@@ -128,10 +125,16 @@ class Cell:
             accept_stale: Whether a stale result counts as ``done``.
         """
         stale: State | None = None
+        damaged = ""
         attempts, origin = self._attempts()
         for attempt in attempts:
-            result = _finished(attempt, self.rounds)
-            if result is None:
+            try:
+                result = read_result(attempt.result)
+            except ConfigurationError as error:
+                if attempt is attempts[0] and attempt.result.exists():
+                    damaged = str(error)
+                continue
+            if not result["rounds"] == result["planned_rounds"] == (self.rounds or result["rounds"]):
                 continue
             why = differences(result.get("provenance", []), self.now) or self._other_data(result)
             if not why or accept_stale:
@@ -148,7 +151,7 @@ class Cell:
             return State("failed", newest, why=newest.last_error(), round=last)
         if self._resumable(newest, accept_stale):
             return State("stopped", newest, round=last)
-        return State("missing", newest, why=_damaged(newest), round=last)
+        return State("missing", newest, why=damaged, round=last)
 
     def checkpoint(self, accept_stale: bool = False) -> Path | None:
         """Return the newest attempt's checkpoint, from which the cell can be resumed.
@@ -198,10 +201,7 @@ class Cell:
         return f"other data than newer cells: {', '.join(names)}" if names else ""
 
     def _resumable(self, attempt: Attempt, accept_stale: bool) -> bool:
-        path = attempt.checkpoints / "last.ckpt"
-        if not path.is_file() or attempt.result.exists():
-            return False
-        record = _record(path, path.stat().st_mtime_ns)
+        record = None if attempt.result.exists() else _record(attempt)
         return record is not None and (accept_stale or not differences(record["provenance"], self.now))
 
 
@@ -209,27 +209,45 @@ def _origins(attempt: Attempt) -> list[Origin]:
     """Return the checkpoints from which an attempt continued; an empty list while it runs."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
-    path = attempt.checkpoints / "last.ckpt"
-    record = _record(path, path.stat().st_mtime_ns) if path.is_file() and not attempt.is_locked() else None
+    record = None if attempt.is_locked() else _record(attempt)
     return record["continued_from"] if record is not None else []
 
 
-class _Source(TypedDict):
-    provenance: list[dict[str, str]]
-    continued_from: list[Origin]
+def _record(attempt: Attempt) -> Config | None:
+    """Return the record in an attempt's ``last.ckpt``; None if the file cannot be read."""
+    path = attempt.checkpoints / "last.ckpt"
+    return _record_of(path, path.stat().st_mtime_ns) if path.is_file() else None
 
 
 @cache
-def _record(checkpoint: Path, written: int) -> _Source | None:
-    """Return the origin of a checkpoint; None if the checkpoint cannot be read.
-
-    The modification time ``written`` is part of the cache's key, so that a rewritten file is read.
-    """
+def _record_of(checkpoint: Path, written: int) -> Config | None:
+    """Read a record. If the checkpoint was written at another time, it is read again."""
     try:
         record = load_run(checkpoint)["fl_lightning"]["record"]
     except ConfigurationError:
         return None
-    return {"provenance": record.get("provenance", []), "continued_from": record.get("continued_from", [])}
+    return {key: record.get(key, []) for key in ("provenance", "continued_from")}
+
+
+def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
+    """Describe which source code and package versions have changed since a run.
+
+    The text is empty if nothing has changed. A name that is not in a record is ignored. For
+    example, the record of a shared first stage does not contain methods that are used later.
+
+    Args:
+        computed_by: Records of source code and versions, one for each part of the run.
+        now: The present source code and versions.
+    """
+    if not computed_by:
+        return "the result does not name its source code and versions"
+    changed = {
+        f"{name} {before[name]}, now {now[name]}"
+        for before in computed_by
+        for name in now
+        if before.get(name, now[name]) != now[name]
+    }
+    return "; ".join(sorted(changed))
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
@@ -248,23 +266,6 @@ def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[C
     for cell in cells:
         cell.data = newest[cell.family][1] if cell.family in newest else None
     return [cell for cell in cells if cell.state().phase != "done"]
-
-
-def _finished(attempt: Attempt, rounds: int) -> Result | None:
-    try:
-        result = read_result(attempt.result)
-    except ConfigurationError:
-        return None
-    return result if result["rounds"] == result["planned_rounds"] == (rounds or result["rounds"]) else None
-
-
-def _damaged(attempt: Attempt) -> str:
-    try:
-        if attempt.result.exists():
-            read_result(attempt.result)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
 
 
 def _last_round(attempt: Attempt) -> int:

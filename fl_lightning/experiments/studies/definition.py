@@ -96,19 +96,15 @@ Seeds = Annotated[list[Seed], Field(min_length=1), AfterValidator(_different)]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 
 
-class SettingsOfCells(TypedDict, total=False):
+class CellSettings(TypedDict, total=False):
     """Settings of cells, keyed by dotted name.
 
-    The key ``config`` lists configuration files. They override the files in ``base``.
+    The key ``config`` lists configuration files. They override the files in ``base``. The settings
+    of a label may include a metric and seeds for the label's runs.
     """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     config: Files
-
-
-class SettingsOfLabel(SettingsOfCells, total=False):
-    """Settings of a label. They may include a metric and seeds for the label's runs."""
-
     metric: Name
     seeds: Seeds
 
@@ -125,9 +121,9 @@ class Published(TypedDict):
     deviation: NotRequired[Number]
 
 
-Settings = Annotated[SettingsOfCells, AfterValidator(_without("name", "seed_everything", "metric", "seeds"))]
+Settings = Annotated[CellSettings, AfterValidator(_without("name", "seed_everything", "metric", "seeds"))]
 _LabelSettings = Annotated[
-    SettingsOfLabel,
+    CellSettings,
     BeforeValidator(lambda settings: {} if settings is None else settings),
     AfterValidator(_without("name", "seed_everything")),
 ]
@@ -170,7 +166,7 @@ class Scale:
     """
 
     base: Annotated[Files, Field(min_length=1)]
-    settings: Settings = field(default_factory=SettingsOfCells)
+    settings: Settings = field(default_factory=CellSettings)
     axes: dict[Name, Annotated[Axis, BeforeValidator(lambda x: x if isinstance(x, dict) else listed(x))]] = (
         field(default_factory=dict)
     )
@@ -233,7 +229,7 @@ class Definition:
     scales: dict[Name, Scale]
     axes: dict[Name, Axis]
     paper: Text = ""
-    settings: Settings = field(default_factory=SettingsOfCells)
+    settings: Settings = field(default_factory=CellSettings)
     metrics: Annotated[dict[Name, Text], Field(min_length=1)] = field(
         default_factory=lambda: {"test/accuracy": "test accuracy"}
     )

@@ -6,17 +6,15 @@ equal up to the smallest T*, and can share these rounds.
 
 import json
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
-
-from jsonargparse import ArgumentParser
+from pydoc import ErrorDuringImport, locate
+from typing import Any
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.config_digest import config_hash
+from fl_lightning.experiments.run_directory.config_digest import class_path, config_hash
 from fl_lightning.experiments.run_directory.describe import origin_in_words
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.source import provenance
-from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.round.record import Origin
 
 
@@ -33,7 +31,7 @@ def first_stage(config: Config) -> float:
         The smallest T*; infinity if no method has a T* before the last round.
     """
     rounds = int(config["trainer"]["max_epochs"])
-    known = [until for entry in _entries(config) if (until := _same_until(entry, rounds)) is not None]
+    known = [until for x in _callbacks(config) if (until := _same_until(x, rounds)) is not None]
     return min((until for until in known if until < rounds), default=float("inf"))
 
 
@@ -44,7 +42,7 @@ def family_of(config: Config) -> str:
     Methods that do nothing in the first stage are ignored.
     """
     rounds = int(config["trainer"]["max_epochs"])
-    others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
+    others = [callback for callback in _callbacks(config) if _same_until(callback, rounds) is None]
     first = {"model": config["model"], "data": config["data"]}
     first["trainer"] = {**config["trainer"], "callbacks": others}
     computes = json.dumps(provenance(first), sort_keys=True)
@@ -73,29 +71,29 @@ def _is_shared(entry: Origin, config: Config, folder: Path) -> bool:
         until = min(first_stage(source), first_stage(config))
         return family_of(source) == family_of(config) and entry["round"] <= until
     # this folder does not contain the configuration of the earlier run
-    except (ConfigurationError, IndexError, KeyError, TypeError):
+    except (ConfigurationError, ErrorDuringImport, IndexError, KeyError, TypeError):
         return False
 
 
-def _entries(config: Config) -> list[str]:
+def _callbacks(config: Config) -> list[Any]:
     callbacks = config["trainer"]["callbacks"] or []
-    entries = callbacks if isinstance(callbacks, list) else [callbacks]
-    return [json.dumps(entry, sort_keys=True) for entry in entries]
+    return callbacks if isinstance(callbacks, list) else [callbacks]
 
 
-@cache
-def _same_until(entry: str, rounds: int) -> int | None:
-    """Return the T* of a callback; None if the callback is not a method.
+def _same_until(callback: Any, rounds: int) -> int | None:
+    """Return the T* that a callback's class declares; None if the class declares none.
 
-    ``entry`` is the callback's configuration as JSON.
+    A class does not inherit a declaration, because a subclass may change earlier rounds. The class
+    is made with the settings, so a setting that is an object of its own has no T*.
     """
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--method", type=FederatedCallback)
+    kind: Any = locate(class_path(callback))
+    settings = callback["init_args"] if isinstance(callback, dict) and callback.get("init_args") else {}
+    if "same_until" not in getattr(kind, "__dict__", {}) or any(
+        isinstance(x, dict) for x in settings.values()
+    ):
+        return None
     try:
-        method = parser.instantiate(parser.parse_object({"method": json.loads(entry)})).method
-        # a subclass may change earlier rounds, so it has to declare its own number
-        declared = "same_until" in vars(type(method))
-        until: int | None = method.same_until(rounds) if declared else None
-    except Exception:  # noqa: BLE001  # no method, or wrong settings, which the run reports
+        until: int | None = kind(**settings).same_until(rounds)
+    except Exception:  # noqa: BLE001  # the run reports the wrong settings
         return None
     return until

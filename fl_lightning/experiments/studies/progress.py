@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from rich.console import Console, Group
@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from fl_lightning.console import in_words
+from fl_lightning.errors import nearest
 from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.round.tasks import QUALITIES
@@ -21,13 +22,17 @@ class StudyProgress:
     On a terminal, it also shows a table of running cells.
 
     Args:
+        needed: Function that returns the metrics that the study reads from a cell.
         jobs: Number of cells that run at a time.
         cell_seconds: Expected seconds of a cell, used until a cell is done; None if unknown.
     """
 
-    def __init__(self, jobs: int, cell_seconds: float | None = None) -> None:
-        self.jobs, self.cell_seconds = jobs, cell_seconds
+    def __init__(
+        self, needed: Callable[[Cell], Sequence[str]], jobs: int, cell_seconds: float | None = None
+    ) -> None:
+        self.needed, self.jobs, self.cell_seconds = needed, jobs, cell_seconds
         self._known: dict[Cell, str] = {}
+        self._missing: set[str] = set()
         self._live = (
             Live(console=Console(), refresh_per_second=2, transient=True) if sys.stdout.isatty() else None
         )
@@ -47,14 +52,22 @@ class StudyProgress:
                 self._print(f"{state.phase}, runs again: {cell.name}: {state.why}")
             if before in (None, state.phase) or state.phase not in ("done", "failed"):
                 continue
+            metrics = metric_values(state.result) if state.result else {}
             numbers = [
                 f"{name} {x:.4f}"
-                for name, x in (metric_values(state.result) if state.result else {}).items()
+                for name, x in metrics.items()
                 if name.partition("/")[0] in ("val", "test") and name.partition("/")[2] in QUALITIES
             ]
             self._print(
                 f"[{len(done)}/{len(cells)}] {state.phase}: {cell.name}  {', '.join(numbers) or state.why}{words}"
             )
+            for name in self.needed(cell) if metrics else ():
+                if name not in metrics and name not in self._missing:
+                    self._missing.add(name)
+                    known = ", ".join(metrics)
+                    self._print(
+                        f"metrics: {cell.name} has no {name}{nearest(name, metrics)}; there are {known}"
+                    )
         if self._live is not None:
             table = Table(box=None)
             table.add_column("running")

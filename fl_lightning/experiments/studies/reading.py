@@ -1,7 +1,7 @@
 """Reader of a study's file. The error message lists all mistakes in the file."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
@@ -23,13 +23,7 @@ from fl_lightning.experiments.studies.definition import (
     listed,
     rows_of,
 )
-from fl_lightning.yaml_file import read_yaml, reason
-
-_NO_SUCH_KEY = "unexpected_keyword_argument"
-"""pydantic's name for the error about an unknown key."""
-
-_LARGEST = 10**7
-"""Largest number of characters of a study's file, counted after YAML aliases are expanded."""
+from fl_lightning.yaml_file import Lined, read_yaml, reason
 
 _NO_KEYS = ("[key]", "(values)", "(labels)")
 """Parts of locations in pydantic's errors that are not keys of the study's file."""
@@ -62,102 +56,83 @@ def read_study(path: Path, scale: str) -> Study:
         ConfigurationError: The file cannot be read, has no such scale, or has mistakes at any
             scale.
     """
-    definition, mistakes = _checked(_content(path))
-    if definition is not None and scale not in definition.scales:
+    tree = _tree(path)
+    try:
+        # JSON has only text keys, and no mapping or list of YAML twice
+        definition = TypeAdapter(Definition).validate_python(json.loads(json.dumps(tree)))
+    except ValidationError as invalid:
+        raise all_mistakes(path, [_in_words(error, tree) for error in invalid.errors()]) from None
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"study: {path}: {error}; use texts, numbers, true, false, null, lists and mappings"
+        ) from error
+    if scale not in definition.scales:
         raise ConfigurationError(
             f"--scale: {path} has no scale {scale!r}; use one of {', '.join(definition.scales)}"
         )
-    studies = []
-    if definition is not None:
-        for name in dict.fromkeys([scale, *definition.scales]):
-            study, unknown = _at_scale(path, definition, name)
-            studies.append(study)
-            mistakes += unknown or _contradictions(study)
-    unique = [*{mistake.partition("; ")[0]: mistake for mistake in map(_printable, mistakes)}.values()]
-    if len(unique) > 1:
-        numbered = (f"({number}) {mistake}" for number, mistake in enumerate(unique, 1))
-        raise ConfigurationError(f"{path}: {len(unique)} mistakes: {' '.join(numbered)}")
-    if unique:
-        raise ConfigurationError(f"{path}: {unique[0]}")
+    studies, mistakes = list[Study](), list[str]()
+    for name in dict.fromkeys([scale, *definition.scales]):
+        study, unknown = _at_scale(path, definition, name)
+        studies.append(study)
+        mistakes += unknown or _contradictions(study)
+    if mistakes:
+        raise all_mistakes(path, mistakes)
     return studies[0]
+
+
+def all_mistakes(where: object, mistakes: Iterable[str]) -> ConfigurationError:
+    """Return an error that lists mistakes in one line. Mistakes with equal starts are listed once."""
+    unique = [*{text.partition("; ")[0]: text for text in map(_printable, mistakes)}.values()]
+    if len(unique) == 1:
+        return ConfigurationError(f"{where}: {unique[0]}")
+    numbered = " ".join(f"({number}) {text}" for number, text in enumerate(unique, 1))
+    return ConfigurationError(f"{where}: {len(unique)} mistakes: {numbered}")
 
 
 def _printable(text: str) -> str:
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
-def _content(path: Path) -> Any:
-    """Return the content of a file. All keys are strings."""
+def _tree(path: Path) -> Any:
     try:
-        content = read_yaml(path.read_text(encoding="utf-8"))
-        size = 0
-        for part in json.JSONEncoder(default=_refused, skipkeys=True).iterencode(content):
-            size += len(part)
-            # limit the size: a few lines of nested aliases could fill the memory
-            if size > _LARGEST:
-                raise ValueError
+        return read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", "it is not UTF-8")
         message = f"study: {path} cannot be read: {cause}; give the YAML of a study"
         raise ConfigurationError(message) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigurationError(f"study: {path} is not YAML: {reason(error)}") from error
-    except (RecursionError, TypeError, ValueError) as error:
-        what = "an alias within itself, too many aliases, or too many levels or digits"
-        what = str(error) if isinstance(error, TypeError) else what
-        message = f"study: {path} holds {what}; use texts, numbers, true, false, null, lists and mappings"
-        raise ConfigurationError(message) from error
-    return _with_text_keys(content)
 
 
-def _with_text_keys(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _with_text_keys(item) for key, item in value.items()}
-    return [_with_text_keys(item) for item in value] if isinstance(value, list) else value
-
-
-def _refused(value: Any) -> None:
-    raise TypeError(f"{value!r}, a value of kind {type(value).__name__}")
-
-
-def _checked(content: Any) -> tuple[Definition | None, list[str]]:
-    """Return the definition without unknown keys, and messages about mistakes.
-
-    If a value is wrong, the definition is None.
-    """
-    adapter, mistakes = TypeAdapter(Definition), list[str]()
-    while True:
-        try:
-            return adapter.validate_python(content), mistakes
-        except ValidationError as invalid:
-            errors = invalid.errors()
-        mistakes += map(_in_words, errors)
-        unknown = [error["loc"] for error in errors if error["type"] == _NO_SUCH_KEY]
-        if len(unknown) < len(errors):
-            return None, mistakes
-        for *place, key in unknown:
-            owner = content
-            for part in place:
-                owner = owner[part]
-            del owner[key]
-
-
-def _in_words(error: Any) -> str:
-    """Return a message for an error of pydantic. The message contains the path of the key."""
+def _in_words(error: Any, tree: Any) -> str:
+    """Return a message for an error of pydantic, with the path and the line of the key."""
     *place, last = [part for part in error["loc"] if part not in _NO_KEYS] or [""]
     within = "".join(f"{part}: " for part in [".".join(map(str, place))] if part)
+    line = _line(tree, [*place, last])
     if error["type"] == "missing":
-        return f"{within}{last} is missing"
-    if error["type"] == _NO_SUCH_KEY:
+        return f"{within}{last} is missing{line}"
+    if error["type"] == "unexpected_keyword_argument":
         kind = {"scales": Scale, "choose": Choice}.get(place[0] if place else "", Definition)
         names = [key.name for key in fields(kind)]
-        return f"{within}there is no key {last!r}{nearest(str(last), names)}; use {', '.join(names)}"
+        return f"{within}there is no key {last!r}{nearest(str(last), names)}; use {', '.join(names)}{line}"
     shown = repr(error["input"])
     words = _WORDS.get(
         error["type"], error["msg"].removeprefix("Value error, ").replace("Input should", "must")
     )
     where = ".".join(map(str, [*place, last]))
-    return f"{where}{': ' * bool(where)}{shown if len(shown) < 80 else shown[:77] + '...'} {words}"
+    return f"{where}{': ' * bool(where)}{shown if len(shown) < 80 else shown[:77] + '...'} {words}{line}"
+
+
+def _line(tree: Any, place: Sequence[str | int]) -> str:
+    """Return the line of the innermost key of a place, such as `` (line 7)``; empty if unknown."""
+    line = 0
+    for part in place:
+        if isinstance(tree, Lined):
+            key = next((key for key in tree if str(key) == part), None)
+            line, tree = tree.lines.get(key, line), tree.get(key)
+        elif isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+    return f" (line {line})" if line else ""
 
 
 def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, list[str]]:

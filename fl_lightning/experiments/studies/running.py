@@ -4,14 +4,12 @@ A cell can continue a checkpoint of another cell, the parent. The parent then ru
 """
 
 import json
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
 from pathlib import Path
-from typing import Literal
 
 import yaml
 
@@ -19,7 +17,7 @@ from fl_lightning.errors import Diverged
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.studies.cells import Cell, State, expect_newest_data
 from fl_lightning.experiments.studies.engines.base import Engine, Job
-from fl_lightning.experiments.studies.sharing import share_first_stages
+from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 from fl_lightning.files import write_text
 
 _PAUSE = 0.5  # seconds between two checks of all cells
@@ -28,20 +26,17 @@ _PATIENCE = 60.0
 
 
 @dataclass
-class _Life:
-    """Progress of a cell that this process runs.
+class _Running:
+    """A cell that this process runs.
 
     Attributes:
-        phase: ``"waiting"``, ``"submitted"`` or ``"ended"``. In phase ``"ended"``, the result may
-            not be visible yet.
         before: Newest attempt when the job was submitted, or None.
-        status: Exit status of the job.
+        status: Exit status of the job; None until the job has ended.
         ended: Time at which the job ended, in seconds of the monotonic clock.
     """
 
-    phase: Literal["waiting", "submitted", "ended"] = "waiting"
-    before: Attempt | None = None
-    status: int = 0
+    before: Attempt | None
+    status: int | None = None
     ended: float = 0.0
 
 
@@ -106,60 +101,50 @@ class Runner:
         return [cell for cell in stale if cell.family in shown or cell is first[cell.family]]
 
     def _run(self, unique: Sequence[Cell]) -> None:
-        left = {cell: _Life() for cell in unique if cell.key not in self.failed}
+        waiting = [cell for cell in unique if cell.key not in self.failed]
+        running: dict[Cell, _Running] = {}
+        by_job = {cell.job: cell for cell in unique}
         try:
-            while left:
+            while waiting or running:
                 for name, status in self.engine.ended().items():
-                    life = next(
-                        life for cell, life in left.items() if cell.job == name and life.phase == "submitted"
-                    )
-                    life.phase, life.status, life.ended = "ended", status, time.monotonic()
+                    run = running[by_job[name]]
+                    run.status, run.ended = status, time.monotonic()
                 states = {cell: self._state(cell) for cell in unique}
-                for cell in [cell for cell, life in left.items() if life.phase == "ended"]:
-                    self._settle(cell, left, states)
+                for cell, run in [*running.items()]:
+                    if run.status is not None and self._is_settled(cell, run, run.status, states):
+                        del running[cell]
+                        # another study may train this cell now
+                        waiting += [cell] * (states[cell].phase == "running")
                 self.show([*states.items()])
-                self._submit(left, states)
-                if left:
+                waiting = [cell for cell in waiting if states[cell].phase != "done"]
+                left = {*waiting, *running}
+                elsewhere = sum(states[cell].phase == "running" for cell in waiting)
+                ready = [x for x in waiting if states[x].phase != "running" and x.parent not in left]
+                busy = elsewhere + sum(run.status is None for run in running.values())
+                started = ready[: max(self.jobs - busy, 0)]
+                running |= {cell: _Running(states[cell].attempt) for cell in started}
+                waiting = [cell for cell in waiting if cell not in running]
+                self.engine.submit([self._job(cell) for cell in started])
+                if waiting or running:
                     time.sleep(_PAUSE)
         except BaseException:
             self.engine.stop()
             raise
 
-    def _settle(self, cell: Cell, left: dict[Cell, "_Life"], states: dict[Cell, State]) -> None:
-        """Record the outcome of a cell if its job has ended and the job's files are visible."""
-        life = left[cell]
-        another = states[cell].attempt != life.before
-        if states[cell].phase == "stale" and another and not life.status:
+    def _is_settled(self, cell: Cell, run: _Running, status: int, states: dict[Cell, State]) -> bool:
+        """Return whether the files of an ended job are visible. If so, record a failure."""
+        another = states[cell].attempt != run.before
+        if states[cell].phase == "stale" and another and not status:
             cell.data = None  # the new result was computed on the present data
             states[cell] = self._state(cell)
         there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
-        if not (life.status or there or time.monotonic() - life.ended > _PATIENCE):
-            return
-        del left[cell]
-        if states[cell].phase == "running":  # another study trains this cell now
-            left[cell] = _Life()
-        elif life.status or states[cell].phase != "done":
-            self.failed[cell.key] = self._error(cell, life.status, states[cell])
-            if life.status == Diverged.exit_status:
+        if not (status or there or time.monotonic() - run.ended > _PATIENCE):
+            return False
+        if states[cell].phase != "running" and (status or states[cell].phase != "done"):
+            self.failed[cell.key] = self._error(cell, status, states[cell])
+            if status == Diverged.exit_status:
                 self.diverged.add(cell.key)
-
-    def _submit(self, left: dict[Cell, "_Life"], states: Mapping[Cell, State]) -> None:
-        """Submit waiting cells, so that at most ``jobs`` cells run at a time.
-
-        A cell is submitted if no other process trains it and its parent has ended.
-        """
-        waiting = [cell for cell, life in left.items() if life.phase == "waiting"]
-        for cell in [cell for cell in waiting if states[cell].phase == "done"]:
-            waiting.remove(cell)
-            del left[cell]
-        running = sum(life.phase == "submitted" for life in left.values())
-        running += sum(states[cell].phase == "running" for cell in waiting)
-        ready = [cell for cell in waiting if states[cell].phase != "running" and cell.parent not in left]
-        jobs = []
-        for cell in ready[: max(self.jobs - running, 0)]:
-            left[cell] = _Life("submitted", before=states[cell].attempt)
-            jobs.append(self._job(cell))
-        self.engine.submit(jobs)
+        return True
 
     def _state(self, cell: Cell) -> State:
         state = self._done.get(cell) or cell.state(self.accept_stale)
@@ -178,15 +163,16 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        # study_cell resumes from the newest checkpoint when it is run again; fit does not
-        command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
         branch = cell.branch(self.accept_stale)
-        command += [f"--branch={branch.resolve()}"] if branch is not None else []
-        command += ["--accept-stale"] if self.accept_stale else []
-        command += [f"--data={json.dumps(cell.data)}"] if cell.data is not None else []
+        options = {
+            "branch": branch and str(branch.resolve()),
+            "data": cell.data,
+            "accept_stale": self.accept_stale,
+        }
+        arguments = [str(file.resolve()), json.dumps(options)]
         gpus = self.engine.gpus if config["trainer"]["accelerator"] != "cpu" else 0
         share = 1 / ceil(self.jobs / gpus) if gpus else 0.0
-        return Job(cell.job, command, log, threads=config["threads"] or 1, gpus=share)
+        return Job(cell.job, arguments, log, threads=config["threads"] or 1, gpus=share)
 
     def _error(self, cell: Cell, status: int, state: State) -> str:
         """Return the reason why a cell has no result, in one line."""
@@ -200,3 +186,24 @@ class Runner:
         message = next((line for line in of_last_try if line.startswith("error: ")), "")
         killed = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return f"{message.removeprefix('error: ') or killed}; its output: {log}"
+
+
+def share_first_stages(cells: Iterable[Cell]) -> None:
+    """Choose a parent for each cell whose first rounds another cell also trains.
+
+    Among cells that differ only in T*, the parent is the cell with the latest T*, or a cell without
+    T*. Each other cell then trains only the rounds after T*, from a checkpoint of the parent.
+
+    A cell with a budget of epochs has no parent, because the number of rounds is unknown.
+    """
+    families: dict[str, list[tuple[float, Cell]]] = {}
+    for cell in cells:
+        if cell.rounds:
+            family = family_of(cell.config)
+            families.setdefault(family, []).append((first_stage(cell.config), cell))
+    for members in families.values():
+        latest, parent = max(members, key=lambda entry: entry[0])
+        for until, cell in members:
+            if 0 < until < latest:
+                cell.parent, cell.shared_rounds = parent, int(until)
+                parent.keep_rounds.add(int(until))

@@ -1,32 +1,41 @@
-"""Base class of engines. An engine runs command lines on this machine or on other machines."""
+"""Base class of engines. An engine trains cells on this machine or on other machines."""
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+CELL = "fl_lightning.cli.study_cell"
+"""Module whose function ``main`` trains a cell. If it is called again, the cell resumes."""
+
 
 @dataclass(frozen=True)
 class Job:
-    """Command line that trains a cell. If it is run again, it resumes from the cell's checkpoint.
+    """Training of a cell by the module :data:`CELL`.
 
     Attributes:
         name: Name of the job.
-        command: Command line.
+        arguments: Arguments of the module.
         log: File to which the output is appended.
         threads: Number of CPU threads (default 1).
         gpus: Number of GPUs (default 0). A fraction is a share of one GPU.
     """
 
     name: str
-    command: Sequence[str]
+    arguments: Sequence[str]
     log: Path
     threads: int = 1
     gpus: float = 0.0
+
+    @property
+    def command(self) -> list[str]:
+        """Command line of the job."""
+        return [sys.executable, "-m", CELL, *self.arguments]
 
     @property
     def environment(self) -> dict[str, str]:
