@@ -8,7 +8,7 @@ import yaml
 from untrained_cells import STUDY, finish, study_cells
 
 import fl_lightning
-from fl_lightning.experiments.studies.findings import findings
+from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.experiments.studies.tables import published_in_words
 
@@ -73,5 +73,5 @@ def test_a_table_shows_the_published_deviation(tmp_path, monkeypatch):
     table = cells.table([])
     for one in table:
         (finish(one, **{"test/accuracy": 0.5}) / "metrics.jsonl").write_text("")
-    bn, gn = findings(cells.study, table, [], {})["groups"]
+    bn, gn = collect(cells.study, table, [], {}).rows
     assert [published_in_words(group) for group in (bn, gn)] == ["", "0.5969 ± 0.0076"]

@@ -18,8 +18,7 @@ from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.choosing import metric_of, trials
-from fl_lightning.experiments.studies.definition import Study
-from fl_lightning.experiments.studies.found import Labels
+from fl_lightning.experiments.studies.definition import Labels, Study
 from fl_lightning.round.metrics import MetricSetting, make_metrics
 from fl_lightning.round.module import FederatedModule
 

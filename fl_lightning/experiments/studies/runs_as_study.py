@@ -1,4 +1,4 @@
-"""Findings of run directories in a study's format. Runs that differ only in seed form a group."""
+"""Run directories as the results of a study. Runs that differ only in seed are a row of its table."""
 
 import json
 import textwrap
@@ -15,8 +15,13 @@ from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import RUNS, State
-from fl_lightning.experiments.studies.findings import run_found
-from fl_lightning.experiments.studies.found import Found, Group
+from fl_lightning.experiments.studies.collecting import run_row
+from fl_lightning.experiments.studies.study_frame import (
+    CELL_COLUMNS,
+    VALUE_COLUMNS,
+    StudyFrame,
+    labelled,
+)
 from fl_lightning.round.directions import best_is
 
 Runs = dict[int, Attempt]
@@ -40,8 +45,8 @@ class Key(NamedTuple):
     place: str = ""
 
 
-def found_in(directories: Sequence[Path]) -> Found:
-    """Return the findings of run directories.
+def runs_as_study(directories: Sequence[Path]) -> StudyFrame:
+    """Return run directories as the results of a study. Its only axis has a label for each group.
 
     If a run has several attempts, the newest finished attempt is used. If no attempt is finished,
     the newest attempt is used. Runs in different folders are always different runs.
@@ -59,53 +64,38 @@ def found_in(directories: Sequence[Path]) -> Found:
         key = Key(config["name"], hash_of_run(attempt, config), config["trainer"]["max_epochs"])
         configs.setdefault(key, config)
         attempts_of.setdefault(key, []).append((config["seed_everything"], attempt))
-    grouped = {
-        key._replace(place=place): (configs[key], runs)
+    groups = {
+        key._replace(place=place): {seed: state_of(attempt) for seed, attempt in sorted(runs.items())}
         for key, attempts in attempts_of.items()
         for place, runs in _apart(attempts).items()
     }
-    states = [{seed: state_of(attempt) for seed, attempt in runs.items()} for _, runs in grouped.values()]
-    names = _names([*grouped], states)
-    results = [state.result for by_seed in states for state in by_seed.values() if state.result]
-    metrics = _metrics(map(metric_values, results))
-    groups: list[Group] = []
-    for name, (config, runs), by_seed in zip(names, grouped.values(), states, strict=True):
-        logged = {
-            str(seed): metric_values(result) if (result := by_seed[seed].result) else {}
-            for seed in sorted(runs)
-        }
-        groups.append(
-            {
-                "labels": {"run": name},
-                "published": None,
-                "learning_rate": _learning_rate(config),
-                "values": {
-                    metric: {seed: values[metric] for seed, values in logged.items() if metric in values}
-                    for metric in metrics
-                },
-                "runs": [
-                    {**run_found(seed, state, runs[seed].path), "origin": _origin(state, runs[seed])}
-                    for seed, state in sorted(by_seed.items())
-                ],
-            }
-        )
-    methods = dict.fromkeys(run["method"] for group in groups for run in group["runs"] if "method" in run)
+    results = [state.result for states in groups.values() for state in states.values() if state.result]
+    metrics, rows, values = _metrics(map(metric_values, results)), [], []
+    names = _names(groups)
+    for name, (key, states) in zip(names, groups.items(), strict=True):
+        rate = _learning_rate(configs[key._replace(place="")])
+        for seed, state in states.items():
+            assert state.attempt is not None
+            row = run_row(seed, state, state.attempt.path)
+            origin = _origin(state, state.attempt)
+            rows.append({"labels": {"run": name}, "learning_rate": rate, "origin": origin, **row})
+            values += [
+                {"labels": {"run": name}, "seed": seed, "metric": metric, "value": value}
+                for metric, value in (metric_values(state.result) if state.result else {}).items()
+                if metric in metrics
+            ]
+    methods = dict.fromkeys(str(result["method"]) for result in results)
     parts = [*names, *methods] if len(names) == 1 else names
-    return {
-        "name": "runs",
-        "title": textwrap.shorten(", ".join(dict.fromkeys(parts)), 90, placeholder=" …"),
-        "paper": "",
-        "scale": "",
-        "axes": {"run": names},
-        "choose": [],
-        "spread": None,
-        "metrics": metrics,
-        "best": {name: best for result in results for name, best in result.get("best", {}).items()},
-        "groups": groups,
-        "choices": [],
-        "known": {"run": names},
-        "claims": [],
-    }
+    return StudyFrame(
+        name="runs",
+        title=textwrap.shorten(", ".join(dict.fromkeys(parts)), 90, placeholder=" …"),
+        axes={"run": names},
+        known={"run": names},
+        metrics=metrics,
+        best={name: best for result in results for name, best in result.get("best", {}).items()},
+        cells=labelled(rows, ["run"], CELL_COLUMNS),
+        values=labelled(values, ["run"], VALUE_COLUMNS),
+    )
 
 
 def state_of(attempt: Attempt) -> State:
@@ -198,25 +188,27 @@ def _number(attempt: Attempt) -> tuple[bool, int]:
     return attempt.result.is_file(), int(number) if number.isdigit() else 1
 
 
-def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[str]:
+def _names(groups: Mapping["Key", Mapping[int, State]]) -> list[str]:
     """Return distinct names that are as short as possible.
 
     A name can contain a run's name, method, hash, number of rounds and folder.
     """
-    results = [[state.result for state in by_seed.values() if state.result] for by_seed in states]
-    methods = [str(finished[0]["method"]) if finished else "" for finished in results]
-    run_names = [key.name for key in keys]
-    pairs = [(method or key.name, key) for method, key in zip(methods, keys, strict=True)]
-    full = [f"{text} ({key.hashed}, {key.name}, {key.rounds} rounds)" for text, key in pairs]
-    choices = (
-        *([run_names] if RUNS not in run_names else []),
-        *([methods] if all(methods) else []),
-        [f"{text} ({key.hashed})" for text, key in pairs],
-        full,
-        [f"{text} ({key.place})" if key.place else text for text, key in pairs],
-        [f"{text[:-1]}, {key.place})" if key.place else text for text, key in zip(full, keys, strict=True)],
-    )
-    return next((names for names in choices if len({*names}) == len(keys)), choices[-1])
+    finished = [[state.result for state in states.values() if state.result] for states in groups.values()]
+    methods = [str(results[0]["method"]) if results else "" for results in finished]
+    names = [key.name for key in groups]
+    texts = [method or name for method, name in zip(methods, names, strict=True)]
+    details = [[f"{key.hashed}", key.name, f"{key.rounds} rounds"] for key in groups]
+    places = [[key.place] * bool(key.place) for key in groups]
+    choices = [names] * (RUNS not in names) + [methods] * all(methods)
+    for parts in (
+        [part[:1] for part in details],
+        details,
+        places,
+        [[*part, *place] for part, place in zip(details, places, strict=True)],
+    ):
+        pairs = zip(texts, parts, strict=True)
+        choices.append([f"{text} ({', '.join(part)})" if part else text for text, part in pairs])
+    return next((names for names in choices if len({*names}) == len(groups)), choices[-1])
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
