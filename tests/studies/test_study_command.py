@@ -88,7 +88,7 @@ def test_a_damaged_first_stage_is_named_and_trained_anew(ran, capsys):
     capsys.readouterr()
     study()
     assert (
-        f"damaged: {shared}; T*=2 method=BN seed=0 trains the first 2 rounds itself"
+        f"damaged: {shared.relative_to(Path.cwd())}; T*=2 method=BN seed=0 trains the first 2 rounds itself"
         in capsys.readouterr().out
     )
     assert len(ran) == 1

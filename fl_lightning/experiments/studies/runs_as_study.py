@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+
+import pandas as pd
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.config_digest import hash_of_run
@@ -14,7 +15,7 @@ from fl_lightning.experiments.run_directory.describe import origin_in_words
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.studies.cells import RUNS, State
+from fl_lightning.experiments.studies.cells import State
 from fl_lightning.experiments.studies.collecting import run_row
 from fl_lightning.experiments.studies.study_frame import (
     CELL_COLUMNS,
@@ -24,32 +25,16 @@ from fl_lightning.experiments.studies.study_frame import (
 )
 from fl_lightning.round.directions import best_is
 
-Runs = dict[int, Attempt]
-"""Attempts that have the same configuration but different seeds, keyed by seed."""
-
-
-class Key(NamedTuple):
-    """Key of a group of runs that differ only in the seed.
-
-    Attributes:
-        name: Name of the runs.
-        hashed: Hash of the runs' configuration.
-        rounds: Planned rounds; None if no file states them.
-        place: Folder of the runs. It is empty if no other group has the same name, hash and number
-            of rounds.
-    """
-
-    name: str
-    hashed: str
-    rounds: int | None
-    place: str = ""
+_SETTINGS = ["name", "hash", "rounds"]
+"""Columns that are equal for runs that differ only in the seed."""
 
 
 def runs_as_study(directories: Sequence[Path]) -> StudyFrame:
-    """Return run directories as the results of a study. Its only axis has a label for each group.
+    """Return run directories as the results of a study. Its only axis has a label for each row.
 
-    If a run has several attempts, the newest finished attempt is used. If no attempt is finished,
-    the newest attempt is used. Runs in different folders are always different runs.
+    Runs that differ only in their seed are a row. If a run has several attempts, the newest
+    finished attempt is used. If no attempt is finished, the newest attempt is used. If two runs of
+    a row have the same seed, each folder has a row.
 
     Args:
         directories: Run directories.
@@ -57,45 +42,84 @@ def runs_as_study(directories: Sequence[Path]) -> StudyFrame:
     Raises:
         ConfigurationError: A configuration cannot be read.
     """
-    configs: dict[Key, Config] = {}
-    attempts_of: dict[Key, list[tuple[int, Attempt]]] = {}
-    for attempt in map(Attempt, directories):
-        config = resolved(attempt)
-        key = Key(config["name"], hash_of_run(attempt, config), config["trainer"]["max_epochs"])
-        configs.setdefault(key, config)
-        attempts_of.setdefault(key, []).append((config["seed_everything"], attempt))
-    groups = {
-        key._replace(place=place): {seed: state_of(attempt) for seed, attempt in sorted(runs.items())}
-        for key, attempts in attempts_of.items()
-        for place, runs in _apart(attempts).items()
-    }
-    results = [state.result for states in groups.values() for state in states.values() if state.result]
-    metrics, rows, values = _metrics(map(metric_values, results)), [], []
-    names = _names(groups)
-    for name, (key, states) in zip(names, groups.items(), strict=True):
-        rate = _learning_rate(configs[key._replace(place="")])
-        for seed, state in states.items():
-            assert state.attempt is not None
-            row = run_row(seed, state, state.attempt.path)
-            origin = _origin(state, state.attempt)
-            rows.append({"labels": {"run": name}, "learning_rate": rate, "origin": origin, **row})
-            values += [
-                {"labels": {"run": name}, "seed": seed, "metric": metric, "value": value}
-                for metric, value in (metric_values(state.result) if state.result else {}).items()
-                if metric in metrics
-            ]
+    runs = _with_labels(_in_rows(pd.DataFrame([*map(_described, map(Attempt, directories))])))
+    results = [state.result for state in runs["state"] if state.result is not None]
+    metrics, cells, values = _metrics(map(metric_values, results)), [], []
+    for run in runs.sort_values("seed", kind="stable").itertuples():
+        row = {
+            "labels": {"run": run.label},
+            "learning_rate": run.rate,
+            "origin": _origin(run.state, run.attempt),
+        }
+        cells.append({**row, **run_row(run.seed, run.state, run.attempt.path)})
+        values += [
+            {"labels": {"run": run.label}, "seed": run.seed, "metric": metric, "value": value}
+            for metric, value in (metric_values(run.state.result) if run.state.result else {}).items()
+            if metric in metrics
+        ]
+    labels = [*runs["label"].unique()]
+    cells.sort(key=lambda cell: labels.index(cell["labels"]["run"]))
     methods = dict.fromkeys(str(result["method"]) for result in results)
-    parts = [*names, *methods] if len(names) == 1 else names
+    parts = [*labels, *methods] if len(labels) == 1 else labels
     return StudyFrame(
         name="runs",
         title=textwrap.shorten(", ".join(dict.fromkeys(parts)), 90, placeholder=" …"),
-        axes={"run": names},
-        known={"run": names},
+        axes={"run": labels},
+        known={"run": labels},
         metrics=metrics,
         best={name: best for result in results for name, best in result.get("best", {}).items()},
-        cells=labelled(rows, ["run"], CELL_COLUMNS),
+        cells=labelled(cells, ["run"], CELL_COLUMNS),
         values=labelled(values, ["run"], VALUE_COLUMNS),
     )
+
+
+def _described(attempt: Attempt) -> dict[str, object]:
+    config, state = resolved(attempt), state_of(attempt)
+    number = attempt.path.suffix[1:]
+    run = attempt.path.with_suffix("") if number.isdigit() else attempt.path
+    return {
+        "name": config["name"],
+        "hash": hash_of_run(attempt, config),
+        "rounds": f"{config['trainer']['max_epochs']} rounds",
+        "seed": config["seed_everything"],
+        "method": str(state.result["method"]) if state.result else None,
+        "rate": _learning_rate(config),
+        "folder": str(run.parent),
+        "run": str(run),
+        "place": str(run.resolve()),
+        "age": (attempt.result.is_file(), int(number) if number.isdigit() else 1),
+        "attempt": attempt,
+        "state": state,
+    }
+
+
+def _in_rows(attempts: pd.DataFrame) -> pd.DataFrame:
+    """Return the newest attempt at each run. Runs with equal settings and ``place`` are a row."""
+    newest_first = attempts.sort_values("age", ascending=False, kind="stable")
+    runs = newest_first.drop_duplicates([*_SETTINGS, "place"]).sort_index().assign(place="")
+    for place in ("folder", "run"):
+        twice = runs.duplicated([*_SETTINGS, "place", "seed"], keep=False)
+        apart = twice.groupby([runs[name] for name in _SETTINGS]).transform("any")
+        runs["place"] = runs["place"].mask(apart, runs[place])
+    return runs
+
+
+def _with_labels(runs: pd.DataFrame) -> pd.DataFrame:
+    """Add the column ``label``: distinct labels of the rows, as short as possible.
+
+    A label has the name of the runs or their method, and perhaps the hash, the name, the number of
+    rounds and the folder.
+    """
+    groups = runs.groupby([*_SETTINGS, "place"], sort=False)
+    rows = groups["method"].first().reset_index()
+    methods = rows["method"].fillna(rows["name"])
+    labels = rows["name"]
+    differing = [name for name in ("hash", "name", "rounds", "place") if rows[name].nunique() > 1]
+    for count in range(len(differing) + 1):
+        if not labels.is_unique:
+            details = rows[differing[:count]].agg(", ".join, axis=1)
+            labels = methods + (" (" + details + ")" if count else "")
+    return runs.assign(label=labels.loc[groups.ngroup()].to_numpy())
 
 
 def state_of(attempt: Attempt) -> State:
@@ -153,62 +177,6 @@ def _learning_rate(config: Config) -> float | None:
         return float(config["model"]["client_optimizer"]["init_args"]["lr"])
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
-    """Group the runs of a configuration, so that the seeds in a group differ.
-
-    - If all seeds differ, all runs form one group.
-    - If seeds repeat, but differ within each folder, the runs in each folder form a group.
-    - Otherwise, each of the runs forms a separate group.
-    """
-    newest: dict[Path, tuple[int, Attempt]] = {}
-    for seed, attempt in attempts:
-        run = _first_attempt(attempt.path.resolve())
-        newest[run] = max(newest.get(run, (seed, attempt)), (seed, attempt), key=lambda x: _number(x[1]))
-    every = [*newest.values()]
-    together, by_folder = ["" for _ in every], [str(attempt.path.parent) for _, attempt in every]
-    for places in (together, by_folder):
-        if len({*zip(places, (seed for seed, _ in every), strict=True)}) == len(every):
-            break
-    else:
-        places = [str(_first_attempt(attempt.path)) for _, attempt in every]
-    runs: dict[str, Runs] = {}
-    for place, (seed, attempt) in zip(places, every, strict=True):
-        runs.setdefault(place, {})[seed] = attempt
-    return runs
-
-
-def _first_attempt(path: Path) -> Path:
-    return path.with_suffix("") if path.suffix[1:].isdigit() else path
-
-
-def _number(attempt: Attempt) -> tuple[bool, int]:
-    number = attempt.path.suffix[1:]
-    return attempt.result.is_file(), int(number) if number.isdigit() else 1
-
-
-def _names(groups: Mapping["Key", Mapping[int, State]]) -> list[str]:
-    """Return distinct names that are as short as possible.
-
-    A name can contain a run's name, method, hash, number of rounds and folder.
-    """
-    finished = [[state.result for state in states.values() if state.result] for states in groups.values()]
-    methods = [str(results[0]["method"]) if results else "" for results in finished]
-    names = [key.name for key in groups]
-    texts = [method or name for method, name in zip(methods, names, strict=True)]
-    details = [[f"{key.hashed}", key.name, f"{key.rounds} rounds"] for key in groups]
-    places = [[key.place] * bool(key.place) for key in groups]
-    choices = [names] * (RUNS not in names) + [methods] * all(methods)
-    for parts in (
-        [part[:1] for part in details],
-        details,
-        places,
-        [[*part, *place] for part, place in zip(details, places, strict=True)],
-    ):
-        pairs = zip(texts, parts, strict=True)
-        choices.append([f"{text} ({', '.join(part)})" if part else text for text, part in pairs])
-    return next((names for names in choices if len({*names}) == len(groups)), choices[-1])
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
@@ -334,27 +334,26 @@ COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
 
 def _unlike(results: StudyFrame) -> str:
     """Describe how the runs differ in data and computation; empty if all runs are alike."""
-    runs = [run for row in results.rows for run in row.runs]
-    runs = [*{run["directory"]: run for run in runs}.values()]
-
-    def differing(column: str, names: Iterable[str]) -> str:
-        facts = [run.get(column, {}) for run in runs]
-        counts = {name: Counter(str(known[name]) for known in facts if name in known) for name in names}
-        return "; ".join(
-            f"{name.replace('_', ' ')} {', '.join(f'{x} ({_count(n)})' for x, n in by_value.items())}"
-            for name, by_value in counts.items()
-            if len(by_value) > 1
-        )
-
-    sentences = {
-        "Not all on the same data": differing("loaded", ["images"]),
-        "Not all computed alike": differing("computed_by", COMPUTED),
-    }
+    runs = [*{run["directory"]: run for row in results.rows for run in row.runs}.values()]
     done = [run for run in runs if run["phase"] == "done"]
     data = {json.dumps(run.get("data") or run["directory"], sort_keys=True) for run in done}
-    if (unknown := sum(not run.get("loaded") for run in done)) and len(data) > 1:
-        sentences["Not known to be on the same data"] = _count(unknown)
+    unknown = sum(not run.get("loaded") for run in done) if len(data) > 1 else 0
+    sentences = {
+        "Not all on the same data": _differing(run.get("loaded", {}) for run in runs),
+        "Not all computed alike": _differing(run.get("computed_by", {}) for run in runs),
+        "Not known to be on the same data": _count(unknown) if unknown else "",
+    }
     return "".join(f" {what}: {words}." for what, words in sentences.items() if words)
+
+
+def _differing(facts: Iterable[Mapping[str, object]]) -> str:
+    table = pd.DataFrame([*facts], dtype=object).reindex(columns=["images", *COMPUTED])
+    counts = {name: Counter(map(str, table[name].dropna())) for name in table}
+    return "; ".join(
+        f"{name.replace('_', ' ')} {', '.join(f'{x} ({_count(n)})' for x, n in by_value.items())}"
+        for name, by_value in counts.items()
+        if len(by_value) > 1
+    )
 
 
 def _count(runs: int) -> str:
