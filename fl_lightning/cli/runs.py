@@ -5,16 +5,14 @@ import sys
 from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pandas as pd
 from tabulate import tabulate
 
 from fl_lightning.cli.options import CommandParser, Refusal
 from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.experiments.run_directory.runs_frame import COLUMNS, runs_frame
 from fl_lightning.files import user_file, user_path, write_text
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _DESCRIPTION = """\
 Show all runs below a folder in a table: method, data, seed, rounds, state, and the metric with its best round.
@@ -43,8 +41,8 @@ def main(args: Sequence[str]) -> None:
         raise ConfigurationError(refusal.line) from None
     folder, file = user_path("runs", options.folder), options.csv and user_file("csv", options.csv)
     wanted = [_wanted(text) for text in options.where]
-    frame = _runs(folder, [*(name for name, _ in wanted), *filter(None, [options.sort])])
-    shown = [name for name in frame if name in _SHOWN or name in (*dict(wanted), options.sort)]
+    named = [name for name in (*(name for name, _ in wanted), options.sort) if name]
+    frame = _runs(folder, named)
     for name, value in wanted:
         frame = frame[[_equal(x, value) for x in frame[name]]]
     if options.sort:
@@ -52,6 +50,7 @@ def main(args: Sequence[str]) -> None:
         frame = frame.sort_values(options.sort, kind="stable", key=lambda x: x.map(str) if texts else x)
     if file:
         write_text(file, frame.to_csv(index=False, lineterminator="\n"))
+    shown = [name for name in frame if name != "directory" and name in (*COLUMNS, *named)]
     body = [[_text(value) for value in row] for row in frame[shown].itertuples(index=False)]
     count = f"{len(frame)} run{'s' * (len(frame) != 1)}"
     try:
@@ -60,24 +59,7 @@ def main(args: Sequence[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-_SHOWN = (
-    "name",
-    "method",
-    "data",
-    "seed",
-    "rounds",
-    "planned",
-    "state",
-    "metric",
-    "value",
-    "best",
-    "best_round",
-)
-
-
-def _runs(folder: Path, names: Sequence[str]) -> "pd.DataFrame":
-    from fl_lightning.experiments.run_directory.runs_frame import COLUMNS, runs_frame
-
+def _runs(folder: Path, names: Sequence[str]) -> pd.DataFrame:
     frame = runs_frame(folder, [name for name in names if name not in COLUMNS and "/" not in name])
     if frame.empty:
         raise ConfigurationError(

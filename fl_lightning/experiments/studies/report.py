@@ -26,7 +26,7 @@ from fl_lightning.experiments.studies.axis_labels import in_words, short
 from fl_lightning.experiments.studies.figures import Picture, pictures, write_figures
 from fl_lightning.experiments.studies.report_rule import rule_in_words
 from fl_lightning.experiments.studies.runs_as_study import resolved, runs_as_study
-from fl_lightning.experiments.studies.study_frame import Row, StudyFrame, load_study
+from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
 from fl_lightning.experiments.studies.table_columns import check_columns
 from fl_lightning.experiments.studies.tables import (
     COMPUTED,
@@ -137,11 +137,18 @@ def _check_place(page: Path, studies: Sequence[Path]) -> None:
 
 def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
     """Return the values that the template needs for a section of the page."""
-    axes, rows = [*results.axes], results.rows
-    runs = [(in_words(row.labels, axes), run) for row in rows for run in row.runs]
-    configs = {in_words(row.labels, axes): _config(row) for row in rows}
-    known = {label: config for label, config in configs.items() if config is not None}
-    first = next(iter(known.values()), None)
+    axes, cells = [*results.axes], results.cells
+    runs = [(in_words(row.labels, axes), run) for row in results.rows for run in row.runs]
+    configs: dict[str, Config] = {}
+    for label, attempt in ((label, Attempt(Path(run["directory"]))) for label, run in runs):
+        if label not in configs and attempt.config.is_file():
+            configs[label] = resolved(attempt)
+    rounds = "trainer.max_epochs"
+    settings = {x: {**deciding_settings(c), rounds: c["trainer"]["max_epochs"]} for x, c in configs.items()}
+    shown = {
+        words: dict.fromkeys(str(x) for known in settings.values() if (x := known.get(name)) is not None)
+        for words, name in _SETTINGS.items()
+    }
     by_spread = f"{results.metrics[results.first].capitalize()} by {short(results.spread or '', axes)}"
     tables = {by_spread: spread_table(results), "All values": whole_table(results)}
     return {
@@ -149,16 +156,14 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
         "seeds": seeds_of(results),
         "rule": rule_in_words(results.report),
         "scale": SCALES.get(results.scale.partition("_")[0], ""),
-        "published": bool(results.cells["published"].notna().any()),
+        "published": bool(cells["published"].notna().any()),
         "tables": {name: table for name, table in tables.items() if table is not None},
         "figures": [*_drawn(results)],
-        "settings": {
-            **{name: "; ".join(results.cells[name].dropna().unique()) for name in ("method", "partition")},
-            **_settings(known.values()),
-        },
+        "settings": {name: "; ".join(cells[name].dropna().unique()) for name in ("method", "partition")}
+        | {words: "; ".join(values) for words, values in shown.items()},
         "runs": [_run(run, label, home) for label, run in runs],
-        "base": yaml.safe_dump(first, sort_keys=False) if first else "",
-        "differences": [(label, _differences(first, config)) for label, config in known.items() if first],
+        "base": next((yaml.safe_dump(config, sort_keys=False) for config in configs.values()), ""),
+        "differences": [(x, _differences(next(iter(settings.values())), y)) for x, y in settings.items()],
         "provenance": _provenance([run for _, run in runs if "environment" in run]),
     }
 
@@ -199,31 +204,10 @@ def _inline(svg: str) -> Markup:
     return Markup(body)  # safe, since matplotlib escapes all text
 
 
-def _config(row: Row) -> Config | None:
-    attempts = [Attempt(Path(directory)) for directory in row.cells["directory"]]
-    return next((resolved(attempt) for attempt in attempts if attempt.config.is_file()), None)
-
-
-def _flat(config: Config) -> Config:
-    """Return the number of rounds and all settings that affect results, keyed by dotted name."""
-    return {**deciding_settings(config), "trainer.max_epochs": config["trainer"]["max_epochs"]}
-
-
-def _differences(first: Config, config: Config) -> list[tuple[str, Any, Any]]:
-    before, now = _flat(first), _flat(config)
+def _differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:
     names = (name for name in dict.fromkeys([*before, *now]) if name != "seed_everything")
     different = [name for name in names if before.get(name) != now.get(name)]
     return [(name, before.get(name, "-"), now.get(name, "-")) for name in different]
-
-
-def _settings(configs: Iterable[Config]) -> dict[str, str]:
-    """Return the distinct values of the settings in the first table of a section."""
-    flat = [*map(_flat, configs)]
-    values = {
-        words: dict.fromkeys(str(x) for settings in flat if (x := settings.get(name)) is not None)
-        for words, name in _SETTINGS.items()
-    }
-    return {words: "; ".join(different) for words, different in values.items() if different}
 
 
 def _run(run: Mapping[str, Any], label: str, home: Path) -> dict[str, object]:
@@ -253,9 +237,9 @@ def _provenance(runs: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
     for run in runs:
         every = {
             **run["environment"],
-            "source hash": ", ".join(dict.fromkeys(str(entry.get("source")) for entry in run["provenance"])),
-            **{name: run["computed_by"].get(name) for name in COMPUTED},
-            **{f"{name} data" if name != "partition" else name: x for name, x in run["data"].items()},
+            "source hash": ", ".join(dict.fromkeys(str(x.get("source")) for x in run.get("provenance", ()))),
+            **{name: run.get("computed_by", {}).get(name) for name in COMPUTED},
+            **{f"{x} data".replace("partition data", "partition"): y for x, y in run.get("data", {}).items()},
         }
         for name, value in every.items():
             text = "unknown" if value in (None, "") else str(value)

@@ -44,13 +44,16 @@ class Comparison(NamedTuple):
         mean: Mean paired difference.
         error: Standard error of the mean; infinite for one pair.
         pairs: Number of pairs.
-        margin: Margin of equality; None for an ordering.
+        low: The claim is that the mean is above this bound: 0 for an ordering, the negative margin
+            for an equality.
+        high: The claim is that the mean is below this bound: infinite for an ordering.
     """
 
     mean: float
     error: float
     pairs: int
-    margin: float | None = None
+    low: float
+    high: float
 
     @classmethod
     def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
@@ -63,29 +66,18 @@ class Comparison(NamedTuple):
         n = len(differences)
         n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=_EQUAL) else n
         error = statistics.stdev(differences) / n**0.5 if n > 1 else inf
-        return cls(statistics.mean(differences), error, n, margin)
+        low, high = (0.0, inf) if margin is None else (-margin, margin)
+        return cls(statistics.mean(differences), error, n, low, high)
 
     @property
     def p_for(self) -> float:
-        """One-sided p-value. A small value supports the claim.
-
-        For an ordering, the claim is that the mean is above 0. For an equality, it is that the mean
-        lies between -margin and margin.
-        """
-        if self.margin is None:
-            return self._p_above(0)
-        return max(self._p_above(-self.margin), 1 - self._p_above(self.margin))
+        """One-sided p-value of a mean between ``low`` and ``high``."""
+        return max(self._p_above(self.low), 1 - self._p_above(self.high))
 
     @property
     def p_against(self) -> float:
-        """One-sided p-value. A small value contradicts the claim.
-
-        For an ordering, the opposite of the claim is that the mean is below 0. For an equality, it
-        is that the mean lies below -margin or above margin.
-        """
-        if self.margin is None:
-            return 1 - self._p_above(0)
-        return min(self._p_above(self.margin), 1 - self._p_above(-self.margin))
+        """One-sided p-value of a mean below ``low`` or above ``high``."""
+        return min(self._p_above(self.high), 1 - self._p_above(self.low))
 
     def _p_above(self, bound: float) -> float:
         """Return the p-value of Student's t-test for a mean above a bound."""
@@ -119,9 +111,7 @@ class Comparison(NamedTuple):
         """
         if self.pairs < 2:
             low, high = self.mean - ONE_PAIR, self.mean + ONE_PAIR
-            margin = inf if self.margin is None else self.margin
-            bound = 0 if self.margin is None else -margin
-            agrees, against = bound < low <= high < margin, high < bound or low > margin
+            agrees, against = self.low < low <= high < self.high, high < self.low or low > self.high
             return AGREES if agrees else CONTRADICTS if against else "undecided"
         if 2 * self.p_for <= level:
             return "holds"
@@ -130,9 +120,8 @@ class Comparison(NamedTuple):
     def in_words(self, level: float) -> str:
         """Return the mean difference in words, with a confidence interval for several pairs."""
         if self.pairs < 2:
-            small = self.margin is not None and self.margin <= ONE_PAIR
-            words = f"difference {self.mean:+.3f} in one pair"
-            return f"{words}, which cannot confirm so small a margin" if small else words
+            small = ", which cannot confirm so small a margin" * (self.high <= ONE_PAIR)
+            return f"difference {self.mean:+.3f} in one pair{small}"
         half = self.half_width(level)
         interval = f"{self.mean - half:+.3f} to {self.mean + half:+.3f}"
         return f"mean difference {self.mean:+.3f}, interval {interval}, {self.pairs} pairs"
@@ -241,7 +230,7 @@ def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
     if verdict.verdict != "undecided" or not several:
         return verdict
     decides = max(test.half_width(level) for test in several)
-    what = "a difference" if tests[0].margin is None else "a margin"
+    what = "a difference" if tests[0].high == inf else "a margin"
     words += f"; these seeds can decide {what} of {decides:.3f} or more"
     return replace(verdict, words=words, decides=decides)
 
