@@ -1,6 +1,6 @@
 """Names of the columns of a study's tables."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fl_lightning.errors import ConfigurationError, nearest
 
@@ -121,9 +121,3 @@ def check_columns(columns: Sequence[str], metrics: Mapping[str, str]) -> None:
             raise ConfigurationError(
                 f"--columns: there is no column {column!r}{nearest(column, names)}; there are {', '.join(names)}"
             )
-
-
-def chosen_columns(header: Sequence[str], metrics: Mapping[str, str], columns: Iterable[str]) -> list[int]:
-    """Return the indices of the chosen columns, in the chosen order; ignore absent columns."""
-    names = [metrics.get(column, column) for column in columns]
-    return [header.index(name) for name in dict.fromkeys(names) if name in header]

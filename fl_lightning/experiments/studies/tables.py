@@ -22,7 +22,6 @@ from fl_lightning.experiments.studies.table_columns import (
     FURTHER,
     TEXTS,
     UNITS,
-    chosen_columns,
     local_metrics,
     models_of,
     of_any_model,
@@ -90,34 +89,28 @@ def whole_table(
     """
     axes, metrics = shown_axes(results), results.metrics
     best = {name: best_rows(results, name) if latex else [] for name in metrics}
-    table = pd.DataFrame(
+    header = [short(axis, results.axes) for axis in axes]
+    labels = pd.DataFrame([[row.labels[axis] for axis in axes] for row in results.rows], columns=header)
+    rows = [
         [
-            [
-                *(row.labels[axis] for axis in axes),
-                *(_marked(mean_and_deviation(row.of(name)), number in best[name]) for name in metrics),
-                published_in_words(row),
-                _beside_published(row, results.first),
-                learning_rate(row, results),
-                ", ".join(map(str, row.done["seed"])),
-                *_costs(row.done, latex),
-                "; ".join(lines),
-            ]
-            for number, (row, lines) in enumerate(zip(results.rows, remarks(results), strict=True))
-        ],
-        columns=[*(short(axis, results.axes) for axis in axes), *metrics.values(), *FURTHER],
-        dtype=object,
-    )
-    labels, names = range(len(axes)), [*table.columns[len(axes) :]]
-    if columns:
-        shown = chosen_columns(names, metrics, columns)
-    else:
-        filled = (table.iloc[:, len(axes) :] != "").any().tolist()
-        shown = [x for x, name in enumerate(names) if filled[x] and not (brief and name in COST_COLUMNS)]
-    table = table.iloc[:, [*labels, *(len(axes) + x for x in shown)]]
+            *(_marked(mean_and_deviation(row.of(name)), number in best[name]) for name in metrics),
+            published_in_words(row),
+            _beside_published(row, results.first),
+            learning_rate(row, results),
+            ", ".join(map(str, row.done["seed"])),
+            *_costs(row.done, latex),
+            "; ".join(lines),
+        ]
+        for number, (row, lines) in enumerate(zip(results.rows, remarks(results), strict=True))
+    ]
+    table = pd.DataFrame(rows, columns=[*metrics.values(), *FURTHER], dtype=object)
+    names = dict.fromkeys(metrics.get(name, name) for name in columns)
+    left_out = COST_COLUMNS if brief else ()
+    filled = (table != "").any().to_numpy() & ~table.columns.isin(left_out)
+    table = table[[name for name in names if name in table]] if columns else table.loc[:, filled]
     heads = dict(zip(metrics.values(), named_metrics(results), strict=True))
     heads |= {name: f"{name} ({UNITS[name][1]})" for name in UNITS} if latex else {}
-    new = [*table.columns[: len(axes)], *(heads.get(name, name) for name in table.columns[len(axes) :])]
-    return table.set_axis(new, axis="columns")
+    return pd.concat([labels, table.rename(columns=heads)], axis=1)
 
 
 def named_metrics(results: StudyFrame) -> list[str]:
