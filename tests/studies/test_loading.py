@@ -82,6 +82,24 @@ def test_a_saved_study_is_loaded_as_it_was(tmp_path):
         assert getattr(loaded, name) == getattr(study, name)
 
 
+def test_a_study_without_axes_has_a_single_row(tmp_path):
+    folder, row = tmp_path / "runs/studies/one", {"labels": {}, "values": {"a": {0: 0.25, 1: 0.75}}}
+    row |= {"rounds": 1, "train_seconds": 1.0, "samples": 1, "exchanges": 1, "upload_bytes": 1}
+    failed = [{"seed": seed, "phase": "failed", "why": "no"} for seed in (0, 1)]
+    for rows, values, text in (
+        ([row], ["0.25", "0.75"], "0.500 ± 0.354"),
+        ([{**row, "values": {}, "runs": failed}], ["", ""], "failed: seed 0, 1"),
+    ):
+        study_frame(rows, {}, {"a": "A"}).save(folder)
+        study = load_study(folder)
+        write_tables(folder, study)
+        assert [row.labels for row in study.rows] == [{}]
+        cells = [*csv.DictReader((folder / "cells.csv").read_text().splitlines())]
+        assert [*cells[0]][:3] == ["seed", "phase", "a"]
+        assert [cell["a"] for cell in cells] == values
+        assert whole_table(study).iloc[0, 0] == text
+
+
 def test_the_csv_of_cells_is_of_plain_numbers_that_read_back_bit_for_bit(tmp_path):
     study = load_study(write_study(tmp_path / "runs"))
     study.values.iloc[1:3, 2] = [0.1 + 0.2, float("nan")]

@@ -11,17 +11,12 @@ def study_frame(rows, axes, metrics, **more):
     """
     cells, values = [], []
     for row in rows:
-        columns = {name: x for name, x in row.items() if name not in ("values", "runs")}
-        seeds = {seed: {} for of_metric in row["values"].values() for seed in of_metric}
-        runs = row.get("runs") or [{"seed": seed, "phase": "done", "why": ""} for seed in seeds]
-        place = "-".join(row["labels"].values())
-        cells += [{"directory": f"{place}-{run['seed']}", **columns, **run} for run in runs]
-        values += [
-            {"labels": row["labels"], "seed": seed, "metric": metric, "value": value}
-            for metric, of_metric in row["values"].items()
-            for seed, value in of_metric.items()
-        ]
+        runs = [{"seed": seed, "phase": "done", "why": ""} for seed in next(iter(row["values"].values()), ())]
+        for run in row.get("runs", runs):
+            cells.append({"directory": "-".join([*row["labels"].values(), f"{run['seed']}"]), **row, **run})
+        for metric, seeds in row["values"].items():
+            entry = {"labels": row["labels"], "metric": metric}
+            values += [{**entry, "seed": seed, "value": value} for seed, value in seeds.items()]
     frames = {"cells": labelled(cells, axes, CELL_COLUMNS), "values": labelled(values, axes, VALUE_COLUMNS)}
-    return StudyFrame(
-        **{"name": "t", "title": "A title", "known": axes, **more}, axes=axes, metrics=metrics, **frames
-    )
+    settings = {"name": "t", "title": "A title", "known": axes, **more}
+    return StudyFrame(axes=axes, metrics=metrics, **settings, **frames)

@@ -115,10 +115,10 @@ def _with_labels(runs: pd.DataFrame) -> pd.DataFrame:
     methods = rows["method"].fillna(rows["name"])
     labels = rows["name"]
     differing = [name for name in ("hash", "name", "rounds", "place") if rows[name].nunique() > 1]
-    for count in range(len(differing) + 1):
+    labels = labels if labels.is_unique else methods
+    for count in range(1, len(differing) + 1):
         if not labels.is_unique:
-            details = rows[differing[:count]].agg(", ".join, axis=1)
-            labels = methods + (" (" + details + ")" if count else "")
+            labels = methods + " (" + rows[differing[:count]].agg(", ".join, axis=1) + ")"
     return runs.assign(label=labels.loc[groups.ngroup()].to_numpy())
 
 

@@ -165,10 +165,10 @@ class StudyFrame:
     @cached_property
     def rows(self) -> list[Row]:
         """The combinations of labels, in the order of the table's rows."""
-        levels = [*range(len(self.axes))]
+        levels = [*range(self.cells.index.nlevels)]
         values = dict([*self.values.groupby(level=levels, sort=False)])
         return [
-            Row(dict(zip(self.axes, labels, strict=True)), cells, values.get(labels, self.values.iloc[:0]))
+            Row(_labels(self.cells, labels), cells, values.get(labels, self.values.iloc[:0]))
             for labels, cells in self.cells.groupby(level=levels, sort=False)
         ]
 
@@ -184,8 +184,9 @@ class StudyFrame:
 def labelled(rows: Iterable[Mapping[str, Any]], axes: Iterable[str], columns: Iterable[str]) -> pd.DataFrame:
     """Return rows as a frame whose index is their ``labels``, with a level for each axis."""
     rows, axes = [*rows], [*axes]
-    labels = [tuple(row["labels"][axis] for axis in axes) for row in rows]
-    index = pd.MultiIndex.from_tuples(labels, names=axes)
+    # a study without axes has an index with a single level without a name
+    labels = [tuple(row["labels"][axis] for axis in axes) or ("",) for row in rows]
+    index = pd.MultiIndex.from_tuples(labels, names=axes or [None])
     every = {name: pd.Series([row.get(name) for row in rows], index, dtype=object) for name in columns}
     return pd.DataFrame({name: _typed(column) for name, column in every.items()}, index)
 
@@ -206,8 +207,12 @@ def _missing(value: object) -> bool:
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    labels = [dict(zip(frame.index.names, labels, strict=True)) for labels in frame.index]
-    return [{"labels": x, **row} for x, row in zip(labels, _known(frame), strict=True)]
+    rows = zip(frame.index, _known(frame), strict=True)
+    return [{"labels": _labels(frame, labels), **row} for labels, row in rows]
+
+
+def _labels(frame: pd.DataFrame, labels: tuple[str, ...]) -> Labels:
+    return {axis: label for axis, label in zip(frame.index.names, labels, strict=True) if axis is not None}
 
 
 def load_study(path: str | os.PathLike[str]) -> StudyFrame:

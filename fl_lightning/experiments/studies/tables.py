@@ -392,7 +392,7 @@ def cells_table(results: StudyFrame) -> pd.DataFrame:
     after = ["metric", "published", "learning_rate", *COSTS, "directory"]
     further = pd.concat([cells[before], values, cells[after]], axis=1)
     further.columns = [f"run_{name}" if name in results.axes else name for name in further]
-    return pd.concat([results.cells.index.to_frame(index=False), further], axis=1)
+    return pd.concat([results.cells.index.to_frame(index=False)[[*results.axes]], further], axis=1)
 
 
 def write_tables(folder: Path, results: StudyFrame, columns: Sequence[str] = ()) -> list[Path]:
