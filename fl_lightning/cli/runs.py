@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> None:
         frame = frame.sort_values(options.sort, kind="stable", key=lambda x: x.map(str) if texts else x)
     if file:
         write_text(file, frame.to_csv(index=False, lineterminator="\n"))
-    shown = [name for name in frame if name != "directory" and name in (*COLUMNS, *named)]
+    shown = [name for name in frame if name in (*COLUMNS, *named)]
     body = [[_text(value) for value in row] for row in frame[shown].itertuples(index=False)]
     count = f"{len(frame)} run{'s' * (len(frame) != 1)}"
     try:

@@ -57,6 +57,7 @@ def test_each_run_is_a_row_with_its_state_and_its_best_round(runs, capsys):
     assert rows[0] == {
         "name": "bn", "method": "FedAvg", "data": "Digits", "seed": "0", "rounds": "2", "planned": "2", "state": "finished",
         "metric": "val/accuracy", "value": "0.5", "best": "0.5", "best_round": "2",
+        "directory": "runs/bn/a-s0",
     }  # fmt: skip
     assert rows[-1]["method"] == "FedAvg + my.Mine()"
     with Attempt(Path("runs/bn/a-s4")).lock():
