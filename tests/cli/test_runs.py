@@ -24,7 +24,7 @@ def runs():
     gn = write_run(Path("runs/gn/b-s1"), name="gn", norm="gn", seed=1, accuracy=0.75, callback="my.Mine")
     result = json.loads((gn / "result.json").read_text())
     write_json(gn / "result.json", {**result, "diverged": True})
-    for seed, error in ((2, "ValueError: too large"), (3, "fl_lightning.errors.Diverged: round 3"), (4, "")):
+    for seed, error in ((2, "ValueError: too large"), (3, "Diverged: round 3"), (4, "")):
         place = write_run(Path(f"runs/bn/a-s{seed}"), seed=seed, accuracy=seed / 8, finished=False)
         if error:
             write_text(place / "error.txt", f"Traceback\n{error}\n")

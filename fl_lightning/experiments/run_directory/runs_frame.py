@@ -78,7 +78,7 @@ def _runs(folder: Path) -> Iterator[tuple[Attempt, Config]]:
 def _row(attempt: Attempt, config: Config, settings: Sequence[str]) -> dict[str, object]:
     facts, result = _content(attempt.identity), _content(attempt.result)
     every, trainer = dict(settings_of(config)), config["trainer"] or {}
-    metrics = {name: str(shown.get("best")) for name, shown in facts.get("metrics", {}).items()}
+    metrics = {name: str(shown.get("best")) for name, shown in (facts.get("metrics") or {}).items()}
     main, direction = next(iter(metrics.items()), ("accuracy", "max"))
     lines = attempt.metrics.read_bytes().split(b"\n")[:-1] if attempt.metrics.is_file() else []
     logged = {name: _logged(lines, name) for name in (f"val/{main}", f"test/{main}")}
@@ -112,7 +112,7 @@ def _state(attempt: Attempt, result: Mapping[str, Any]) -> str:
     if attempt.is_locked():
         return "running"
     if attempt.error.is_file():
-        return "diverged" if "Diverged:" in attempt.last_error() else "failed"
+        return "diverged" if attempt.last_error().startswith("Diverged: ") else "failed"
     return "stopped"
 
 
