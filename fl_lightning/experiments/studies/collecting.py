@@ -11,6 +11,8 @@ from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.report_rule import reported
 from fl_lightning.experiments.studies.study_frame import (
     CELL_COLUMNS,
+    COSTS,
+    FROM_RESULT,
     VALUE_COLUMNS,
     Chosen,
     StudyFrame,
@@ -126,5 +128,5 @@ def run_row(
         return row | ({"diverged": True, "diverged_round": state.round + 1} if diverged else {})
     loaded = state.result.get("loaded")
     exchanges = sum(line.get("comm/exchanges", 0) for line in read_metrics(state.attempt.metrics))
-    of_result = {name: x for name, x in state.result.items() if name in CELL_COLUMNS}
+    of_result = {name: x for name, x in state.result.items() if name in (*COSTS, *FROM_RESULT)}
     return of_result | {"exchanges": exchanges, "loaded": {"images": loaded} if loaded else {}} | row
