@@ -188,7 +188,8 @@ def labelled(rows: Iterable[Mapping[str, Any]], axes: Iterable[str], columns: It
     rows, axes = [*rows], [*axes]
     # a study without axes has an index with a single level without a name
     labels = [tuple(row["labels"][axis] for axis in axes) or ("",) for row in rows]
-    index = pd.MultiIndex.from_tuples(labels, names=axes or [None])
+    names: list[str | None] = [*axes] or [None]
+    index = pd.MultiIndex.from_tuples(labels, names=names)
     every = {name: pd.Series([row.get(name) for row in rows], index, dtype=object) for name in columns}
     return pd.DataFrame({name: _typed(column) for name, column in every.items()}, index)
 
