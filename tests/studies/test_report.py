@@ -152,6 +152,16 @@ def test_equal_runs_in_two_folders_are_two_runs(tmp_path, monkeypatch):
     ]
 
 
+def test_a_label_has_no_empty_part(tmp_path):
+    places = [write_run(tmp_path / root / "q/a-s0", name="q") for root in ("one", "two")]
+    alone = write_run(tmp_path / "one/q/b-s0", name="q", norm="gn")
+    first, second, third = (
+        re.sub("[0-9a-f]{8}", "hash", x) for x in runs_as_study([*places, alone]).axes["run"]
+    )
+    assert (first, second) == (f"FedAvg (hash, {tmp_path}/one/q)", f"FedAvg (hash, {tmp_path}/two/q)")
+    assert third == "FedAvg (hash)"
+
+
 def test_runs_without_a_result_are_shown_as_what_they_are(tmp_path):
     runs = tmp_path / "runs"
     unfinished = write_run(runs / "bn" / "a-s0", finished=False)

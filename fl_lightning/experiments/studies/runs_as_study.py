@@ -45,12 +45,8 @@ def runs_as_study(directories: Sequence[Path]) -> StudyFrame:
     runs = _with_labels(_in_rows(pd.DataFrame([*map(_described, map(Attempt, directories))])))
     results = [state.result for state in runs["state"] if state.result is not None]
     metrics, cells, values = _metrics(map(metric_values, results)), [], []
-    for run in runs.sort_values("seed", kind="stable").itertuples():
-        row = {
-            "labels": {"run": run.label},
-            "learning_rate": run.rate,
-            "origin": _origin(run.state, run.attempt),
-        }
+    for run in runs.itertuples():
+        row = {"labels": {"run": run.label}, "learning_rate": run.rate, "origin": run.origin}
         cells.append({**row, **run_row(run.seed, run.state, run.attempt.path)})
         values += [
             {"labels": {"run": run.label}, "seed": run.seed, "metric": metric, "value": value}
@@ -58,7 +54,6 @@ def runs_as_study(directories: Sequence[Path]) -> StudyFrame:
             if metric in metrics
         ]
     labels = [*runs["label"].unique()]
-    cells.sort(key=lambda cell: labels.index(cell["labels"]["run"]))
     methods = dict.fromkeys(str(result["method"]) for result in results)
     parts = [*labels, *methods] if len(labels) == 1 else labels
     return StudyFrame(
@@ -84,6 +79,7 @@ def _described(attempt: Attempt) -> dict[str, object]:
         "seed": config["seed_everything"],
         "method": str(state.result["method"]) if state.result else None,
         "rate": _learning_rate(config),
+        "origin": _origin(state, attempt),
         "folder": str(run.parent),
         "run": str(run),
         "place": str(run.resolve()),
@@ -105,21 +101,22 @@ def _in_rows(attempts: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_labels(runs: pd.DataFrame) -> pd.DataFrame:
-    """Add the column ``label``: distinct labels of the rows, as short as possible.
+    """Add the column ``label``: distinct labels of the rows, as short as possible. Sort the runs.
 
     A label has the name of the runs or their method, and perhaps the hash, the name, the number of
     rounds and the folder.
     """
     groups = runs.groupby([*_SETTINGS, "place"], sort=False)
     rows = groups["method"].first().reset_index()
-    methods = rows["method"].fillna(rows["name"])
-    labels = rows["name"]
+    methods, labels = rows["method"].fillna(rows["name"]), rows["name"]
     differing = [name for name in ("hash", "name", "rounds", "place") if rows[name].nunique() > 1]
-    labels = labels if labels.is_unique else methods
-    for count in range(1, len(differing) + 1):
+    for count in range(len(differing) + 1):
         if not labels.is_unique:
-            labels = methods + " (" + rows[differing[:count]].agg(", ".join, axis=1) + ")"
-    return runs.assign(label=labels.loc[groups.ngroup()].to_numpy())
+            details = [", ".join(filter(None, row)) for row in rows[differing[:count]].to_numpy()]
+            labels = methods + [f" ({text})" if text else "" for text in details]
+    number = groups.ngroup()
+    runs = runs.assign(label=labels.loc[number].to_numpy(), row=number)
+    return runs.sort_values(["row", "seed"], kind="stable")
 
 
 def state_of(attempt: Attempt) -> State:
