@@ -86,7 +86,7 @@ def _equal(value: object, wanted: str) -> bool:
     try:
         return float(str(value)) == float(wanted)
     except ValueError:
-        return str(value) == wanted
+        return str(value).lower() == wanted.lower()
 
 
 def _text(value: object) -> str:

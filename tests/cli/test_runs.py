@@ -84,7 +84,7 @@ def test_the_best_round_is_that_of_a_trained_model_and_of_the_tasks_metric():
 
 
 def test_runs_are_sorted_and_filtered_by_columns_settings_and_metrics(runs, capsys):
-    rows = table_of(capsys, "--where", "name=bn", "--where", "model.local_steps=7", "--sort", "best")
+    rows = table_of(capsys, "--where", "name=BN", "--where", "model.local_steps=7.0", "--sort", "best")
     assert [(row["seed"], row["best"]) for row in rows] == [
         ("2", "0.25"),
         ("3", "0.375"),

@@ -77,7 +77,7 @@ def _runs(folder: Path) -> Iterator[tuple[Attempt, Config]]:
 
 def _row(attempt: Attempt, config: Config, settings: Sequence[str]) -> dict[str, object]:
     facts, result = _content(attempt.identity), _content(attempt.result)
-    every, trainer = dict(settings_of(config)), config["trainer"] or {}
+    every, trainer = dict(settings_of(config) if settings else ()), config["trainer"] or {}
     metrics = {name: str(shown.get("best")) for name, shown in (facts.get("metrics") or {}).items()}
     main, direction = next(iter(metrics.items()), ("accuracy", "max"))
     lines = attempt.metrics.read_bytes().split(b"\n")[:-1] if attempt.metrics.is_file() else []
