@@ -11,7 +11,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.logger import RoundWandbLogger
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.studies.runs_as_study import resolved
+from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.files import user_path
 
 

@@ -19,8 +19,9 @@ from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.describe import run_title
+from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.experiments.studies.report import write_report
-from fl_lightning.experiments.studies.runs_as_study import resolved, runs_as_study
+from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.models import LeNet
 
 QUIET = {"enable_progress_bar": False, "accelerator": "cpu"}

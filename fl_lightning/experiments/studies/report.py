@@ -22,10 +22,11 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.experiments.studies.axis_labels import in_words, short
 from fl_lightning.experiments.studies.figures import Picture, pictures, write_figures
 from fl_lightning.experiments.studies.report_rule import rule_in_words
-from fl_lightning.experiments.studies.runs_as_study import resolved, runs_as_study
+from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
 from fl_lightning.experiments.studies.table_columns import check_columns
 from fl_lightning.experiments.studies.tables import (

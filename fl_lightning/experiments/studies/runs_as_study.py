@@ -15,6 +15,7 @@ from fl_lightning.experiments.run_directory.describe import origin_in_words
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.experiments.studies.cells import State
 from fl_lightning.experiments.studies.collecting import run_row
 from fl_lightning.experiments.studies.study_frame import (
@@ -140,33 +141,6 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
     with suppress(OSError, ValueError, AttributeError, TypeError):
         return [*json.loads(attempt.identity.read_text()).get("continued_from", [])]
     return []
-
-
-def resolved(attempt: Attempt) -> Config:
-    """Return a run's configuration, with its planned number of rounds.
-
-    If a Python script has started the run, the configuration lacks this number. The number is then
-    read from the run's other files.
-
-    Raises:
-        ConfigurationError: The configuration cannot be read.
-    """
-    try:
-        config = attempt.read_config()
-        config["name"], config["seed_everything"], config["data"]["class_path"], config["model"].items()
-        config["trainer"].setdefault("max_epochs", _planned_rounds(attempt))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
-            f"{attempt.config} is no resolved configuration of a run; restore the file or leave its folder out"
-        ) from error
-    return config
-
-
-def _planned_rounds(attempt: Attempt) -> int | None:
-    for path in (attempt.result, attempt.identity):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return int(json.loads(path.read_text())["planned_rounds"])
-    return None
 
 
 def _learning_rate(config: Config) -> float | None:
