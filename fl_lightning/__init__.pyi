@@ -15,7 +15,7 @@ from .experiments.run.progress import RoundProgress as RoundProgress
 from .experiments.run.run import Run as Run
 from .experiments.run_directory.checkpoints import RoundCheckpoint as RoundCheckpoint
 from .experiments.run_directory.loaded import load_run as load_run
-from .experiments.studies.loaded import load_study as load_study
+from .experiments.studies.study_frame import load_study as load_study
 from .methods.callback import FederatedCallback as FederatedCallback
 from .methods.freezing import Freezing as Freezing
 from .methods.local_state import LocalState as LocalState

@@ -20,6 +20,7 @@ _OTHERS = {
     "verify": "fl_lightning.cli.verify",
     "study": "fl_lightning.cli.study",
     "report": "fl_lightning.cli.report",
+    "runs": "fl_lightning.cli.runs",
     "partition": "fl_lightning.cli.partition",
     "list": "fl_lightning.cli.listing",
     "dashboard": "fl_lightning.cli.dashboard",
@@ -27,7 +28,7 @@ _OTHERS = {
 _COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,partition,list,dashboard} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,runs,partition,list,dashboard} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -39,6 +40,7 @@ commands:
   verify     check the rules and claims of methods: verify --callback FixBN, --callback methods.Mine, --all
   study      run the cells of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
   report     write one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
+  runs       show all runs below a folder in a table: runs --where state=finished --sort best
   partition  show the clients' sizes and classes in a table and a picture; --save FILE.json writes the partition
   list       list the names that a YAML accepts: list {methods,models,data,partitions,norms,aggregators,attacks}
              list the shipped files: list {configs,studies}
@@ -71,7 +73,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         _run(list(sys.argv[1:] if args is None else args))
     except ConfigurationError as error:
-        # only for an incomplete package, because commands print their errors themselves
+        # of a command that does not import torch, or of an incomplete package
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from folders import FIGURES_FOLDER
 from matplotlib.figure import Figure
 
 from fl_lightning import load_study
-from fl_lightning.experiments.studies.loaded import LoadedStudy
+from fl_lightning.experiments.studies.study_frame import StudyFrame
 from fl_lightning.pictures.style import BLUE, GREEN, VERMILLION, WIDTH, paper_style, write_figure
 
 COLOURS = {"BN": VERMILLION, "GN": GREEN, "FixBN": BLUE}
@@ -29,16 +29,16 @@ Setting = tuple[str, str]
 """Labels of the axes ``E`` and ``tail``."""
 
 
-def values(study: LoadedStudy, setting: Setting, method: str, metric: str) -> list[float]:
+def values(study: StudyFrame, setting: Setting, method: str, metric: str) -> list[float]:
     """Return a metric of one method in one setting, one value per seed."""
     wanted = {"E": setting[0], "tail": setting[1], "method": method}
-    cells = (cell for cell in study.cells if cell.labels == wanted)
-    return [cell.values[metric] for cell in sorted(cells, key=lambda cell: cell.seed)]
+    (row,) = (row for row in study.rows if row.labels == wanted)
+    return [*row.of(metric).sort_index()]
 
 
-def settings(study: LoadedStudy) -> list[Setting]:
+def settings(study: StudyFrame) -> list[Setting]:
     """Return all settings in the order of the study."""
-    return list(dict.fromkeys((cell.labels["E"], cell.labels["tail"]) for cell in study.cells))
+    return list(dict.fromkeys((row.labels["E"], row.labels["tail"]) for row in study.rows))
 
 
 def described(setting: Setting) -> str:
@@ -47,7 +47,7 @@ def described(setting: Setting) -> str:
     return f"E = {steps}, {'two classes only' if tail == '0' else f'{tail} images of every class'}"
 
 
-def gaps(study: LoadedStudy) -> str:
+def gaps(study: StudyFrame) -> str:
     """Return a Markdown table with the mean and the standard deviation of each gap in points."""
     lines = [f"| setting | gap | {' | '.join(MEASURES.values())} |", "|---" * (2 + len(MEASURES)) + "|"]
     for setting in settings(study):
@@ -61,7 +61,7 @@ def gaps(study: LoadedStudy) -> str:
     return "\n".join(lines)
 
 
-def draw(study: LoadedStudy) -> None:
+def draw(study: StudyFrame) -> None:
     """Draw the accuracy and the calibrated accuracy of each method, one panel per setting."""
     with paper_style():
         figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")

@@ -16,11 +16,12 @@ import torch
 from folders import FIGURES_FOLDER, NUMBERS_FOLDER
 from matplotlib.figure import Figure
 
+from fl_lightning import load_study
 from fl_lightning.aggregation import NNM, LayerStatistics, Median, StatisticsAggregator, WeightedMean
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.pictures.style import BLUE, GREY, PURPLE, VERMILLION, paper_style, write_figure
 
-STUDY = Path("runs/studies/fbn_byzantine-reduced/study.json")
+STUDY = "runs/studies/fbn_byzantine-reduced"
 FILE = NUMBERS_FOLDER / "byzantine.json"
 METHODS = {"fbn": "FBN", "fbn_naive": "averaged BN"}
 GAMMAS = ("0.0", "0.01")
@@ -51,14 +52,12 @@ def collect() -> None:
     methods, attacks, defences = (
         {words: name for name, words in named.items()} for named in (METHODS, ATTACKS, DEFENCES)
     )
-    for group in json.loads(STUDY.read_text())["groups"]:
-        labels = group["labels"]
+    for labels, cells, _ in load_study(STUDY).rows:
         cell = "clean"
         if labels["attack"] != "none":
             cell = f"{defences[labels['defence']]}-{attacks[labels['attack']]}"
         found: dict = {"test": {}, "diverged": [], "validation": {}}
-        for run in group["runs"]:
-            seed, folder = run["seed"], Path(run["directory"])
+        for seed, folder in zip(cells["seed"], map(Path, cells["directory"]), strict=True):
             result = json.loads((folder / "result.json").read_text())
             found["test"][seed] = round(result["test/accuracy"], 4)
             found["diverged"] += [seed] if result.get("diverged") else []

@@ -31,7 +31,7 @@ def part(study: Path, page: str) -> str:
     """
     found = json.loads((study / "study.json").read_text())
     name = found["name"] if found["scale"] == "reduced" else f"{found['name']}-{found['scale']}"
-    runs = [run for group in found["groups"] for run in group["runs"]]
+    runs = found["cells"]
     if unfinished := [run["directory"] for run in runs if run["phase"] != "done"]:
         sys.exit(f"{study}: {unfinished[0]} is not done")
     versions = sorted({one["torch"] for run in runs for one in run["provenance"]})

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.studies.columns import COLUMNS, TITLES, split_columns
+from fl_lightning.experiments.studies.table_columns import COLUMNS, TITLES, split_columns
 
 ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
 """Names of the engines' classes, keyed by module in ``fl_lightning.experiments.studies.engines``.

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import CommandParser
-from fl_lightning.experiments.studies.columns import COLUMNS, TITLES, split_columns
 from fl_lightning.experiments.studies.report import write_report
+from fl_lightning.experiments.studies.table_columns import COLUMNS, TITLES, split_columns
 from fl_lightning.files import user_path
 
 _DESCRIPTION = """\

@@ -4,6 +4,7 @@ import io
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -17,22 +18,17 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
 from fl_lightning.experiments.studies.cells import RUNS, Cell, expect_newest_data
-from fl_lightning.experiments.studies.choosing import (
-    chosen,
-    is_chosen,
-    trial_cells,
-    with_wider_grids,
-)
-from fl_lightning.experiments.studies.columns import check_columns
-from fl_lightning.experiments.studies.definition import Study, as_argument
+from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
+from fl_lightning.experiments.studies.collecting import collect
+from fl_lightning.experiments.studies.definition import Labels, Study, as_argument
 from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.figures import write_figures
-from fl_lightning.experiments.studies.findings import findings
-from fl_lightning.experiments.studies.found import ChoiceFound, Found, Labels
 from fl_lightning.experiments.studies.progress import StudyProgress, time_left
 from fl_lightning.experiments.studies.reading import all_mistakes, read_study
-from fl_lightning.experiments.studies.reported import LAST, check_rule
+from fl_lightning.experiments.studies.report_rule import LAST, check_rule
 from fl_lightning.experiments.studies.running import Runner, share_first_stages
+from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame
+from fl_lightning.experiments.studies.table_columns import check_columns
 from fl_lightning.experiments.studies.tables import (
     as_text,
     caption,
@@ -41,7 +37,7 @@ from fl_lightning.experiments.studies.tables import (
     whole_table,
     write_tables,
 )
-from fl_lightning.files import folder_below, shipped, write_json
+from fl_lightning.files import folder_below, shipped
 
 _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
@@ -108,14 +104,17 @@ def main(args: Sequence[str]) -> None:
             if choices == before:
                 break
     if table:
-        found = findings(cells.study, table, choices, runner.failed, accept_stale, runner.diverged)
         named = ["--name", options.name] if options.name else []
         command_line = ["study", options.file, "--scale", options.scale, *named, *fit_options]
-        found |= {"options": shlex.join(deciding_options(fit_options)), "command": shlex.join(command_line)}
-        write_json(folder / "study.json", found)
-        write_tables(folder, found, options.columns)
-        write_figures(folder, found, options.titles)
-        print_found(found, folder, options.columns)
+        results = replace(
+            collect(cells.study, table, choices, runner.failed, accept_stale, runner.diverged),
+            options=shlex.join(deciding_options(fit_options)),
+            command=shlex.join(command_line),
+        )
+        results.save(folder)
+        write_tables(folder, results, options.columns)
+        write_figures(folder, results, options.titles)
+        print_results(results, folder, options.columns)
     worst = runner.diverged - {cell.key for cell in table}
     for cell in {cell.key: cell for cell in (*cells.trial_cells, *table)}.values():
         if cell.key in runner.failed:
@@ -191,7 +190,7 @@ class StudyCells:
         run: Callable[[list[Cell]], None] = lambda cells: None,
         accept_stale: bool = False,
         diverged: Collection[Path] = (),
-    ) -> list[ChoiceFound]:
+    ) -> list[Chosen]:
         """Return the choices of the study.
 
         While the chosen learning rate is at the edge of its grid, the grid is extended.
@@ -242,7 +241,7 @@ class StudyCells:
         arguments = self.study.arguments(labels, self.study.seeds(labels)[0])
         return [*self.study.base, *computed, *arguments, *self._options]
 
-    def table(self, choices: Sequence[ChoiceFound]) -> list[Cell]:
+    def table(self, choices: Sequence[Chosen]) -> list[Cell]:
         """Return the cells of the table, for all seeds.
 
         If the study has chosen a label of an axis, the table omits the other labels of this axis.
@@ -267,10 +266,10 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
         why = f": {state.why}" if state.why else ""
         place = state.attempt.path if state.attempt else ""
         print(f"{state.phase:<8} {cell.name}{after}{why}  {place}".rstrip())
-    guess: list[ChoiceFound] = [{**x, "chosen": x["chosen"] or next(iter(x["values"]))} for x in choices]
+    guess: list[Chosen] = [replace(x, chosen=x.chosen or next(iter(x.values))) for x in choices]
     later = {cell.key: cell for cell in cells.table(guess) if cell.key not in {known.key for known in unique}}
-    if any(choice["chosen"] is None for choice in choices):
-        names = ", ".join(dict.fromkeys(choice["axis"] for choice in choices))
+    if any(choice.chosen is None for choice in choices):
+        names = ", ".join(dict.fromkeys(choice.axis for choice in choices))
         print(f"later    {len(later)} cells, when {names} is chosen by the trials above")
     done = sum(state.phase == "done" for _, state in states)
     everything = [*states, *((cell, cell.state(accept_stale)) for cell in later.values())]
@@ -293,16 +292,16 @@ def deciding_options(fit_options: Sequence[str]) -> list[str]:
     return deciding_words
 
 
-def print_found(found: Found, folder: Path, columns: Sequence[str] = ()) -> None:
+def print_results(results: StudyFrame, folder: Path, columns: Sequence[str] = ()) -> None:
     """Print the tables and the verdicts."""
-    print(caption(found))
-    for rows in (spread_table(found), whole_table(found, brief=True, columns=columns)):
-        if rows is not None:
-            print(f"\n{as_text(rows)}")
-    for choice in found["choices"]:
+    print(caption(results))
+    for table in (spread_table(results), whole_table(results, brief=True, columns=columns)):
+        if table is not None:
+            print(f"\n{as_text(table)}")
+    for choice in results.choices:
         print(f"\n{choice_in_words(choice)}")
-    for claim in found["claims"]:
-        print(f"\n{claim['claim']}: {claim['verdict']} ({claim['words']})")
+    for claim in results.claims:
+        print(f"\n{claim.claim}: {claim.verdict} ({claim.words})")
     print(f"\nfiles  {folder}")
 
 

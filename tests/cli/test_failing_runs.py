@@ -11,6 +11,8 @@ import yaml
 from command_line import attempts, main, message_of, run, write_config
 from helpers import write_cifar10_folders
 
+from fl_lightning.experiments.run_directory.runs_frame import runs_frame
+
 
 def test_early_stopping_on_a_misspelt_metric_ends_the_run_in_a_line(capsys):
     write_config(
@@ -139,6 +141,9 @@ def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys
         2,
     ]
     assert not (folder / "result.json").exists()
+    (row,) = runs_frame(Path("runs")).to_dict("records")
+    assert (row["state"], row["rounds"]) == ("diverged", 2)
+    assert (folder / "error.txt").read_text().startswith("Diverged: round 3: the update of client 1")
 
 
 @pytest.mark.parametrize("name", ["..", "../../x", "a/../b", "/abs", "a\nb", "a\x1b[31mb"])

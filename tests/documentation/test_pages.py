@@ -107,7 +107,7 @@ def test_no_page_has_a_command_that_no_test_and_no_reader_runs():
 
 def test_the_pages_show_every_subcommand():
     shown = {line.partition(OURS)[2].split()[0] for name in PAGES for line in commands(name) if OURS in line}
-    assert shown == {"fit", "validate", "test", "predict", "partition", "study", "report", *ELSEWHERE}
+    assert shown == {"fit", "validate", "test", "predict", "partition", "study", "report", "runs", *ELSEWHERE}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
         shorter = ["--trainer.max_epochs", "2"] if arguments[0] in ("fit", "study") else []
         if "--trainer.check_val_every_n_epoch" in arguments:
             shorter += ["--trainer.check_val_every_n_epoch", "2"]
-        quiet = [] if arguments[0] == "report" else ["--trainer.enable_progress_bar", "false"]
+        quiet = [] if arguments[0] in ("report", "runs") else ["--trainer.enable_progress_bar", "false"]
         program([*arguments, *shorter, *quiet])
         assert "error" not in capsys.readouterr().err
     assert list(Path("runs").glob(LEFT[name]))

@@ -19,8 +19,9 @@ from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.describe import run_title
+from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.experiments.studies.report import write_report
-from fl_lightning.experiments.studies.run_groups import found_in, resolved
+from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.models import LeNet
 
 QUIET = {"enable_progress_bar": False, "accelerator": "cpu"}
@@ -164,9 +165,9 @@ def test_a_report_shows_runs_of_scripts():
     runs = [a_run(2, lr=lr) for lr in (0.05, 0.1)]
     for run in runs:
         run.fit()
-    found = found_in([run.path for run in runs])
-    assert [group["learning_rate"] for group in found["groups"]] == [0.05, 0.1]
-    assert [group["runs"][0]["rounds"] for group in found["groups"]] == [2, 2]
+    cells = runs_as_study([run.path for run in runs]).cells
+    assert [*cells["learning_rate"]] == [0.05, 0.1]
+    assert [*cells["rounds"]] == [2, 2]
     assert resolved(runs[0].attempt)["trainer"]["max_epochs"] == 2
     (runs[0].path / "result.json").unlink()
     assert resolved(runs[0].attempt)["trainer"]["max_epochs"] == 2
@@ -189,8 +190,8 @@ def test_seeds_of_a_script_are_one_row_of_a_report_and_other_settings_another():
         runs.append(Run(module, data, max_epochs=1, **QUIET))
         runs[-1].fit()
     assert [run.path.name for run in runs] == ["s0", "s1", "s1.2"]
-    groups = found_in([run.path for run in runs])["groups"]
-    assert [[run["seed"] for run in group["runs"]] for group in groups] == [[0, 1], [1]]
+    rows = runs_as_study([run.path for run in runs]).rows
+    assert [[*row.cells["seed"]] for row in rows] == [[0, 1], [1]]
 
 
 def test_what_cannot_be_done_is_one_line():

@@ -12,7 +12,7 @@ from written_runs import write_run
 
 from fl_lightning.cli.study import StudyCells
 from fl_lightning.experiments.studies.reading import read_study
-from fl_lightning.experiments.studies.run_groups import found_in
+from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.tables import remarks
 from fl_lightning.files import write_json
 
@@ -21,7 +21,7 @@ RATES = {"axes": {"model.client_optimizer.lr": [0.1, 0.2]}, "without": [], "publ
 
 def folders():
     """The folder of the first seed's run of each combination."""
-    return [Path(group["runs"][0]["directory"]) for group in found()["groups"]]
+    return [Path(group.runs[0]["directory"]) for group in found().rows]
 
 
 def go_on(checkpoint, folder):
@@ -101,6 +101,7 @@ def test_a_report_says_from_which_run_another_one_went_on(tmp_path):
     origin = {"checkpoint": "runs/b-s0/checkpoints/last.ckpt", "round": 1, "differs": {"lr": [0.5, 0.25]}}
     write_json(done / "result.json", {**result, "continued_from": [origin]})
     write_json(open_ / "run.json", {"continued_from": [words]})
-    (group,) = found_in([done, open_])["groups"]
-    assert [run["origin"] for run in group["runs"]] == [[words], [words]]
-    assert [f"seed 0 {words}", f"seed 1 {words}"] == remarks(group)[:2]
+    results = runs_as_study([done, open_])
+    assert [*results.cells["origin"]] == [[words], [words]]
+    (lines,) = remarks(results)
+    assert [f"seed 0 {words}", f"seed 1 {words}"] == lines[:2]

@@ -8,7 +8,7 @@ import yaml
 from untrained_cells import STUDY, finish, study_cells
 
 import fl_lightning
-from fl_lightning.experiments.studies.findings import findings
+from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.experiments.studies.tables import published_in_words
 
@@ -72,6 +72,8 @@ def test_a_table_shows_the_published_deviation(tmp_path, monkeypatch):
     )
     table = cells.table([])
     for one in table:
-        (finish(one, **{"test/accuracy": 0.5}) / "metrics.jsonl").write_text("")
-    bn, gn = findings(cells.study, table, [], {})["groups"]
+        report = {"published": 1.0, "learning_rate": 7.0}  # of a user's own report
+        (finish(one, **report, **{"test/accuracy": 0.5}) / "metrics.jsonl").write_text("")
+    bn, gn = collect(cells.study, table, [], {}).rows
     assert [published_in_words(group) for group in (bn, gn)] == ["", "0.5969 ± 0.0076"]
+    assert {*bn.cells["learning_rate"]} == {cells.any.config["model"]["client_optimizer"]["init_args"]["lr"]}

@@ -10,11 +10,12 @@ import pytest
 from command_line import message_of
 from written_runs import write_run, write_study
 
+from fl_lightning import load_study
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.figures import Picture, write_figures
 from fl_lightning.experiments.studies.report import write_report
-from fl_lightning.experiments.studies.run_groups import found_in
+from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.files import write_json, write_text
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -112,17 +113,17 @@ def test_seeds_of_one_configuration_are_one_row(tmp_path):
 
 def test_configurations_of_one_name_are_told_apart(tmp_path):
     places = [write_run(tmp_path / f"x{norm}", norm=norm) for norm in ("bn", "gn")]
-    names = found_in(places)["axes"]["run"]
+    names = runs_as_study(places).axes["run"]
     assert len({*names}) == 2
     assert all(re.fullmatch(r"FedAvg \([0-9a-f]{8}\)", name) for name in names)
     places = [write_run(tmp_path / f"y{callback}", callback=callback) for callback in (None, "FixBN")]
-    assert found_in(places)["axes"]["run"] == ["FedAvg", "FedAvg + FixBN()"]
+    assert runs_as_study(places).axes["run"] == ["FedAvg", "FedAvg + FixBN()"]
 
 
 def test_the_newest_finished_attempt_counts(tmp_path):
     places = [write_run(tmp_path / f"a-s0{end}", accuracy=x) for end, x in (("", 0.25), (".2", 0.5))]
     places.append(write_run(tmp_path / "a-s0.10", accuracy=0.75, finished=False))
-    assert found_in(places)["groups"][0]["values"]["test/accuracy"] == {"0": 0.5}
+    assert runs_as_study(places).rows[0].of("test/accuracy").to_dict() == {0: 0.5}
 
 
 def test_equal_runs_in_two_folders_are_two_runs(tmp_path, monkeypatch):
@@ -132,18 +133,33 @@ def test_equal_runs_in_two_folders_are_two_runs(tmp_path, monkeypatch):
         for root, x in (("one", 0.25), ("two", 0.5))
         for seed in (0, 1)
     ]
-    found = found_in([*places, Path.cwd() / places[0]])
-    assert found["axes"]["run"] == ["FedAvg (one/q)", "FedAvg (two/q)"]
-    values = [group["values"]["test/accuracy"] for group in found["groups"]]
-    assert values == [{"0": 0.25, "1": 0.5}, {"0": 0.5, "1": 0.75}]
-    apart = found_in([places[0], places[3]])  # of different seeds: as if they lay in one folder
-    assert (apart["axes"]["run"], len(apart["groups"][0]["runs"])) == (["q"], 2)
+    found = runs_as_study([*places, Path.cwd() / places[0]])
+    assert found.axes["run"] == ["FedAvg (one/q)", "FedAvg (two/q)"]
+    values = [row.of("test/accuracy").to_dict() for row in found.rows]
+    assert values == [{0: 0.25, 1: 0.5}, {0: 0.5, 1: 0.75}]
+    apart = runs_as_study([places[0], places[3]])  # of different seeds: as if they lay in one folder
+    assert (apart.axes["run"], len(apart.rows[0].cells)) == (["q"], 2)
     copy = (
         write_run(Path("one/q/copy"), name="q", norm="gn"),
         write_run(Path("one/q/b-s0"), name="q", norm="gn"),
     )
-    names = found_in([*copy, *places])["axes"]["run"]
-    assert names == ["FedAvg (one/q/copy)", "FedAvg (one/q/b-s0)", "FedAvg (one/q)", "FedAvg (two/q)"]
+    names = runs_as_study([*copy, *places]).axes["run"]
+    assert [re.sub(r"\([0-9a-f]{8}, ", "(", name) for name in names] == [
+        "FedAvg (one/q/copy)",
+        "FedAvg (one/q/b-s0)",
+        "FedAvg (one/q)",
+        "FedAvg (two/q)",
+    ]
+
+
+def test_a_label_has_no_empty_part(tmp_path):
+    places = [write_run(tmp_path / root / "q/a-s0", name="q") for root in ("one", "two")]
+    alone = write_run(tmp_path / "one/q/b-s0", name="q", norm="gn")
+    first, second, third = (
+        re.sub("[0-9a-f]{8}", "hash", x) for x in runs_as_study([*places, alone]).axes["run"]
+    )
+    assert (first, second) == (f"FedAvg (hash, {tmp_path}/one/q)", f"FedAvg (hash, {tmp_path}/two/q)")
+    assert third == "FedAvg (hash)"
 
 
 def test_runs_without_a_result_are_shown_as_what_they_are(tmp_path):
@@ -190,17 +206,15 @@ def test_a_figure_that_fails_harms_nothing_else(tmp_path, monkeypatch, capsys):
         raise ValueError("no ink")
 
     study = write_study(tmp_path / "runs")
-    found = json.loads((study / "study.json").read_text())
     monkeypatch.setattr("fl_lightning.experiments.studies.figures.heat_figure", fail)
-    write_figures(study, found)
+    write_figures(study, load_study(study))
     assert "heat_map was not drawn: ValueError: no ink" in capsys.readouterr().err
-    assert sorted(path.name for path in study.glob("*.p*")) == ["by_E.pdf", "by_E.png"]
-    words = (study / "by_E.txt").read_text()
-    assert words.startswith(
-        "Test accuracy by E: mean over seeds; bars from the smallest to the largest value. "
-    )
-    assert "Layers and local steps (A paper, Table 9). Scale: quick" in words
-    assert "not drawn: ValueError: no ink" in page_of(tmp_path, study).text
+    assert sorted(path.name for path in study.glob("*.p*")) == [
+        f"{name}.{form}" for name in ("by_E", "curves") for form in ("pdf", "png")
+    ]
+    page = page_of(tmp_path, study)
+    assert "test accuracy by E: mean over seeds; bars from the smallest to the largest value." in page.text
+    assert "not drawn: ValueError: no ink" in page.text
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path, monkeypatch, capsys):
@@ -228,7 +242,7 @@ def test_what_is_neither_study_nor_run_is_refused_in_a_line(tmp_path):
 def test_a_result_that_no_run_writes_is_named_in_the_page(tmp_path, content):
     place = write_run(tmp_path / "a")
     (place / "result.json").write_text(content)
-    ((run,),) = [group["runs"] for group in found_in([place])["groups"]]
+    ((run,),) = [row.runs for row in runs_as_study([place]).rows]
     assert run["phase"] == "failed"
     assert "result.json is not what a finished run writes" in run["why"]
 

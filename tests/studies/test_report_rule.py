@@ -7,8 +7,8 @@ import pytest
 from untrained_cells import finish, study_cells
 
 from fl_lightning import ConfigurationError
-from fl_lightning.experiments.studies.findings import findings
-from fl_lightning.experiments.studies.reported import check_rule, reported
+from fl_lightning.experiments.studies.collecting import collect
+from fl_lightning.experiments.studies.report_rule import check_rule, reported
 from fl_lightning.experiments.studies.tables import caption, whole_table, write_tables
 
 ROWS = [
@@ -62,10 +62,10 @@ def test_every_table_names_its_rule(tmp_path, monkeypatch, rule, words, value):
     table = cells.table([])
     for one in table:
         (finish(one, **RESULT) / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
-    found = findings(cells.study, table, [], {})
-    assert found["report"] == rule
+    found = collect(cells.study, table, [], {})
+    assert found.report == rule
     assert f"Values: {words}." in caption(found)
-    (row,) = whole_table(found)[1]
+    (row,) = whole_table(found).to_numpy()
     assert row[1] == f"{value} ± 0.000"
     write_tables(tmp_path, found)
     for name in ("table.md", "table.tex"):
@@ -89,11 +89,11 @@ def test_columns_of_clients_and_server_models_follow_the_rule(
     for one in table[:2]:  # both labels have the same runs
         folder = finish(one, **RESULT, **{"test/personal_accuracy": 0.75})
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    server, clients = (group["values"] for group in findings(cells.study, table, [], {})["groups"])
-    assert server["test/accuracy"] == pytest.approx({"0": of_server, "1": of_server})
-    assert server["test/personal_accuracy"] == pytest.approx({"0": of_clients, "1": of_clients})
-    assert clients["test/accuracy"] == server["test/personal_accuracy"]
-    assert clients["server/test/accuracy"] == server["test/accuracy"]
+    server, clients = collect(cells.study, table, [], {}).rows
+    assert [*server.of("test/accuracy")] == pytest.approx([of_server, of_server])
+    assert [*server.of("test/personal_accuracy")] == pytest.approx([of_clients, of_clients])
+    assert clients.of("test/accuracy").equals(server.of("test/personal_accuracy"))
+    assert clients.of("server/test/accuracy").equals(server.of("test/accuracy"))
 
 
 @pytest.mark.parametrize(("rule", "shared"), [("last", True), ("mean of the last 4", False), ("best", False)])

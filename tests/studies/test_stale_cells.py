@@ -13,7 +13,7 @@ from study_in_process import finished_study, found, study, write
 @pytest.mark.slow
 def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, capsys):
     finished_study()
-    folder = Path(found()["groups"][0]["runs"][0]["directory"])
+    folder = Path(found().rows[0].runs[0]["directory"])
     result = json.loads((folder / "result.json").read_text())
     now = result["provenance"][0]["source"]
     result["provenance"][0]["source"] = "0ld"
@@ -27,7 +27,7 @@ def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, caps
     assert said in capsys.readouterr().out
     study()
     assert len(ran) == 7
-    again = Path(found()["groups"][0]["runs"][0]["directory"])
+    again = Path(found().rows[0].runs[0]["directory"])
     assert again.name == f"{folder.name}.2"
     assert json.loads((again / "result.json").read_text())["test/accuracy"] == result["test/accuracy"]
     out = capsys.readouterr().out
@@ -47,7 +47,7 @@ def trained_on_others(one, written):
 @pytest.mark.slow
 def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran, capsys):
     finished_study()
-    old = found()["groups"][0]["runs"][0]
+    old = found().rows[0].runs[0]
     trained_on_others(old, 1)
     capsys.readouterr()
     study("--accept-stale")
@@ -60,19 +60,19 @@ def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran, capsys):
     study()
     assert len(ran) == 7
     assert f"stale, runs again: T*=2 method=BN seed=0: {why}" in capsys.readouterr().out
-    assert Path(found()["groups"][0]["runs"][0]["directory"]).name == f"{Path(old['directory']).name}.2"
+    assert Path(found().rows[0].runs[0]["directory"]).name == f"{Path(old['directory']).name}.2"
 
 
 @pytest.mark.slow
 def test_the_data_of_now_count_where_a_newer_cell_had_others(ran):
     """One that was trained while ``data_dir`` held something else costs no valid cell but the one that shows it."""
     finished_study()
-    newest = found()["groups"][1]["runs"][0]
+    newest = found().rows[1].runs[0]
     trained_on_others(newest, time.time())
-    trained_on_others(found()["groups"][1]["runs"][1], time.time())
+    trained_on_others(found().rows[1].runs[1], time.time())
     study()
     assert len(ran) == 6 + 2 * 2  # of each seed one that shows it, and the odd one
-    runs = [run for group in found()["groups"] for run in group["runs"]]
+    runs = [run for group in found().rows for run in group.runs]
     assert {run["phase"] for run in runs} == {"done"}
     assert all(run["data"]["training"] != "others" for run in runs)
     study()
@@ -83,7 +83,7 @@ def test_the_data_of_now_count_where_a_newer_cell_had_others(ran):
 @pytest.mark.parametrize("left", ["checkpoints", "error.txt"])
 def test_a_cell_that_was_stopped_when_it_ran_again_goes_on(ran, left):
     finished_study()
-    old = found()["groups"][0]["runs"][0]
+    old = found().rows[0].runs[0]
     trained_on_others(old, 1)
     again = Path(f"{old['directory']}.2")
     shutil.copytree(old["directory"], again)
@@ -93,18 +93,18 @@ def test_a_cell_that_was_stopped_when_it_ran_again_goes_on(ran, left):
         (again / left).write_text("ValueError: too large\n")
     study()
     assert len(ran) == 7
-    assert {run["phase"] for group in found()["groups"] for run in group["runs"]} == {"done"}
+    assert {run["phase"] for group in found().rows for run in group.runs} == {"done"}
 
 
 @pytest.mark.slow
 def test_who_goes_on_from_a_cell_on_other_data_waits_for_it(ran):
     finished_study()
-    child, parent = (found()["groups"][index]["runs"][0] for index in (0, 2))
+    child, parent = (found().rows[index].runs[0] for index in (0, 2))
     trained_on_others(child, 1)
     trained_on_others(parent, 1)
     study()
     assert len(ran) == 8
-    result = json.loads(Path(found()["groups"][0]["runs"][0]["directory"], "result.json").read_text())
+    result = json.loads(Path(found().rows[0].runs[0]["directory"], "result.json").read_text())
     assert [origin["round"] for origin in result["continued_from"]] == [2]
 
 

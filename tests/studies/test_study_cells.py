@@ -18,8 +18,9 @@ from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpoin
 from fl_lightning.experiments.run_directory.config_digest import config_hash
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell, State, differences
-from fl_lightning.experiments.studies.findings import findings
+from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.progress import time_left
+from fl_lightning.experiments.studies.tables import remarks
 
 
 @pytest.fixture(autouse=True)
@@ -164,15 +165,16 @@ def test_no_value_of_a_stale_cell_is_in_the_table():
     cells = study_cells(choose=[], axes={"method": {"BN": {}}})
     one = cells.cell({"method": "BN"}, 0)
     finish(one, provenance=[{**one.now, "source": "0ld"}], **{"test/accuracy": 0.5})
-    (group,) = findings(cells.study, [one], [], {})["groups"]
-    assert (group["values"], group["runs"][0]["phase"]) == ({"test/accuracy": {}}, "stale")
+    results = collect(cells.study, [one], [], {})
+    assert (len(results.values), [*results.cells["phase"]]) == (0, ["stale"])
 
 
 def test_what_is_read_of_the_runs_of_another_method_says_whose_costs_they_are():
     methods = {"BN": {}, "silo": {"metric": "test/accuracy_silobn"}, "GN": {"model.model.norm": "gn"}}
     cells = study_cells(choose=[], axes={"method": methods})
-    groups = findings(cells.study, cells.table([]), [], {})["groups"]
-    assert [group["costs_of"] for group in groups] == [None, {"method": "BN"}, None]
+    lines = remarks(collect(cells.study, cells.table([]), [], {}))
+    costs = [[line for line in of_row if line.startswith("costs")] for of_row in lines]
+    assert costs == [[], ["costs are those of method=BN"], []]
 
 
 def test_all_columns_of_a_row_are_measured_with_the_same_statistics():
@@ -185,10 +187,10 @@ def test_all_columns_of_a_row_are_measured_with_the_same_statistics():
     table = cells.table([])
     for one in table[:2]:  # both labels have the same runs
         (finish(one, **measured, **{"test/other": 1.0}) / "metrics.jsonl").write_text("")
-    bn, silobn = (group["values"] for group in findings(cells.study, table, [], {})["groups"])
-    assert [bn[name]["0"] for name in metrics] == [0.5, 2.0, 0.75, 1.0]
-    assert [silobn[name]["0"] for name in names] == [0.125, 0.5, 0.1875]
-    assert silobn["test/other"] == {}  # not measured with these statistics
+    bn, silobn = collect(cells.study, table, [], {}).rows
+    assert [bn.of(name)[0] for name in metrics] == [0.5, 2.0, 0.75, 1.0]
+    assert [silobn.of(name)[0] for name in names] == [0.125, 0.5, 0.1875]
+    assert silobn.of("test/other").empty  # not measured with these statistics
 
 
 def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):

@@ -38,11 +38,11 @@ def test_a_label_is_chosen_by_validation_and_never_by_test():
             },
         )
     choices = chosen(cells.study, cells.trials)
-    assert [(one["for"], one["chosen"]) for one in choices] == [
+    assert [(one.by, one.chosen) for one in choices] == [
         ({"method": "BN"}, "0.2"),
         ({"method": "GN"}, "0.2"),
     ]
-    assert choices[0]["values"] == {"0.1": 0.3, "0.2": 0.5, "0.4": 0.5}
+    assert choices[0].values == {"0.1": 0.3, "0.2": 0.5, "0.4": 0.5}
     table = cells.table(choices)
     assert [(*one.labels.values(), one.seed) for one in table] == [
         ("BN", "0.2", 0),
@@ -64,7 +64,7 @@ def test_the_least_error_of_clients_is_chosen(metric, best):
     )
     for one, value in zip(cells.trial_cells, (0.9, 0.3, 0.6), strict=True):
         finish(one, **{metric: value, "best": best})
-    assert chosen(cells.study, cells.trials)[0]["chosen"] == "0.2"
+    assert chosen(cells.study, cells.trials)[0].chosen == "0.2"
 
 
 def test_a_metric_without_a_known_direction_chooses_nothing():
@@ -87,13 +87,11 @@ def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_a
     failed = {one.key for one in (first, second) if worst is None}
     if worst is not None:
         finish(first, **worst)
-    assert [one["chosen"] for one in chosen(cells.study, cells.trials, diverged={first.key} & failed)] == [
-        None
-    ]
+    assert [one.chosen for one in chosen(cells.study, cells.trials, diverged={first.key} & failed)] == [None]
     finish(second)
     (choice,) = chosen(cells.study, cells.trials, diverged={first.key} & failed)
-    assert choice["chosen"] == "0.2"
-    assert choice["values"] == {"0.1": float("-inf"), "0.2": 0.5}
+    assert choice.chosen == "0.2"
+    assert choice.values == {"0.1": float("-inf"), "0.2": 0.5}
     if worst is not None:
         (second.key / "result.json").unlink()
         second.key.rmdir()
@@ -103,7 +101,7 @@ def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_a
         (second.key / "result.json").unlink()
         (choice,) = chosen(cells.study, cells.trials, diverged=failed)
     assert "val/accuracy of seed 1000, the first, since all diverged (" in choice_in_words(choice)
-    assert choice["chosen"] == "0.1"
+    assert choice.chosen == "0.1"
     assert len(cells.table([choice])) == 2
 
 
@@ -114,8 +112,8 @@ def test_what_is_read_by_a_metric_of_its_own_is_chosen_by_it():
         lr = float(one.labels["model.client_optimizer.lr"])
         finish(one, **{"val/accuracy": lr, "val/accuracy_silobn": 1 - lr})
     bn, silo = chosen(cells.study, cells.trials)
-    assert (bn["chosen"], bn["metric"]) == ("0.4", "val/accuracy")
-    assert (silo["chosen"], silo["metric"]) == ("0.1", "val/accuracy_silobn")
+    assert (bn.chosen, bn.metric) == ("0.4", "val/accuracy")
+    assert (silo.chosen, silo.metric) == ("0.1", "val/accuracy_silobn")
 
 
 def test_the_loss_of_a_variant_is_best_when_it_is_smallest():
@@ -124,14 +122,14 @@ def test_the_loss_of_a_variant_is_best_when_it_is_smallest():
     for one in cells.trials[0]:
         finish(one, **{"val/loss_silobn": float(one.labels["model.client_optimizer.lr"])})
     (silo,) = chosen(cells.study, cells.trials)
-    assert silo["chosen"] == "0.1"
+    assert silo.chosen == "0.1"
 
 
 def test_a_choice_says_at_which_labels_of_other_axes_it_was_tried():
     axes = {**STUDY["axes"], "model.local_steps": [1, 2], "model.participation": [0.5]}
     choose = [{**STUDY["choose"][0], "at": {"model.local_steps": "2"}}]
     cells = study_cells(axes=axes, choose=choose)
-    assert [(one["for"], one["at"]) for one in chosen(cells.study, cells.trials)] == [
+    assert [(one.by, one.at) for one in chosen(cells.study, cells.trials)] == [
         ({"method": method}, {"model.local_steps": "2"}) for method in ("BN", "GN")
     ]
     words = choice_in_words(chosen(cells.study, cells.trials)[0])
@@ -170,14 +168,14 @@ def test_a_rate_at_the_edge_extends_its_grid_by_its_own_ratio_and_for_its_method
     best = {"BN": 1.2, "GN": 0.05}
     cells = study_cells(choose=[{**STUDY["choose"][0], "extend": 1}])
     bn, gn = chosen_with_extensions(cells, lambda method, lr: -abs(lr - best[method]))
-    assert [*bn["values"]] == ["0.1", "0.2", "0.4", "0.8"]
-    assert [*gn["values"]] == ["0.05", "0.1", "0.2", "0.4"]
-    assert (bn["chosen"], bn["extended"], gn["chosen"], gn["extended"]) == ("0.8", ["0.8"], "0.05", ["0.05"])
+    assert [*bn.values] == ["0.1", "0.2", "0.4", "0.8"]
+    assert [*gn.values] == ["0.05", "0.1", "0.2", "0.4"]
+    assert (bn.chosen, bn.extended, gn.chosen, gn.extended) == ("0.8", ["0.8"], "0.05", ["0.05"])
     assert "val/accuracy of seed 1000, grid extended by 0.8, edge of the grid (" in choice_in_words(bn)
     cells = study_cells()
     bn, gn = chosen_with_extensions(cells, lambda method, lr: -abs(lr - best[method]))
-    assert (bn["chosen"], bn["extended"]) == ("0.8", ["0.8", "1.6"])  # 1.6 is tried, and worse
-    assert (gn["chosen"], gn["extended"]) == ("0.05", ["0.05", "0.025"])
+    assert (bn.chosen, bn.extended) == ("0.8", ["0.8", "1.6"])  # 1.6 is tried, and worse
+    assert (gn.chosen, gn.extended) == ("0.05", ["0.05", "0.025"])
     assert "grid extended by 0.05, 0.025 (" in choice_in_words(gn)
     rates = {one.labels["model.client_optimizer.lr"] for one in cells.table([bn, gn])}
     assert rates == {"0.8", "0.05"}
@@ -187,13 +185,13 @@ def test_a_rate_at_the_edge_extends_its_grid_by_its_own_ratio_and_for_its_method
 def test_where_all_diverge_smaller_rates_are_tried_and_no_other_axis_is_extended():
     cells = study_cells()
     (bn, _) = chosen_with_extensions(cells, lambda method, lr: None if lr > 0.05 else lr)
-    assert (bn["chosen"], bn["extended"]) == ("0.05", ["0.05", "0.025"])
+    assert (bn.chosen, bn.extended) == ("0.05", ["0.05", "0.025"])
     none = study_cells(choose=[{**STUDY["choose"][0], "extend": 0}])
-    assert chosen_with_extensions(none, lambda method, lr: lr)[0]["values"].keys() == {"0.1", "0.2", "0.4"}
+    assert chosen_with_extensions(none, lambda method, lr: lr)[0].values.keys() == {"0.1", "0.2", "0.4"}
     axes = {"model.local_steps": [2, 4, 8], "method": {"BN": {}}, "model.client_optimizer.lr": [0.1]}
     steps = study_cells(axes=axes, choose=[{"axis": "model.local_steps"}])
     ((choice),) = chosen_with_extensions(steps, lambda method, lr: 0.5)
-    assert choice["extended"] == []
+    assert choice.extended == []
     assert "edge of the grid" in choice_in_words(choice)
 
 
@@ -208,8 +206,8 @@ def test_stale_trials_choose_nothing_unless_they_are_accepted():
     cells = study_cells()
     for one in cells.trials[0]:
         finish(one, provenance=[{**one.now, "source": "0ld"}])
-    assert {one["chosen"] for one in chosen(cells.study, cells.trials)} == {None}
-    assert {one["chosen"] for one in chosen(cells.study, cells.trials, accept_stale=True)} == {"0.1"}
+    assert {one.chosen for one in chosen(cells.study, cells.trials)} == {None}
+    assert {one.chosen for one in chosen(cells.study, cells.trials, accept_stale=True)} == {"0.1"}
 
 
 def test_without_validation_data_nothing_can_be_chosen():

@@ -1,43 +1,42 @@
 """Verdicts on claims: by paired differences, at all labels that they are about, and nothing said where nothing can be."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.stats import ttest_1samp
+from study_frames import study_frame
 
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies import verdicts
 from fl_lightning.experiments.studies.claims import difference
+from fl_lightning.experiments.studies.study_frame import Chosen, Verdict
 from fl_lightning.experiments.studies.verdicts import Comparison, holm
 
 
-def study(values, choose=()):
-    """Findings of methods by E: ``{(method, E): [values of seeds 0, 1, ...]}``."""
+def study(values, failed=None, **more):
+    """Results of methods by E: ``{(method, E): [values of seeds 0, 1, ...]}``.
+
+    ``failed`` has columns of a further cell of the second combination.
+    """
     axes = {"method": ["BN", "GN", "FixBN"], "E": ["1", "100"], "lr": ["0.1", "0.2"]}
-    groups = [
-        {
-            "labels": {"method": method, "E": steps, "lr": "0.2" if method == "GN" else "0.1"},
-            "values": {"test/accuracy": {str(seed): value for seed, value in enumerate(own)}},
-            "runs": [{"phase": "done"}],
-        }
-        for (method, steps), own in values.items()
-    ]
-    return {
-        "known": axes,
-        "axes": axes,
-        "metrics": {"test/accuracy": "test"},
-        "choose": ["lr"],
-        "choices": [],
-        "groups": groups,
-    }
+    rows = []
+    for number, ((method, steps), own) in enumerate(values.items()):
+        runs = [{"seed": seed, "phase": "done", "why": ""} for seed in range(len(own) or 1)]
+        runs += [{"seed": len(own), "why": "", **failed}] if failed and number == 1 else []
+        labels = {"method": method, "E": steps, "lr": "0.2" if method == "GN" else "0.1"}
+        rows.append({"labels": labels, "values": {"test/accuracy": dict(enumerate(own))}, "runs": runs})
+    settings = {"known": axes, "axes": axes, "choose": ["lr"], **more}
+    return study_frame(rows, metrics={"test/accuracy": "test"}, **settings)
 
 
 def judge(claim, found):
     """The verdict on the only claim of a study, None if this scale lacks a label of it."""
-    return next(iter(verdicts.judge([claim], found)), None)
+    return next(iter(verdicts.with_verdicts(found, [claim]).claims), None)
 
 
 def verdict(claim, values):
-    return judge(claim, study(values))["verdict"]
+    return judge(claim, study(values)).verdict
 
 
 def test_pairs_by_seed_decide_where_means_alone_would_not():
@@ -57,16 +56,14 @@ def test_the_interval_is_students():
 
 def test_what_is_not_there_leaves_a_claim_undecided():
     """A method that diverges with one seed would look the better for it, and one without a learning rate is nowhere."""
-    found = study({("GN", "1"): [0.6, 0.61, 0.62], ("BN", "1"): [0.4, 0.41, 0.42]})
-    found["groups"][1]["runs"].append({"phase": "failed", "directory": "runs/1-s2"})
-    assert judge("GN > BN", found)["verdict"] == judge("BN > GN", found)["verdict"] == "undecided"
-    assert judge("GN > BN", found)["words"] == "runs/1-s2 is failed"
-    found = study(
-        {("GN", "1"): [0.6, 0.61, 0.62], ("BN", "1"): [0.4, 0.41, 0.42], ("GN", "100"): [0.6, 0.61, 0.62]}
-    )
-    found["choices"] = [{"axis": "lr", "for": {"method": "BN", "E": "100"}, "chosen": None}]
-    assert judge("GN > BN", found)["words"] == "lr of method=BN E=100 was not chosen"
-    assert judge("GN > BN at E=1", found)["verdict"] == "holds"
+    values = {("GN", "1"): [0.6, 0.61, 0.62], ("BN", "1"): [0.4, 0.41, 0.42]}
+    found = study(values, failed={"phase": "failed", "directory": "runs/1-s2"})
+    assert judge("GN > BN", found).verdict == judge("BN > GN", found).verdict == "undecided"
+    assert judge("GN > BN", found).words == "runs/1-s2 is failed"
+    choice = Chosen("lr", {"method": "BN", "E": "100"}, {}, "val/accuracy", None, {}, 1000, [], [])
+    found = study({**values, ("GN", "100"): [0.6, 0.61, 0.62]}, choices=[choice])
+    assert judge("GN > BN", found).words == "lr of method=BN E=100 was not chosen"
+    assert judge("GN > BN at E=1", found).verdict == "holds"
 
 
 def test_one_pair_says_something_only_where_it_is_far_apart():
@@ -75,7 +72,7 @@ def test_one_pair_says_something_only_where_it_is_far_apart():
     assert verdict("GN > BN", {("GN", "1"): [0.4], ("BN", "1"): [0.55]}) == "one pair contradicts"
     assert verdict("GN ~ BN within 0.2", {("GN", "1"): [0.4], ("BN", "1"): [0.45]}) == "one pair agrees"
     assert verdict("GN ~ BN within 0.02", {("GN", "1"): [0.4], ("BN", "1"): [0.6]}) == "one pair contradicts"
-    assert "p" not in judge("GN > BN", study({("GN", "1"): [0.6], ("BN", "1"): [0.45]}))
+    assert judge("GN > BN", study({("GN", "1"): [0.6], ("BN", "1"): [0.45]})).p is None
 
 
 def test_a_difference_is_taken_in_pairs_by_seed():
@@ -86,26 +83,26 @@ def test_a_difference_is_taken_in_pairs_by_seed():
         ("GN", "100"): [0.3],
         ("FixBN", "1"): [0.8],
     }
-    found = difference(study(values) | {"difference": "GN - BN"})
-    assert found["metrics"] == {"test/accuracy": "GN \N{MINUS SIGN} BN, test"}
-    (group,) = found["groups"]
-    assert group["labels"] == {"method": "GN", "E": "1", "lr": "0.2"}
-    assert group["values"]["test/accuracy"] == pytest.approx({"0": 0.1, "1": 0.05})
+    found = difference(study(values, difference="GN - BN"))
+    assert found.metrics == {"test/accuracy": "GN \N{MINUS SIGN} BN, test"}
+    (row,) = found.rows
+    assert row.labels == {"method": "GN", "E": "1", "lr": "0.2"}
+    assert row.of("test/accuracy").to_dict() == pytest.approx({0: 0.1, 1: 0.05})
 
 
 def test_a_claim_without_a_place_is_about_every_one():
     values = {
         ("GN", "1"): [0.6, 0.61, 0.62], ("BN", "1"): [0.4, 0.41, 0.42], ("GN", "100"): [0.5, 0.51, 0.52], ("BN", "100"): [0.7, 0.71, 0.72],
     }  # fmt: skip
-    assert judge("GN > BN", study(values)) == {
-        "claim": "GN > BN", "verdict": "does not hold", "p": pytest.approx(0), "adjusted": pytest.approx(0), "family": 1, "headline": False,
-        "words": "2 comparisons: holds in 1, does not hold in 1; p < 0.001, < 0.001 corrected for 1 claim",
-    }  # fmt: skip
+    words = "2 comparisons: holds in 1, does not hold in 1; p < 0.001, < 0.001 corrected for 1 claim"
+    small = pytest.approx(0)
+    expected = Verdict("GN > BN", "does not hold", words, p=small, adjusted=small, family=1)
+    assert judge("GN > BN", study(values)) == expected
     assert verdict("GN > BN at E=1", values) == "holds"
     assert verdict("BN > GN at E=100", values) == "holds"
     assert verdict("E=100 > E=1 at method=BN", values) == "holds"
     assert verdict("E=100 > E=1 at BN", values) == "holds"
-    words, p = judge("GN > BN at E=1", study(values))["words"].split("; ")
+    words, p = judge("GN > BN at E=1", study(values)).words.split("; ")
     assert words == "mean difference +0.200, interval +0.200 to +0.200, 3 pairs"
     assert p == "p < 0.001, < 0.001 corrected for 1 claim"
 
@@ -118,16 +115,14 @@ def test_a_chain_is_all_of_its_pairs():
 
 def test_a_chain_with_a_method_that_has_no_runs_is_undecided_and_one_of_another_scale_says_nothing():
     values = {("FixBN", "1"): [0.7], ("BN", "1"): [0.5]}
-    assert judge("FixBN > BN > GN", study(values)) == {
-        "claim": "FixBN > BN > GN", "verdict": "undecided", "words": "no pair of runs of BN and GN",
-    }  # fmt: skip
-    found = study(values)
-    assert judge("FixBN > BN > GN", found | {"axes": {**found["axes"], "method": ["BN", "FixBN"]}}) is None
+    found, claim = study(values), "FixBN > BN > GN"
+    assert judge(claim, found) == Verdict(claim, "undecided", "no pair of runs of BN and GN")
+    assert judge(claim, replace(found, axes={**found.axes, "method": ["BN", "FixBN"]})) is None
 
 
 def test_one_pair_must_be_a_tenth_apart_and_is_nothing_against_a_smaller_margin():
     assert verdict("GN > BN", {("GN", "1"): [0.6], ("BN", "1"): [0.51]}) == "undecided"
-    (words,) = [judge("GN ~ BN within 0.05", study({("GN", "1"): [0.5], ("BN", "1"): [0.5]}))["words"]]
+    (words,) = [judge("GN ~ BN within 0.05", study({("GN", "1"): [0.5], ("BN", "1"): [0.5]})).words]
     assert words == "difference +0.000 in one pair, which cannot confirm so small a margin"
 
 
@@ -146,12 +141,12 @@ def test_numbers_that_are_missing_or_none_decide_nothing():
     assert verdict("GN > BN", {("GN", "1"): [0.5, float("nan")], ("BN", "1"): [0.1, 0.1]}) == "undecided"
     assert verdict("GN > BN", {("GN", "1"): [], ("BN", "1"): [0.1]}) == "undecided"
     found = judge("GN > BN", study({("GN", "1"): [0.5, 0.5], ("BN", "1"): [0.1, float("inf")]}))
-    assert found["verdict"] == "undecided"
-    assert found["words"] == "method=BN E=1 lr=0.1 has no finite number with seed 1"
-    failed = study({("GN", "1"): [0.6], ("BN", "1"): [0.4]})
-    failed["groups"][1]["runs"].append({"phase": "failed", "directory": "runs/1-s2", "diverged": True})
-    assert judge("GN > BN", failed)["words"] == "runs/1-s2 diverged"
-    assert judge("GN > BN", study({("GN", "1"): [0.5]}))["words"] == "no pair of runs of GN and BN"
+    assert found.verdict == "undecided"
+    assert found.words == "method=BN E=1 lr=0.1 has no finite number with seed 1"
+    failed = {"phase": "failed", "directory": "runs/1-s2", "diverged": True}
+    values = {("GN", "1"): [0.6], ("BN", "1"): [0.4]}
+    assert judge("GN > BN", study(values, failed)).words == "runs/1-s2 diverged"
+    assert judge("GN > BN", study({("GN", "1"): [0.5]})).words == "no pair of runs of GN and BN"
 
 
 @pytest.mark.parametrize(
@@ -192,28 +187,25 @@ def test_claims_of_a_table_are_corrected_together_and_headline_claims_alone():
         ("FixBN", "1"): [0.6 + x for x in spread],
     }
     claims = ["GN > BN", "FixBN > BN", "GN ~ BN within 0.1"]
-    alone = verdicts.judge(["GN > BN"], study(values))
-    assert alone[0]["verdict"] == "holds"
-    corrected = verdicts.judge([*claims, "FixBN ~ BN within 0.1"], study(values))
-    assert [x["verdict"] for x in corrected] == ["undecided", "holds", "holds", "undecided"]
-    assert {x["family"] for x in corrected} == {4}
-    assert (
-        corrected[0]["p"]
-        == alone[0]["p"]
-        == pytest.approx(ttest_1samp([0.022 + x for x in spread], 0).pvalue)
-    )
-    assert corrected[0]["adjusted"] == pytest.approx(2 * alone[0]["p"])
-    headline = verdicts.judge([*claims, "FixBN ~ BN within 0.1"], study(values), ["GN > BN"])
-    assert headline[0]["verdict"] == "holds"
-    assert [x["headline"] for x in headline] == [True, False, False, False]
+    alone = verdicts.with_verdicts(study(values), ["GN > BN"]).claims
+    assert alone[0].verdict == "holds"
+    corrected = verdicts.with_verdicts(study(values), [*claims, "FixBN ~ BN within 0.1"]).claims
+    assert [x.verdict for x in corrected] == ["undecided", "holds", "holds", "undecided"]
+    assert {x.family for x in corrected} == {4}
+    assert corrected[0].p == alone[0].p == pytest.approx(ttest_1samp([0.022 + x for x in spread], 0).pvalue)
+    assert corrected[0].adjusted == pytest.approx(2 * alone[0].p)
+    headline = verdicts.with_verdicts(study(values), [*claims, "FixBN ~ BN within 0.1"], ["GN > BN"]).claims
+    assert headline[0].verdict == "holds"
+    assert [x.headline for x in headline] == [True, False, False, False]
     fewer = study({key: own[:4] for key, own in values.items()})
-    assert not any(x["headline"] for x in verdicts.judge(claims, fewer, ["GN > BN"]))
-    smallest = corrected[0]["decides"]
-    assert f"these seeds can decide a difference of {smallest:.3f} or more" in corrected[0]["words"]
+    assert not any(x.headline for x in verdicts.with_verdicts(fewer, claims, ["GN > BN"]).claims)
+    smallest = corrected[0].decides
+    assert f"these seeds can decide a difference of {smallest:.3f} or more" in corrected[0].words
     for factor, decided in ((0.99, "undecided"), (1.01, "holds")):
         values["GN", "1"] = [0.5 + factor * smallest + x for x in spread]
-        found = verdicts.judge([*claims[:2], "GN ~ BN within 0.5", "FixBN ~ BN within 0.1"], study(values))
-        assert found[0]["verdict"] == decided
+        every = [*claims[:2], "GN ~ BN within 0.5", "FixBN ~ BN within 0.1"]
+        found = verdicts.with_verdicts(study(values), every).claims
+        assert found[0].verdict == decided
 
 
 def simulated(difference, studies=1000):
@@ -224,7 +216,7 @@ def simulated(difference, studies=1000):
         values = {
             (method, "1"): own.tolist() for method, own in zip(("BN", "GN", "FixBN"), cells, strict=True)
         }
-        yield [x["verdict"] for x in verdicts.judge(claims, study(values), claims)]
+        yield [x.verdict for x in verdicts.with_verdicts(study(values), claims, claims).claims]
 
 
 @pytest.mark.slow

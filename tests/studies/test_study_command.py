@@ -32,13 +32,13 @@ def test_the_table_is_printed_and_the_same_command_again_trains_nothing(ran, cap
     out = capsys.readouterr().out
     assert len(ran) == 6
     assert "When to freeze (A paper, Figure 1). Scale: quick, seeds 0, 1." in out
-    groups = {tuple(group["labels"].values()): group for group in found()["groups"]}
+    groups = {tuple(group.labels.values()): group for group in found().rows}
     assert [*groups] == [("2", "BN"), ("2", "GN"), ("4", "BN")]
-    assert groups["2", "BN"]["published"] == 0.5
+    assert [*groups["2", "BN"].cells["published"]] == [0.5, 0.5]
     for group in groups.values():
-        for seed, one in zip("01", group["runs"], strict=True):
+        for seed, one in enumerate(group.runs):
             result = json.loads(Path(one["directory"], "result.json").read_text())
-            assert group["values"]["test/accuracy"][seed] == result["test/accuracy"]
+            assert group.of("test/accuracy")[seed] == result["test/accuracy"]
             assert one["exchanges"] == 6
     written = [path.name for path in Path("runs/studies/s-quick").iterdir()]
     assert {name for name in written if "table." in name} == {"table.md", "table.tex", "table.csv"}
@@ -53,7 +53,7 @@ def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ra
     study(
         "--trainer.check_val_every_n_epoch=1", "--checkpoint.monitor=val/loss", "--checkpoint.mode=max"
     )  # the best of this is early
-    shared = Path(found()["groups"][0]["runs"][0]["directory"])
+    shared = Path(found().rows[0].runs[0]["directory"])
     result = json.loads((shared / "result.json").read_text())
     (origin,) = result["continued_from"]
     assert origin["round"] == 2
@@ -94,7 +94,7 @@ def test_cells_that_share_a_first_stage_finish_wherever_and_whenever_checkpoints
 @pytest.mark.slow
 def test_a_damaged_first_stage_is_named_and_trained_anew(ran, capsys):
     finished_study()
-    child, _, parent = (Path(group["runs"][0]["directory"]) for group in found()["groups"])
+    child, _, parent = (Path(group.runs[0]["directory"]) for group in found().rows)
     before = [own(json.loads(x)) for x in (child / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(child)
     shared = parent / "checkpoints/round_2.ckpt"
@@ -103,7 +103,7 @@ def test_a_damaged_first_stage_is_named_and_trained_anew(ran, capsys):
     capsys.readouterr()
     study()
     assert (
-        f"damaged: {shared}; T*=2 method=BN seed=0 trains the first 2 rounds itself"
+        f"damaged: {shared.relative_to(Path.cwd())}; T*=2 method=BN seed=0 trains the first 2 rounds itself"
         in capsys.readouterr().out
     )
     assert len(ran) == 1
@@ -148,8 +148,8 @@ def test_settings_that_do_not_work_are_all_named_before_the_first_cell(ran, caps
 def test_rounds_that_are_to_be_kept_are_kept_beside_those_of_first_stages(ran):
     finished_study("--checkpoint.keep_rounds=[4]")
     kept = [
-        {path.name for path in Path(group["runs"][0]["directory"], "checkpoints").glob("round_?.ckpt")}
-        for group in found()["groups"]
+        {path.name for path in Path(group.runs[0]["directory"], "checkpoints").glob("round_?.ckpt")}
+        for group in found().rows
     ]
     assert kept == [{"round_4.ckpt"}, {"round_4.ckpt"}, {"round_2.ckpt", "round_4.ckpt"}]
 
@@ -178,11 +178,11 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
     message = message_of(capsys, study)
     assert message == "error: study: 2 cells failed; fix the errors above and run the same command again\n"
     assert len(ran) == 4
-    broken = found()["groups"][1]
-    assert [one["phase"] for one in broken["runs"]] == ["failed"] * 2
-    assert broken["values"]["test/accuracy"] == {}
-    assert broken["runs"][0]["why"].startswith("batch_size=4000 is more than the 288 samples")
-    assert len(found()["groups"][0]["values"]["test/accuracy"]) == 2
+    broken = found().rows[1]
+    assert [one["phase"] for one in broken.runs] == ["failed"] * 2
+    assert broken.of("test/accuracy").empty
+    assert broken.runs[0]["why"].startswith("batch_size=4000 is more than the 288 samples")
+    assert len(found().rows[0].of("test/accuracy")) == 2
 
 
 @pytest.mark.slow
@@ -198,14 +198,10 @@ def test_what_was_chosen_on_validation_data_is_recorded_and_trained_once(ran, ca
     )
     study()
     assert len(ran) == 10  # four trials, a further one for each method at its edge, two seeds of each method
-    assert [len(choice["extended"]) for choice in found()["choices"]] == [1, 1]
-    for choice, group in zip(found()["choices"], found()["groups"], strict=True):
-        assert (
-            choice["chosen"]
-            == max(choice["values"], key=choice["values"].get)
-            == group["labels"][choice["axis"]]
-        )
-        assert len(group["values"]["test/accuracy"]) == 2
+    assert [len(choice.extended) for choice in found().choices] == [1, 1]
+    for choice, group in zip(found().choices, found().rows, strict=True):
+        assert choice.chosen == max(choice.values, key=choice.values.get) == group.labels[choice.axis]
+        assert len(group.of("test/accuracy")) == 2
     assert "by validation" in capsys.readouterr().out
 
 
@@ -217,10 +213,10 @@ def test_a_trial_that_diverges_is_no_failure_of_the_study(ran, capsys):
     study()
     out = capsys.readouterr().out
     assert "failed, and counted as the worst trial: lr=1e+30 seed=1000: round " in out
-    assert [group["labels"][lr] for group in found()["groups"]] == ["0.1"]
+    assert [group.labels[lr] for group in found().rows] == ["0.1"]
     write(axes={lr: [1e30, 1e29]}, choose=choose, without=[], published=[], claims=[])
     assert message_of(capsys, study).startswith("error: study: 2 cells failed")
-    assert [run["phase"] for run in found()["groups"][0]["runs"]] == ["failed"] * 2
+    assert [run["phase"] for run in found().rows[0].runs] == ["failed"] * 2
 
 
 @pytest.mark.slow
@@ -239,9 +235,9 @@ def test_runs_that_diverged_are_rows(ran, capsys):
     assert "diverged in 2 of 2 seeds, round 2" in ended
     assert "not finite in 2 of 2 seeds" in recorded
     assert "diverged in 2 of 2 seeds, round 2" in recorded
-    assert found()["claims"][0]["verdict"] == "undecided"
+    assert found().claims[0].verdict == "undecided"
     main(["report", "runs/studies/s-quick"])
-    main(["report", *(run["directory"] for run in found()["groups"][2]["runs"])])
+    main(["report", *(run["directory"] for run in found().rows[2].runs)])
     assert Path("report.html").read_text().count("not finite in 2 of 2 seeds") == 1
 
 
@@ -253,8 +249,8 @@ def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_o
     choice = [{"axis": "data.batch_size", "by": ["method"]}]
     write(axes={"method": methods, **batch}, choose=choice, without=[{"method": "GN", "data.batch_size": 4000}], published=[], claims=[])  # fmt: skip
     assert message_of(capsys, study).startswith("error: study: 1 cell failed")
-    assert [group["labels"] for group in found()["groups"]] == [{"method": "GN", "data.batch_size": "20"}]
-    assert [one["chosen"] for one in found()["choices"]] == [None, "20"]
+    assert [group.labels for group in found().rows] == [{"method": "GN", "data.batch_size": "20"}]
+    assert [one.chosen for one in found().choices] == [None, "20"]
     write(axes=batch, choose=[{"axis": "data.batch_size"}], without=[], published=[], claims=[])
     assert message_of(capsys, study).startswith("error: study: 1 cell failed")
 
@@ -355,7 +351,7 @@ def test_bad_input_is_one_line(ran, capsys, args, message):
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("moment", ["parse_arguments", "findings"])
+@pytest.mark.parametrize("moment", ["parse_arguments", "collect"])
 def test_ctrl_c_at_the_start_or_the_end_says_that_cells_are_kept(moment, ran, capsys, monkeypatch):
     def strike(*arguments, **settings):
         os.kill(os.getpid(), signal.SIGINT)
@@ -379,5 +375,5 @@ def test_a_cell_that_ends_before_its_plan_says_so(ran, capsys, monkeypatch):
     }
     write(axes={"method": {"BN": {"trainer.callbacks": [stop]}}}, without=[], published=[], claims=[])
     message_of(capsys, study)
-    why = found()["groups"][0]["runs"][0]["why"]
+    why = found().rows[0].runs[0]["why"]
     assert why.startswith("it ended after round 3 of 6; leave out early stopping and trainer.max_time")

@@ -2,14 +2,17 @@
 
 import csv
 import re
+from dataclasses import replace
 
 import pytest
+from study_frames import study_frame
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.studies.columns import check_columns, local_metrics
-from fl_lightning.experiments.studies.latex import escaped
+from fl_lightning.experiments.studies.latex_table import escaped
+from fl_lightning.experiments.studies.study_frame import Chosen, Verdict
+from fl_lightning.experiments.studies.table_columns import check_columns, local_metrics
 from fl_lightning.experiments.studies.tables import (
-    best_groups,
+    best_rows,
     caption,
     choice_in_words,
     latex_tables,
@@ -28,7 +31,6 @@ def run(seed, phase="done", **more):
     took |= {"rounds": 10, "planned_rounds": 10, "model": "LeNet", "loaded": {"images": "a"}}
     return {
         "seed": seed,
-        "directory": str(seed),
         "phase": phase,
         "why": "",
         **(took if phase == "done" else {}),
@@ -41,30 +43,48 @@ def group(method, steps, values, published=None, runs=None):
         "labels": {"method": method, "E": steps, "model.client_optimizer.lr": "0.1"},
         "published": published,
         "learning_rate": 0.1,
-        "values": {"test/accuracy": {str(seed): x for seed, x in enumerate(values)}},
+        "values": {"test/accuracy": dict(enumerate(values))},
         "runs": runs or [run(seed) for seed in range(len(values))],
     }
 
 
-FOUND = {
-    "name": "t", "title": "A title", "paper": "A paper, Table 1", "scale": "reduced",
-    "axes": {"method": ["BN", "GN"], "E": ["1", "100"], "model.client_optimizer.lr": ["0.1", "0.2"]},
-    "choose": ["model.client_optimizer.lr"], "spread": "E", "metrics": {"test/accuracy": "test accuracy"},
-    "choices": [{"axis": "model.client_optimizer.lr", "for": {"method": "GN"}, "metric": "val/accuracy", "chosen": "0.1", "values": {"0.05": 0.6, "0.1": 0.7, "0.2": 0.6}}],
-    "claims": [{"claim": "GN > BN", "verdict": "holds", "words": "+0.1 in one pair"}],
-    "groups": [
-        group("BN", "1", [0.3, 0.4, 0.5], 0.45),
-        group("BN", "100", [0.6], runs=[run(0, diverged=True), run(1, "failed", why="boom"), run(2, "missing")]),
-        group("GN", "1", [0.7, 0.7, 0.7], runs=[run(0, why="torch 1, now 2"), run(1), run(2)]),
-        group("GN", "100", [], runs=[run(seed, "stale") for seed in range(3)]),
-    ],
-}  # fmt: skip
+AXES = {"method": ["BN", "GN"], "E": ["1", "100"], "model.client_optimizer.lr": ["0.1", "0.2"]}
+METRICS = {"test/accuracy": "test accuracy"}
+VALUES = {"0.05": 0.6, "0.1": 0.7, "0.2": 0.6}
+CHOICE = Chosen(
+    "model.client_optimizer.lr", {"method": "GN"}, {}, "val/accuracy", "0.1", VALUES, 1000, [], []
+)
+GROUPS = [
+    group("BN", "1", [0.3, 0.4, 0.5], 0.45),
+    group("BN", "100", [0.6], runs=[run(0, diverged=True), run(1, "failed", why="boom"), run(2, "missing")]),
+    group("GN", "1", [0.7, 0.7, 0.7], runs=[run(0, why="torch 1, now 2"), run(1), run(2)]),
+    group("GN", "100", [], runs=[run(seed, "stale") for seed in range(3)]),
+]
+
+
+def results(groups=GROUPS, axes=AXES, metrics=METRICS, **more):
+    found = {
+        "paper": "A paper, Table 1",
+        "scale": "reduced",
+        "choose": ["model.client_optimizer.lr"],
+        "spread": "E",
+        "choices": [CHOICE],
+        "claims": [Verdict("GN > BN", "holds", "+0.1 in one pair")],
+    }
+    return study_frame(groups, axes, metrics, **{**found, **more})
+
+
+def cells_of_table(table):
+    """The header and the rows."""
+    return [*table.columns], table.to_numpy().tolist()
+
+
 SMALLER = "Values: after the last round. Smaller than in the paper (LeNet, 10 rounds): the order of methods can be compared, numbers cannot."
 
 
 def test_a_bar_in_a_label_and_a_break_in_a_title_break_no_table(tmp_path):
-    groups = [{**FOUND["groups"][0], "labels": {**FOUND["groups"][0]["labels"], "method": "a|b"}}]
-    write_tables(tmp_path, {**FOUND, "groups": groups, "title": "A\ntitle"})
+    groups = [{**GROUPS[0], "labels": {**GROUPS[0]["labels"], "method": "a|b"}}]
+    write_tables(tmp_path, results(groups, title="A\ntitle"))
     assert "| a\\|b " in (tmp_path / "table.md").read_text()
     words = f"A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2. {SMALLER}"
     assert rf"\caption{{{words}}}" in (tmp_path / "table.tex").read_text()
@@ -91,18 +111,19 @@ def test_numbers_that_are_not_finite_are_words():
         group("BN", "1", [0.5, inf], 0.45, runs=diverged),
         group("GN", "1", [], runs=[run(0, "failed", diverged=True, diverged_round=17)]),
     ]
-    header, rows = whole_table({**FOUND, "groups": groups})
+    header, rows = cells_of_table(whole_table(results(groups)))
     found = dict(zip(header, rows[0], strict=True))
     assert found["remarks"] == "diverged in 2 of 3 seeds, round 9, 17"
     assert found["test accuracy"] == "0.500 (not finite in 1 of 2 seeds)"
     assert "ours - published" not in header
-    assert spread_table({**FOUND, "groups": groups})[1][1] == ["GN", "diverged in 1 of 1 seed, round 17", ""]
-    choice = {**FOUND["choices"][0], "values": {"0.1": 0.5, "0.2": -inf}}
+    _, rows = cells_of_table(spread_table(results(groups)))
+    assert rows[1] == ["GN", "diverged in 1 of 1 seed, round 17", ""]
+    choice = replace(CHOICE, values={"0.1": 0.5, "0.2": -inf})
     assert "(0.1: 0.500, 0.2: diverged)" in choice_in_words(choice)
 
 
 def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
-    header, rows = whole_table(FOUND)
+    header, rows = cells_of_table(whole_table(results()))
     first = dict(zip(header, rows[0], strict=True))
     assert first == {
         "method": "BN", "E": "1", "test accuracy": "0.400 ± 0.100", "published": "0.45", "ours - published": "-0.050",
@@ -119,11 +140,11 @@ def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
 
 
 def test_one_axis_makes_the_columns():
-    assert spread_table(FOUND) == (
+    assert cells_of_table(spread_table(results())) == (
         ["method", "E = 1", "E = 100"],
         [["BN", "0.400 ± 0.100 (0.45)", "0.600, 1 of 3 seeds"], ["GN", "0.700 ± 0.000", "-"]],
     )
-    assert spread_table({**FOUND, "spread": None}) is None
+    assert spread_table(results(spread=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -131,35 +152,37 @@ def test_one_axis_makes_the_columns():
     [("0.1 0.2", True), ("0.02 0.1 0.2", False), ("0.1 0.02 0.01", True), ("1e-2 0.1 1", False), ("0.1 best", False)],
 )  # fmt: skip
 def test_a_number_at_the_edge_of_its_grid_is_called_so(tried, edge):
-    choice = {**FOUND["choices"][0], "values": dict.fromkeys(tried.split(), 0.5)}
-    said = learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice]})
+    found = results(choices=[replace(CHOICE, values=dict.fromkeys(tried.split(), 0.5))])
+    said = learning_rate(found.rows[2], found)
     assert said == ("0.1, by validation, edge of the grid" if edge else "0.1, by validation")
 
 
 def test_a_rate_is_chosen_also_where_its_axis_has_another_name(tmp_path):
-    choice = FOUND["choices"][0] | {"axis": "speed", "sets": ["model.client_optimizer.lr"]}
-    assert learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice]}).startswith("0.1, by validation")
-    assert (
-        learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice | {"sets": ["model.local_steps"]}]})
-        == "0.1, given"
+    choice = replace(CHOICE, axis="speed", settings=["model.client_optimizer.lr"])
+    found, other = (
+        results(choices=[choice]),
+        results(choices=[replace(choice, settings=["model.local_steps"])]),
     )
-    write_tables(tmp_path, {**FOUND, "choices": [choice]})
+    assert learning_rate(found.rows[2], found).startswith("0.1, by validation")
+    assert learning_rate(other.rows[2], other) == "0.1, given"
+    write_tables(tmp_path, found)
     words = "speed of method=GN: 0.1, by val/accuracy"
     assert f"- {words}" in (tmp_path / "table.md").read_text()
     assert f"% {words}" in (tmp_path / "table.tex").read_text()
 
 
 def test_a_rate_says_of_which_cell_it_is_the_best():
-    choice = {**FOUND["choices"][0], "at": {"model.E": "20", "T*": "0.5"}}
-    said = learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice]})
+    found = results(choices=[replace(CHOICE, at={"model.E": "20", "T*": "0.5"})])
+    said = learning_rate(found.rows[2], found)
     assert said == "0.1, by validation at E=20, T*=0.5"
 
 
 def test_seeds_are_those_of_the_rows():
     one, three = group("BN", "1", [0.3]), group("GN", "1", [0.7] * 3)
-    assert seeds_of({**FOUND, "groups": [one]}) == "seed 0"
-    assert seeds_of({**FOUND, "groups": [three, three]}) == "seeds 0, 1, 2"
-    assert seeds_of({**FOUND, "groups": [three, one, one]}) == "seed 0 (2 rows) and seeds 0, 1, 2 (1 row)"
+    other, more = group("BN", "100", [0.3]), group("GN", "100", [0.7] * 3)
+    assert seeds_of(results([one])) == "seed 0"
+    assert seeds_of(results([three, more])) == "seeds 0, 1, 2"
+    assert seeds_of(results([three, one, other])) == "seed 0 (2 rows) and seeds 0, 1, 2 (1 row)"
 
 
 def test_runs_that_were_not_computed_alike_are_named():
@@ -171,49 +194,57 @@ def test_runs_that_were_not_computed_alike_are_named():
         "compiled": False,
     }
     runs = [run(0, directory="a", computed_by=here), run(1, directory="b", computed_by=here)]
-    assert "alike" not in caption({**FOUND, "groups": [group("BN", "1", [0.3, 0.4], runs=runs)]})
+    assert "alike" not in caption(results([group("BN", "1", [0.3, 0.4], runs=runs)]))
     runs.append(run(2, directory="c", computed_by={**here, "threads": 2}))
     groups = [
         group("BN", "1", [0.3, 0.4, 0.5], runs=runs),
         group("BN", "100", [0.5], runs=runs[:1]),
     ]  # one run, read twice
-    assert "Not all computed alike: threads 1 (2 runs), 2 (1 run)." in caption({**FOUND, "groups": groups})
+    assert "Not all computed alike: threads 1 (2 runs), 2 (1 run)." in caption(results(groups))
     runs = [run(seed, directory=str(seed), loaded={"images": x}) for seed, x in enumerate("aab")]
     groups = [group("BN", "1", [0.3, 0.4, 0.5], runs=runs)]
-    words = caption({**FOUND, "groups": groups})
+    words = caption(results(groups))
     assert "Not all on the same data: images a (2 runs), b (1 run)." in words
     assert "Not known" not in words
     runs[0]["loaded"] = {}
-    words = caption({**FOUND, "groups": groups})
+    words = caption(results(groups))
     assert "Not known to be on the same data: 1 run." in words
     for one in runs:
         one.update(loaded={}, data={"training": "a"})
-    assert "Not known" not in caption({**FOUND, "groups": groups})
+    assert "Not known" not in caption(results(groups))
 
 
 def test_a_row_that_is_read_of_other_runs_says_so():
-    row = group("SiloBN", "1", [0.3])
-    assert remarks({**row, "costs_of": {**row["labels"], "method": "BN"}}) == ["costs are those of method=BN"]
+    shared = {"runs": [run(0, directory="a")]}
+    silo = {**shared, "metric": "test/accuracy_silobn"}
+    groups = [group("BN", "1", [0.3]) | shared]
+    groups += [group("SiloBN", steps, [0.4]) | silo for steps in ("1", "100")]
+    assert remarks(results(groups)) == [
+        [],
+        ["costs are those of method=BN"],
+        [
+            "the same runs as method=SiloBN E=1 model.client_optimizer.lr=0.1",
+            "costs are those of method=BN E=1",
+        ],
+    ]
 
 
 def test_seeds_that_are_not_of_one_kind_are_named():
     one = {"source": "1234", "torch": "2.14"}
     runs = [run(0, rounds=3, provenance=[one]), run(1, provenance=[one | {"torch": "2.15"}])]
-    assert remarks(group("BN", "1", [0.3, 0.4], runs=runs)) == [
-        "seed 0 ended after round 3 of 10",
-        "seeds of different source or versions",
-    ]
+    (lines,) = remarks(results([group("BN", "1", [0.3, 0.4], runs=runs)]))
+    assert lines == ["seed 0 ended after round 3 of 10", "seeds of different source or versions"]
 
 
 def test_columns_that_nobody_fills_are_left_out():
-    header, _ = whole_table({**FOUND, "groups": [group("GN", "1", [0.7])]})
+    header, _ = cells_of_table(whole_table(results([group("GN", "1", [0.7])])))
     assert "published" not in header
     assert "remarks" not in header
 
 
 def test_the_files_hold_the_same_table(tmp_path):
-    write_tables(tmp_path, FOUND)
-    header, rows = whole_table(FOUND)
+    write_tables(tmp_path, results())
+    header, rows = cells_of_table(whole_table(results()))
     assert [*csv.reader((tmp_path / "table.csv").read_text().splitlines())] == [header, *rows]
     markdown, latex = (tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text()
     seeds = "seed 0 (1 row) and seeds 0, 1, 2 (2 rows)"  # those that are done
@@ -225,7 +256,7 @@ def test_the_files_hold_the_same_table(tmp_path):
 
 
 def test_a_subset_is_called_one(tmp_path):
-    write_tables(tmp_path, {**FOUND, "scale": "quick"})
+    write_tables(tmp_path, results(scale="quick"))
     assert (
         "A declared subset that shows that the study works; its results are no evidence for or against a paper."
         in (tmp_path / "table.md").read_text()
@@ -244,7 +275,9 @@ def cells_of(latex):
 
 
 def test_latex_has_aligned_numbers_units_in_the_head_and_the_best_in_bold():
-    columns, (head, *rows) = cells_of(latex_tables(FOUND, ["test/accuracy", "sent by clients", "training"]))
+    columns, (head, *rows) = cells_of(
+        latex_tables(results(), ["test/accuracy", "sent by clients", "training"])
+    )
     assert columns == "llr@{}lrr}"
     assert head == [
         "method",
@@ -265,9 +298,8 @@ def test_the_best_is_of_whole_rows_and_of_equal_settings_else():
         groups = [group(name, "1", x) for name, x in zip("ABC", values, strict=False)]
         for each in groups:
             each["values"] = {metric: each["values"]["test/accuracy"]}
-        axes = {**FOUND["axes"], "method": [*"ABC"]}
-        found = {**FOUND, "axes": axes, "groups": groups, "metrics": {metric: "x"}, **more}
-        return [x["labels"]["method"] for x in best_groups(found, metric)]
+        found = results(groups, {**AXES, "method": [*"ABC"]}, {metric: "x"}, **more)
+        return [found.rows[number].labels["method"] for number in best_rows(found, metric)]
 
     nan = float("nan")
     assert best([0.3, 0.4], [0.5, 0.6]) == ["B"]
@@ -278,16 +310,10 @@ def test_the_best_is_of_whole_rows_and_of_equal_settings_else():
     assert best([0.3], [0.2], metric="test/ece") == []
     assert best([0.3], [0.2], metric="test/ece", best={"ece": "min"}) == ["B"]
     assert best([0.3], [0.2], metric="test/personal_ece", best={"ece": "min"}) == ["B"]
-    apart = [
-        group("A", "1", [0.3]),
-        group("A", "100", [0.9]),
-        group("B", "1", [0.4]),
-        group("B", "100", [0.2]),
-    ]
-    found = best_groups(
-        {**FOUND, "axes": {**FOUND["axes"], "method": ["A", "B"]}, "groups": apart}, "test/accuracy"
-    )
-    assert [(x["labels"]["method"], x["labels"]["E"]) for x in found] == [("B", "1"), ("A", "100")]
+    cells = [("A", "1", 0.3), ("A", "100", 0.9), ("B", "1", 0.4), ("B", "100", 0.2)]
+    apart = [group(method, steps, [value]) for method, steps, value in cells]
+    found = best_rows(results(apart, {**AXES, "method": ["A", "B"]}), "test/accuracy")
+    assert [cells[number][:2] for number in found] == [("B", "1"), ("A", "100")]
 
 
 def test_latex_escapes_all_that_it_would_read_otherwise():
@@ -297,42 +323,40 @@ def test_latex_escapes_all_that_it_would_read_otherwise():
     assert escaped("--lr ± \N{GREEK SMALL LETTER ALPHA} λ Σ é Þ 中") == (
         r"-{}-lr $\pm$ $\alpha$ $\lambda$ $\Sigma$ é {[}U+00DE] {[}U+4E2D]"
     )
-    groups = [{**FOUND["groups"][0], "labels": {**FOUND["groups"][0]["labels"], "method": "[a] & b"}}]
-    _, rows = cells_of(latex_tables({**FOUND, "groups": groups}))
+    groups = [{**GROUPS[0], "labels": {**GROUPS[0]["labels"], "method": "[a] & b"}}]
+    _, rows = cells_of(latex_tables(results(groups)))
     assert rows[1][0] == r"{[}a] \& b"
 
 
 def test_columns_are_chosen_by_name_or_metric_and_a_wrong_one_is_refused(tmp_path):
-    write_tables(tmp_path, FOUND, ["training", "test/accuracy"])
+    write_tables(tmp_path, results(), ["training", "test/accuracy"])
     header, *rows = csv.reader((tmp_path / "table.csv").read_text().splitlines())
     assert header == ["method", "E", "training", "test accuracy"]
     assert rows[0] == ["BN", "1", "30 s", "0.400 ± 0.100"]
     assert "| training " in (tmp_path / "table.md").read_text()
-    check_columns(["seeds", "test accuracy", "test/personal_accuracy"], FOUND["metrics"])
+    check_columns(["seeds", "test accuracy", "test/personal_accuracy"], METRICS)
     with pytest.raises(
         ConfigurationError, match=r"^--columns: there is no column 'seed'; did you mean seeds"
     ):
-        check_columns(["seed"], FOUND["metrics"])
+        check_columns(["seed"], METRICS)
 
 
 def test_a_method_with_state_at_clients_shows_whose_models_are_measured():
-    metrics = {**FOUND["metrics"], **local_metrics(FOUND["metrics"])}
+    metrics = {**METRICS, **local_metrics(METRICS)}
     one = group("FedBN", "1", [0.125, 0.25])
-    one["values"] |= {"test/personal_accuracy": {"0": 0.5, "1": 0.75}, "test/own_accuracy": {}}
+    one["values"] |= {"test/personal_accuracy": {0: 0.5, 1: 0.75}}
     other = group("FedBN (clients)", "1", [0.5, 0.75])
     other["metric"] = "test/personal_accuracy"
-    other["values"] |= {"test/personal_accuracy": {"0": 0.5}, "server/test/accuracy": {"0": 0.125, "1": 0.25}}
+    other["values"] |= {"test/personal_accuracy": {0: 0.5}, "server/test/accuracy": {0: 0.125, 1: 0.25}}
     plain = group("BN", "1", [0.25, 0.25])
-    for each in (one, other, plain):
-        each["values"] = {name: {} for name in metrics} | each["values"]
-    found = {**FOUND, "metrics": metrics, "groups": [one, other, plain]}
-    header, rows = whole_table(found)
+    found = results([one, other, plain], metrics=metrics)
+    header, rows = cells_of_table(whole_table(found))
     table = [dict(zip(header, row, strict=True)) for row in rows]
     assert table[0]["clients' models"] == "0.625 ± 0.177"
     assert table[1]["server's model"] == "0.188 ± 0.088"
     why = "the server's model has the mean of the clients' local state, which no client uses"
     assert [row["remarks"] for row in table] == [why, why, ""]
-    assert spread_table(found) == (
+    assert cells_of_table(spread_table(found)) == (
         ["method", "E = 1", "E = 100"],
         [
             ["FedBN", "0.188 ± 0.088", ""],

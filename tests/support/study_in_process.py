@@ -1,6 +1,5 @@
 """A study of tiny runs in the working directory, each cell computed in this process."""
 
-import json
 import shutil
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -8,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
+from fl_lightning import load_study
 from fl_lightning.__main__ import main
 from fl_lightning.cli import study_cell
 from fl_lightning.experiments.studies.engines.base import Engine
@@ -89,4 +89,4 @@ def finished_study(*options):
 
 
 def found():
-    return json.loads(Path("runs/studies/s-quick/study.json").read_text())
+    return load_study("runs/studies/s-quick")

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, Diverged
 from fl_lightning.execution.choice import cpu_ranks
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.experiments.dashboard.logger import RoundWandbLogger
@@ -38,6 +38,7 @@ from fl_lightning.experiments.run_directory.finished import Result
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger
 from fl_lightning.experiments.run_directory.result import finish_run
 from fl_lightning.experiments.run_directory.start import RunStart
+from fl_lightning.files import write_text
 from fl_lightning.launched import launched_rank, silence
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
@@ -327,7 +328,8 @@ class Training:
     def _end(self, error: BaseException | None) -> None:
         """End the run at W&B, and complete the message of :class:`Stopped`.
 
-        After an error, remove a new folder that has no trained round.
+        After an error, remove a new folder that has no trained round. Note a divergence in
+        ``error.txt``.
         """
         attempt = self.start.attempt
         if attempt is None:
@@ -338,6 +340,8 @@ class Training:
             self._wandb.close(self.module, preempted=isinstance(error, Stopped) and error.way == "SIGTERM")
         if error is not None:
             self.start.discard_untrained()
+        if isinstance(error, Diverged) and attempt.path.exists():
+            write_text(attempt.error, f"Diverged: {error}\n")
         saved = self.keeper.saved_round or self.start.round
         if isinstance(error, Stopped) and saved and attempt.path.exists():
             error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} resumes the run"

@@ -1,10 +1,8 @@
 """Reading of runs from their folders. The runs may be finished or unfinished."""
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +65,10 @@ class LoadedRun:
         return metric_values(self.result)
 
     def frame(self) -> Any:
-        """Return ``metrics`` as a ``pandas.DataFrame`` with the round as index.
+        """Return ``metrics`` as a ``pandas.DataFrame`` with the round as index."""
+        import pandas as pd
 
-        Raises:
-            ConfigurationError: pandas is not installed.
-        """
-        return frame_of(self.metrics, "metrics").set_index("round")
+        return pd.DataFrame(self.metrics).set_index("round")
 
 
 def load_run(path: str | os.PathLike[str]) -> LoadedRun:
@@ -97,23 +93,3 @@ def load_run(path: str | os.PathLike[str]) -> LoadedRun:
             f"load_run: {folder} is no run directory (it has no config.yaml){known}; give such as runs/NAME/HASH-s0 or runs/NAME/s0"
         )
     return LoadedRun(folder)
-
-
-def frame_of(rows: Sequence[Mapping[str, object]], plain: str) -> Any:
-    """Return rows as a ``pandas.DataFrame``.
-
-    Args:
-        rows: Values of each row by column.
-        plain: Name of an attribute with the same values. If pandas is missing, the error message
-            recommends this attribute.
-
-    Raises:
-        ConfigurationError: pandas is not installed.
-    """
-    try:
-        pandas = import_module("pandas")
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"frame: pandas is not installed; pip install pandas, or use .{plain}, which needs no package"
-        ) from error
-    return pandas.DataFrame(rows)

@@ -7,10 +7,10 @@ from typing import Literal
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.finished import Result, metric_values
+from fl_lightning.experiments.studies.axis_labels import is_number
 from fl_lightning.experiments.studies.cells import Cell
-from fl_lightning.experiments.studies.definition import Choice, Study, matches
-from fl_lightning.experiments.studies.found import ChoiceFound, Labels
-from fl_lightning.experiments.studies.panels import is_number
+from fl_lightning.experiments.studies.definition import Choice, Labels, Study, matches
+from fl_lightning.experiments.studies.study_frame import Chosen
 from fl_lightning.round.directions import best_is
 
 
@@ -77,7 +77,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 
 def chosen(
     study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
-) -> list[ChoiceFound]:
+) -> list[Chosen]:
     """Return each choice with the chosen label: the label with the best validation metric.
 
     The best loss is the smallest loss. The best accuracy is the largest accuracy. Among equal
@@ -95,7 +95,7 @@ def chosen(
     Raises:
         ConfigurationError: It is not known whether large or small values of the metric are best.
     """
-    choices: list[ChoiceFound] = []
+    choices: list[Chosen] = []
     for choice, own_cells in zip(study.choices, cells, strict=True):
         for key, combinations in trials(study, choice).items():
             by = dict(zip(choice.by, key, strict=True))
@@ -124,22 +124,12 @@ def chosen(
             if added:
                 values = {label: values[label] for label in sorted(values, key=float)}
             choices.append(
-                {
-                    "axis": choice.axis,
-                    "sets": settings,
-                    "for": by,
-                    "at": at,
-                    "metric": metric,
-                    "seed": choice.seed,
-                    "chosen": best,
-                    "values": values,
-                    "extended": added,
-                }
+                Chosen(choice.axis, by, at, metric, best, values, choice.seed, settings, extended=added)
             )
     return choices
 
 
-def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
+def with_wider_grids(study: Study, choices: Sequence[Chosen]) -> Study:
     """Add one learning rate to each grid whose chosen value is at an edge.
 
     The new value lies beyond the edge. For the edge value ``a`` and its neighbour ``b``, the new
@@ -155,10 +145,10 @@ def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
     """
     limits = {choice.axis: choice.extend for choice in study.choices}
     for choice in choices:
-        axis, by, edge = choice["axis"], choice["for"], edge_of(choice)
-        if edge is None or not axis.endswith(".lr") or len(choice.get("extended", ())) >= limits[axis]:
+        axis, by, edge = choice.axis, choice.by, edge_of(choice)
+        if edge is None or not axis.endswith(".lr") or len(choice.extended) >= limits[axis]:
             continue
-        grid = sorted(map(float, choice["values"]))
+        grid = sorted(map(float, choice.values))
         outer, inner = (grid[0], grid[1]) if edge == "smallest" else (grid[-1], grid[-2])
         of_values = all([*settings] == [axis] for settings in study.axes[axis].values())
         value = float(f"{outer * outer / inner:.2g}")
@@ -169,20 +159,20 @@ def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
     return study
 
 
-def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
+def edge_of(choice: Chosen) -> Literal["smallest", "largest"] | None:
     """Return whether the chosen value is the smallest or the largest; None if neither.
 
     If all trials diverged, the result is ``"smallest"``, because even the smallest value is too
     large.
     """
-    tried = [*choice["values"]]
-    if choice["chosen"] is None or len(tried) < 2 or not all(map(is_number, tried)):
+    tried = [*choice.values]
+    if choice.chosen is None or len(tried) < 2 or not all(map(is_number, tried)):
         return None
-    if not any(value is None or isfinite(value) for value in choice["values"].values()):
+    if not any(value is None or isfinite(value) for value in choice.values.values()):
         return "smallest"
-    if choice["chosen"] == min(tried, key=float):
+    if choice.chosen == min(tried, key=float):
         return "smallest"
-    return "largest" if choice["chosen"] == max(tried, key=float) else None
+    return "largest" if choice.chosen == max(tried, key=float) else None
 
 
 def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> str:
@@ -195,11 +185,9 @@ def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> s
     return f"val/{metric.partition('/')[2]}" if metric else choice.metric
 
 
-def is_chosen(labels: Mapping[str, str], choices: Sequence[ChoiceFound]) -> bool:
+def is_chosen(labels: Mapping[str, str], choices: Sequence[Chosen]) -> bool:
     """Return whether a combination has all labels that were chosen for it."""
-    return all(
-        labels[choice["axis"]] == choice["chosen"] for choice in choices if matches(labels, choice["for"])
-    )
+    return all(labels[choice.axis] == choice.chosen for choice in choices if matches(labels, choice.by))
 
 
 def _value(result: Result | None, metric: str, worst: float) -> float | None:

@@ -10,11 +10,14 @@ Examples of claims:
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.studies.found import Found, Group
+
+if TYPE_CHECKING:
+    from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
 
 
 class Claim(NamedTuple):
@@ -98,46 +101,55 @@ def _comparable(
             )
 
 
-def difference(found: Found) -> Found:
-    """Return findings whose values are differences, for example of GN and BN.
+def difference(results: "StudyFrame") -> "StudyFrame":
+    """Return results whose values are differences, for example of GN and BN.
 
     Each difference is between two runs with the same seed.
 
     Args:
-        found: Findings of a study that has a ``difference``.
+        results: Results of a study that has a ``difference``.
 
     Raises:
         ConfigurationError: The difference cannot be read.
     """
-    metric, words = next(iter(found["metrics"])), found["difference"]
-    assert words is not None
-    sides, (more, less), *_ = read_difference(words, found["known"])
-    groups: list[Group] = []
-    for group, against in paired(more, less, found):
-        values, subtracted = group["values"][metric], against["values"][metric]
-        pairs = {seed: values[seed] - subtracted[seed] for seed in values if seed in subtracted}
-        groups.append({**group, "values": {metric: pairs}, "published": None})
-    name = f"{sides[0]} \N{MINUS SIGN} {sides[1]}, {found['metrics'][metric]}"
-    return {**found, "groups": groups, "metrics": {metric: name}}
+    from fl_lightning.experiments.studies.study_frame import VALUE_COLUMNS, labelled
+
+    assert results.difference is not None
+    metric = results.first
+    sides, (more, less), *_ = read_difference(results.difference, results.known)
+    pairs = [*paired(more, less, results)]
+    values = [
+        {"labels": row.labels, "seed": seed, "metric": metric, "value": value}
+        for row, other in pairs
+        for seed, value in (row.of(metric) - other.of(metric)).dropna().items()
+    ]
+    kept = {tuple(row.labels.values()) for row, _ in pairs}
+    return replace(
+        results,
+        cells=results.cells[[labels in kept for labels in results.cells.index]].assign(published=None),
+        values=labelled(values, results.axes, VALUE_COLUMNS),
+        metrics={metric: f"{sides[0]} \N{MINUS SIGN} {sides[1]}, {results.metrics[metric]}"},
+    )
 
 
-def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
-    """Yield the pairs of combinations that a claim compares.
+def paired(
+    more: Mapping[str, str], less: Mapping[str, str], results: "StudyFrame"
+) -> Iterator[tuple["Row", "Row"]]:
+    """Yield the pairs of rows that a claim compares.
 
-    The first combination has the labels ``more``, the second has the labels ``less``. A pair has
-    equal labels on each axis that ``less`` does not name. Labels chosen on validation data may
-    differ.
+    The first row has the labels ``more``, the second has the labels ``less``. A pair has equal
+    labels on each axis that ``less`` does not name. Labels chosen on validation data may differ.
 
     Args:
         more: Labels by axis.
         less: Labels by axis.
-        found: The findings of the study.
+        results: The results of the study.
     """
-    for group in found["groups"]:
-        if more.items() <= group["labels"].items():
-            labels = {**group["labels"], **less}
-            wanted = {axis: label for axis, label in labels.items() if axis not in found["choose"]}
-            yield from [(group, g) for g in found["groups"] if wanted.items() <= g["labels"].items()][:1]
+    for row in results.rows:
+        if more.items() <= row.labels.items():
+            labels = {**row.labels, **less}
+            wanted = {axis: label for axis, label in labels.items() if axis not in results.choose}
+            yield from [(row, x) for x in results.rows if wanted.items() <= x.labels.items()][:1]
 
 
 def _labels(text: str, claim: str, known: Mapping[str, Sequence[str]], key: str = "claims") -> dict[str, str]:

@@ -27,9 +27,11 @@ from pydantic.dataclasses import dataclass as schema
 from typing_extensions import TypedDict
 
 from fl_lightning.experiments.run_directory.directory import Config
-from fl_lightning.experiments.studies.found import Labels
-from fl_lightning.experiments.studies.reported import BEST, LAST, MEAN
+from fl_lightning.experiments.studies.report_rule import BEST, LAST, MEAN
 from fl_lightning.files import shipped
+
+Labels = dict[str, str]
+"""Label of each axis, such as ``{"method": "GN", "E": "100"}``."""
 
 Dotted = Mapping[str, Any]
 """Settings of a label, keyed by dotted name."""

@@ -5,7 +5,7 @@ import os
 import re
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from html import unescape
@@ -22,13 +22,13 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.studies.columns import check_columns
+from fl_lightning.experiments.run_directory.resolved_config import resolved
+from fl_lightning.experiments.studies.axis_labels import in_words, short
 from fl_lightning.experiments.studies.figures import Picture, pictures, write_figures
-from fl_lightning.experiments.studies.found import Found, RunFound
-from fl_lightning.experiments.studies.loaded import read_found
-from fl_lightning.experiments.studies.panels import label_of, short
-from fl_lightning.experiments.studies.reported import LAST, rule_in_words
-from fl_lightning.experiments.studies.run_groups import found_in, resolved
+from fl_lightning.experiments.studies.report_rule import rule_in_words
+from fl_lightning.experiments.studies.runs_as_study import runs_as_study
+from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
+from fl_lightning.experiments.studies.table_columns import check_columns
 from fl_lightning.experiments.studies.tables import (
     COMPUTED,
     seeds_of,
@@ -97,7 +97,7 @@ def write_report(
             error is also raised if a column is unknown, or if the page would replace a page about
             another study.
     """
-    studies = {path: read_found(path) for path in directories if (path / "study.json").is_file()}
+    studies = {path: load_study(path) for path in directories if (path / "study.json").is_file()}
     runs = [path for path in directories if path not in studies]
     for path in runs:
         if not (path / "config.yaml").is_file():
@@ -107,20 +107,20 @@ def write_report(
             )
     page = output or (next(iter(studies)) if len(studies) == 1 else Path()) / "report.html"
     _check_place(page, [*studies])
-    founds = [*studies.items()] + ([(page.parent, found_in(runs))] if runs else [])
-    for _, found in founds:
-        check_columns(columns, found["metrics"])
+    parts = [*studies.items()] + ([(page.parent, runs_as_study(runs))] if runs else [])
+    for _, results in parts:
+        check_columns(columns, results.metrics)
     options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     html = Path(__file__).with_name("report.html").read_text()
     template = Environment(autoescape=True, **options).from_string(html)
     home = page.absolute().parent
     places = json.dumps([os.path.relpath(path.absolute(), home) for path in studies])
-    parts = [_part(found, home) for _, found in founds]
-    write_text(page, template.render(parts=parts, studies=places, version=__version__))
+    sections = [_section(results, home) for _, results in parts]
+    write_text(page, template.render(parts=sections, studies=places, version=__version__))
     written = [page]
-    for folder, found in founds:
-        written += write_tables(folder, found, columns) if columns else []
-        written += write_figures(folder, found, titles) if titles is not None else []
+    for folder, results in parts:
+        written += write_tables(folder, results, columns) if columns else []
+        written += write_figures(folder, results, titles) if titles is not None else []
     return written
 
 
@@ -136,49 +136,47 @@ def _check_place(page: Path, studies: Sequence[Path]) -> None:
         )
 
 
-def _part(found: Found, home: Path) -> dict[str, Any]:
+def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
     """Return the values that the template needs for a section of the page."""
-    axes = [*found["axes"]]
-    runs = [run for group in found["groups"] for run in group["runs"]]
-    configs = [next(filter(None, map(_config, group["runs"])), None) for group in found["groups"]]
-    first = next(filter(None, configs), None)
-    first_metric = next(iter(found["metrics"].values())).capitalize()
-    tables = {f"{first_metric} by {short(found['spread'] or '', found['axes'])}": spread_table(found)}
-    tables["All values"] = whole_table(found)
+    axes, cells = [*results.axes], results.cells
+    runs = [(in_words(row.labels, axes), run) for row in results.rows for run in row.runs]
+    configs: dict[str, Config] = {}
+    for label, attempt in ((label, Attempt(Path(run["directory"]))) for label, run in runs):
+        if label not in configs and attempt.config.is_file():
+            configs[label] = resolved(attempt)
+    rounds = "trainer.max_epochs"
+    settings = {x: {**deciding_settings(c), rounds: c["trainer"]["max_epochs"]} for x, c in configs.items()}
+    shown = {
+        words: dict.fromkeys(str(x) for known in settings.values() if (x := known.get(name)) is not None)
+        for words, name in _SETTINGS.items()
+    }
+    by_spread = f"{results.metrics[results.first].capitalize()} by {short(results.spread or '', axes)}"
+    tables = {by_spread: spread_table(results), "All values": whole_table(results)}
     return {
-        "found": found,
-        "seeds": seeds_of(found),
-        "rule": rule_in_words(found.get("report", LAST)),
-        "scale": SCALES.get(found["scale"].partition("_")[0], ""),
-        "tables": {name: rows for name, rows in tables.items() if rows is not None},
-        "figures": [*_drawn(found)],
-        "settings": {
-            "method": "; ".join(dict.fromkeys(run["method"] for run in runs if "method" in run)),
-            "partition": "; ".join(dict.fromkeys(run["partition"] for run in runs if "partition" in run)),
-            **_in_words([config for config in configs if config is not None]),
-        },
-        "runs": [
-            _run(run, label_of(group, axes), home) for group in found["groups"] for run in group["runs"]
-        ],
-        "base": yaml.safe_dump(first, sort_keys=False) if first else "",
-        "differences": [
-            (label_of(group, axes), _differences(first, config))
-            for group, config in zip(found["groups"], configs, strict=True)
-            if first is not None and config is not None
-        ],
-        "provenance": _provenance(found),
+        "results": results,
+        "seeds": seeds_of(results),
+        "rule": rule_in_words(results.report),
+        "scale": SCALES.get(results.scale.partition("_")[0], ""),
+        "published": bool(cells["published"].notna().any()),
+        "tables": {name: table for name, table in tables.items() if table is not None},
+        "figures": [*_drawn(results)],
+        "settings": {name: "; ".join(cells[name].dropna().unique()) for name in ("method", "partition")}
+        | {words: "; ".join(values) for words, values in shown.items()},
+        "runs": [_run(run, label, home) for label, run in runs],
+        "base": next((yaml.safe_dump(config, sort_keys=False) for config in configs.values()), ""),
+        "differences": [(x, _differences(next(iter(settings.values())), y)) for x, y in settings.items()],
+        "provenance": _provenance([run for _, run in runs if "environment" in run]),
     }
 
 
-def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
+def _drawn(results: StudyFrame) -> Iterator[tuple[Markup, str]]:
     """Yield each figure as HTML, with its caption.
 
     For a single run, yield the pictures in the run directory.
     """
-    runs = [run for group in found["groups"] for run in group["runs"]]
-    place, metrics = Path(runs[0]["directory"]), list[str]()
-    drawable = pictures(found)
-    if len(runs) == 1 and (place / "policy.json").is_file() and (place / "metrics.jsonl").is_file():
+    place, single, metrics = Path(results.cells["directory"].iloc[0]), len(results.cells) == 1, list[str]()
+    drawable = pictures(results)
+    if single and (place / "policy.json").is_file() and (place / "metrics.jsonl").is_file():
         rows, policy = read_metrics(place / "metrics.jsonl"), json.loads((place / "policy.json").read_text())
         with suppress(OSError, ValueError):
             identity = json.loads(Attempt(place).identity.read_text())
@@ -191,7 +189,7 @@ def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
             yield _inline(rendered(picture.draw([]), "svg").decode()), picture.caption
         except Exception as error:  # noqa: BLE001  # a failed figure must not end the report
             yield Markup("<p>{}</p>").format(f"not drawn: {type(error).__name__}: {error}"), picture.caption
-    for path in sorted(place.glob("*.png")) if len(runs) == 1 else []:
+    for path in sorted(place.glob("*.png")) if single else []:
         if path.name != "learning_curve.png":
             source = b64encode(path.read_bytes()).decode()
             words = path.stem.replace("_", " ")
@@ -207,35 +205,14 @@ def _inline(svg: str) -> Markup:
     return Markup(body)  # safe, since matplotlib escapes all text
 
 
-def _config(run: RunFound) -> Config | None:
-    attempt = Attempt(Path(run["directory"]))
-    return resolved(attempt) if attempt.config.is_file() else None
-
-
-def _flat(config: Config) -> Config:
-    """Return the number of rounds and all settings that affect results, keyed by dotted name."""
-    return {**deciding_settings(config), "trainer.max_epochs": config["trainer"]["max_epochs"]}
-
-
-def _differences(first: Config, config: Config) -> list[tuple[str, Any, Any]]:
-    before, now = _flat(first), _flat(config)
+def _differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:
     names = (name for name in dict.fromkeys([*before, *now]) if name != "seed_everything")
     different = [name for name in names if before.get(name) != now.get(name)]
     return [(name, before.get(name, "-"), now.get(name, "-")) for name in different]
 
 
-def _in_words(configs: Sequence[Config]) -> dict[str, str]:
-    """Return the distinct values of the settings in the first table of a section."""
-    flat = [_flat(config) for config in configs]
-    values = {
-        words: dict.fromkeys(str(x) for settings in flat if (x := settings.get(name)) is not None)
-        for words, name in _SETTINGS.items()
-    }
-    return {words: "; ".join(different) for words, different in values.items() if different}
-
-
-def _run(run: RunFound, label: str, home: Path) -> dict[str, object]:
-    """Return what the template needs for a run: the run's findings, its label, and links."""
+def _run(run: Mapping[str, Any], label: str, home: Path) -> dict[str, object]:
+    """Return what the template needs for a run: its columns, its label, and links."""
     place = Path(run["directory"])
     shown = {path.name: _link(path, home) for name in _LINKS if (path := place / name).is_file()}
     identity = place / "wandb_id"
@@ -255,17 +232,15 @@ def _link(path: Path, home: Path) -> str:
     return quote(os.path.relpath(path.absolute(), home))
 
 
-def _provenance(found: Found) -> Mapping[str, Mapping[str, int]]:
+def _provenance(runs: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
     """Count the runs with each source hash, each package version, each executor and so on."""
     counts: dict[str, Counter[str]] = {}
-    for run in (run for group in found["groups"] for run in group["runs"] if "environment" in run):
-        computed = run.get("computed_by", {})  # an older study.json has no such key
-        sources = ", ".join(dict.fromkeys(str(entry.get("source")) for entry in run["provenance"]))
+    for run in runs:
         every = {
             **run["environment"],
-            "source hash": sources,
-            **{name: computed.get(name) for name in COMPUTED},
-            **{f"{name} data" if name != "partition" else name: x for name, x in run["data"].items()},
+            "source hash": ", ".join(dict.fromkeys(str(x.get("source")) for x in run.get("provenance", ()))),
+            **{name: run.get("computed_by", {}).get(name) for name in COMPUTED},
+            **{f"{x} data".replace("partition data", "partition"): y for x, y in run.get("data", {}).items()},
         }
         for name, value in every.items():
             text = "unknown" if value in (None, "") else str(value)

@@ -7,38 +7,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
+import pandas as pd
 from tabulate import tabulate
 
 from fl_lightning.console import format_bytes, in_words
-from fl_lightning.experiments.studies.cell_values import cells_table
+from fl_lightning.experiments.studies import axis_labels
+from fl_lightning.experiments.studies.axis_labels import compared, short
 from fl_lightning.experiments.studies.choosing import edge_of
-from fl_lightning.experiments.studies.columns import (
-    COSTS,
+from fl_lightning.experiments.studies.latex_table import RULES, latex_table
+from fl_lightning.experiments.studies.report_rule import LAST, rule_in_words
+from fl_lightning.experiments.studies.study_frame import COSTS, Chosen, Row, StudyFrame
+from fl_lightning.experiments.studies.table_columns import (
+    COST_COLUMNS,
     FURTHER,
     TEXTS,
     UNITS,
-    chosen_columns,
     local_metrics,
     models_of,
     of_any_model,
 )
-from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group
-from fl_lightning.experiments.studies.latex import RULES, latex_table
-from fl_lightning.experiments.studies.panels import compared, label_of, short
-from fl_lightning.experiments.studies.reported import LAST, rule_in_words
-from fl_lightning.files import csv_text, write_text
+from fl_lightning.files import write_text
 from fl_lightning.round.directions import best_is
 
-Rows = tuple[list[str], list[list[str]]]
-"""A table, as the names of the columns and the cells of each row."""
 
-
-def mean_and_deviation(values: Sequence[float]) -> str:
+def mean_and_deviation(values: Iterable[float]) -> str:
     """Return mean and standard deviation, such as ``"0.528 ± 0.006"``; empty without a value.
 
     The standard deviation has the divisor n - 1. Non-finite values are excluded, and the text gives
     their number.
     """
+    values = [*values]
     finite = [*filter(isfinite, values)]
     parts = [f"{statistics.mean(finite):.3f}"] if finite else []
     parts += [f"± {statistics.stdev(finite):.3f}"] if len(finite) > 1 else []
@@ -53,266 +51,269 @@ def of_seeds(count: int, seeds: int) -> str:
     return f"{count} of {seeds} seed{'s' * (seeds > 1)}"
 
 
-def best_groups(found: Found, metric: str) -> list[Group]:
-    """Return the combinations with the best mean of a metric.
+def shown_axes(results: StudyFrame) -> list[str]:
+    """Return the axes whose labels a table shows: all axes without a choice."""
+    return [axis for axis in results.axes if axis not in results.choose]
 
-    Combinations are compared if only one axis differs. ``panels.compared`` chooses this axis. Means
-    are compared after rounding to three digits. A combination is excluded if the value of a seed is
-    missing or not finite.
+
+def best_rows(results: StudyFrame, metric: str) -> list[int]:
+    """Return the numbers of the rows with the best mean of a metric.
+
+    Rows are compared if only one axis differs. ``axis_labels.compared`` chooses this axis. Means
+    are compared after rounding to three digits. A row is excluded if the value of a seed is missing
+    or not finite.
     """
-    direction = best_is(of_any_model(metric), found.get("best", {}))
-    axis = compared(found)
-    blocks: dict[str, list[tuple[float, Group]]] = {}
-    for group in found["groups"] if direction else ():
-        values = [*filter(isfinite, group["values"].get(metric, {}).values())]
-        if len(values) == len(group["runs"]) > 0:
-            others = {name: x for name, x in group["labels"].items() if name not in (*axis, *found["choose"])}
-            means = blocks.setdefault(json.dumps(others), [])
-            means.append((round(statistics.mean(values), 3), group))
-    best = {"max": max, "min": min}.get(direction or "", max)
-    differing = (block for block in blocks.values() if len({mean for mean, _ in block}) > 1)
-    return [group for block in differing for mean, group in block if mean == best(x for x, _ in block)]
+    direction = best_is(of_any_model(metric), results.best)
+    others = [axis for axis in shown_axes(results) if axis not in compared(results)]
+    means: dict[tuple[str, ...], dict[int, float]] = {}
+    for number, row in enumerate(results.rows if direction else ()):
+        values = [*filter(isfinite, row.of(metric))]
+        if len(values) == len(row.cells):
+            block = means.setdefault(tuple(row.labels[axis] for axis in others), {})
+            block[number] = round(statistics.mean(values), 3)
+    best = min if direction == "min" else max
+    differing = (block for block in means.values() if len({*block.values()}) > 1)
+    return [number for block in differing for number, mean in block.items() if mean == best(block.values())]
 
 
-def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), latex: bool = False) -> Rows:
-    """Return the table with a row for each combination.
+def whole_table(
+    results: StudyFrame, brief: bool = False, columns: Sequence[str] = (), latex: bool = False
+) -> pd.DataFrame:
+    """Return the table with a row for each combination, as text.
 
     Args:
-        found: Findings of a study.
+        results: Results of a study.
         brief: Whether columns of costs are omitted (default False).
         columns: Columns after the labels (default: all columns that are not empty).
         latex: Whether the header names units and ``**`` encloses the best values (default False).
     """
-    axes = [axis for axis in found["axes"] if axis not in found["choose"]]
-    metrics, first = found["metrics"], next(iter(found["metrics"]))
-    header = [short(axis, found["axes"]) for axis in axes] + [*metrics.values(), *FURTHER]
-    best = {name: best_groups(found, name) if latex else [] for name in metrics}
-    rows = []
-    for group in found["groups"]:
-        values, published = group["values"], group["published"]
-        done = [run for run in group["runs"] if run["phase"] == "done"]
-        ours = [*values[first].values()]
-        rows.append(
-            [
-                *(group["labels"][axis] for axis in axes),
-                *(
-                    _marked(mean_and_deviation([*values[name].values()]), group in best[name])
-                    for name in metrics
-                ),
-                published_in_words(group),
-                f"{statistics.mean(ours) - published:+.3f}"
-                if ours and published is not None and all(map(isfinite, ours))
-                else "",
-                learning_rate(group, found),
-                ", ".join(str(run["seed"]) for run in done),
-                f"{statistics.mean(run['samples'] for run in done):,.0f}" if done else "",
-                _bytes(statistics.mean(run["upload_bytes"] for run in done), latex) if done else "",
-                f"{statistics.mean(run['exchanges'] for run in done):,.0f}" if done else "",
-                _seconds(statistics.mean(run["train_seconds"] for run in done), latex) if done else "",
-                "; ".join(remarks(group)),
-            ]
-        )
-    start = len(axes)
-    used = [
-        index
-        for index, name in enumerate(header)
-        if index < start or (any(row[index] for row in rows) and not (brief and name in COSTS))
+    axes, metrics = shown_axes(results), results.metrics
+    best = {name: best_rows(results, name) if latex else [] for name in metrics}
+    header = [short(axis, results.axes) for axis in axes]
+    labels = pd.DataFrame([[row.labels[axis] for axis in axes] for row in results.rows], columns=header)
+    rows = [
+        [
+            *(_marked(mean_and_deviation(row.of(name)), number in best[name]) for name in metrics),
+            published_in_words(row),
+            _beside_published(row, results.first),
+            learning_rate(row, results),
+            ", ".join(map(str, row.done["seed"])),
+            *_costs(row.done, latex),
+            "; ".join(lines),
+        ]
+        for number, (row, lines) in enumerate(zip(results.rows, remarks(results), strict=True))
     ]
-    if columns:
-        used = [*range(start), *(start + x for x in chosen_columns(header[start:], metrics, columns))]
-    shown = dict(zip(metrics.values(), named_metrics(found), strict=True))
-    shown |= {name: f"{name} ({UNITS[name][1]})" for name in UNITS} if latex else {}
-    header[start:] = [shown.get(name, name) for name in header[start:]]
-    return [header[index] for index in used], [[row[index] for index in used] for row in rows]
+    table = pd.DataFrame(rows, columns=[*metrics.values(), *FURTHER], dtype=object)
+    names = dict.fromkeys(metrics.get(name, name) for name in columns)
+    left_out = COST_COLUMNS if brief else ()
+    filled = (table != "").any().to_numpy() & ~table.columns.isin(left_out)
+    table = table[[name for name in names if name in table]] if columns else table.loc[:, filled]
+    heads = dict(zip(metrics.values(), named_metrics(results), strict=True))
+    heads |= {name: f"{name} ({UNITS[name][1]})" for name in UNITS} if latex else {}
+    return pd.concat([labels, table.rename(columns=heads)], axis=1)
 
 
-def named_metrics(found: Found) -> list[str]:
+def named_metrics(results: StudyFrame) -> list[str]:
     """Return the names of the columns that show metrics.
 
     Each name also contains the study's report rule, unless this rule is ``last``.
     """
-    rule = found.get("report", LAST)
-    return [name + f", {rule_in_words(rule)}" * (rule != LAST) for name in found["metrics"].values()]
+    rule = results.report
+    return [name + f", {rule_in_words(rule)}" * (rule != LAST) for name in results.metrics.values()]
 
 
 def _marked(text: str, best: bool) -> str:
     return f"**{text}**" if best else text
 
 
-def _bytes(size: float, latex: bool) -> str:
-    return f"{size / UNITS['sent by clients'][0]:,.2f}" if latex else format_bytes(size)
+def _beside_published(row: Row, metric: str) -> str:
+    published, ours = row.cells["published"].iloc[0], row.of(metric)
+    known = len(ours) > 0 and not pd.isna(published) and all(map(isfinite, ours))
+    return f"{statistics.mean(ours) - published:+.3f}" if known else ""
 
 
-def _seconds(seconds: float, latex: bool) -> str:
-    return f"{seconds:,.0f}" if latex else in_words(seconds)
+def _costs(done: pd.DataFrame, latex: bool) -> list[str]:
+    if done.empty:
+        return [""] * len(COST_COLUMNS)
+    samples, sent, exchanges, seconds = (
+        done[name].mean() for name in ("samples", "upload_bytes", "exchanges", "train_seconds")
+    )
+    return [
+        f"{samples:,.0f}",
+        f"{sent / UNITS['sent by clients'][0]:,.2f}" if latex else format_bytes(sent),
+        f"{exchanges:,.0f}",
+        f"{seconds:,.0f}" if latex else in_words(seconds),
+    ]
 
 
-def spread_table(found: Found, latex: bool = False) -> Rows | None:
+def spread_table(results: StudyFrame, latex: bool = False) -> pd.DataFrame | None:
     """Return a table of the first metric with a column for each label of the axis ``spread``.
 
     For methods whose clients keep state, further rows show the values of the clients' models or of
     the server's model. Return None if the axis has fewer than two labels.
 
     Args:
-        found: Findings of a study.
+        results: Results of a study.
         latex: Whether ``**`` encloses the best values (default False).
     """
-    spread = found["spread"]
-    if spread is None or len(found["axes"][spread]) < 2:
+    spread = results.spread
+    if spread is None or len(results.axes[spread]) < 2:
         return None
-    others = [axis for axis in found["axes"] if axis != spread and axis not in found["choose"]]
-    first = next(iter(found["metrics"]))
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
-    best = best_groups(found, first) if latex else []
-    further = {name: words for name in local_metrics({first: ""}) if (words := found["metrics"].get(name))}
-    for group in found["groups"]:
-        text = mean_and_deviation([*group["values"][first].values()]) or diverged_in_words(group) or "-"
-        published = f" ({published_in_words(group)})" if group["published"] is not None else ""
-        done, planned = len(group["values"][first]), len(group["runs"])
-        text = _marked(text, group in best) + (f", {of_seeds(done, planned)}" if 0 < done < planned else "")
-        key = tuple(group["labels"][axis] for axis in others)
-        rows.setdefault(key, {})[group["labels"][spread]] = text + published
+    others, labels = [axis for axis in shown_axes(results) if axis != spread], results.axes[spread]
+    best = best_rows(results, results.first) if latex else []
+    further = {name: results.metrics.get(name) for name in local_metrics({results.first: ""})}
+    texts: dict[tuple[str, ...], dict[str, str]] = {}
+    for number, row in enumerate(results.rows):
+        values, published, label = row.of(results.first), published_in_words(row), row.labels[spread]
+        text = mean_and_deviation(values) or diverged_in_words(row) or "-"
+        text = _marked(text, number in best)
+        text += f", {of_seeds(len(values), len(row.cells))}" * (0 < len(values) < len(row.cells))
+        key = tuple(row.labels[axis] for axis in others)
+        texts.setdefault(key, {})[label] = text + f" ({published})" * bool(published)
         for name, words in further.items():
-            if others and name != group.get("metric") and (values := group["values"].get(name)):
-                row = rows.setdefault((f"{key[0]}: {words}", *key[1:]), {})
-                row[group["labels"][spread]] = mean_and_deviation([*values.values()])
-    labels = found["axes"][spread]
-    header = [*others, *(f"{short(spread, found['axes'])} = {label}" for label in labels)]
-    return header, [[*key, *(cells.get(label, "") for label in labels)] for key, cells in rows.items()]
+            if words and others and name != row.metric and len(values := row.of(name)):
+                local = texts.setdefault((f"{key[0]}: {words}", *key[1:]), {})
+                local[label] = mean_and_deviation(values)
+    header = [*others, *(f"{short(spread, results.axes)} = {label}" for label in labels)]
+    body = [[*key, *(cells.get(label, "") for label in labels)] for key, cells in texts.items()]
+    return pd.DataFrame(body, columns=header, dtype=object)
 
 
-def published_in_words(group: Group) -> str:
+def published_in_words(row: Row) -> str:
     """Return the published value, such as ``"0.5397 ± 0.0418"``; empty without such a value."""
-    deviation = group.get("published_deviation")
-    value = f"{group['published']:g}" if group["published"] is not None else ""
-    return value + (f" ± {deviation:g}" if deviation is not None else "")
+    value, deviation = row.cells[["published", "published_deviation"]].iloc[0]
+    return "" if pd.isna(value) else f"{value:g}" + ("" if pd.isna(deviation) else f" ± {deviation:g}")
 
 
-def learning_rate(group: Group, found: Found) -> str:
+def learning_rate(row: Row, results: StudyFrame) -> str:
     """Return a combination's learning rate as text; ``""`` if it is unknown.
 
     The text also says whether the learning rate was given, or chosen on validation data.
     """
-    if group["learning_rate"] is None:
+    rate = row.cells["learning_rate"].iloc[0]
+    if pd.isna(rate):
         return ""
     rates = ("client_optimizer.lr", "client_optimizer.init_args.lr")
-    for choice in found["choices"]:
-        of_rate = any(name.endswith(rates) for name in choice.get("sets", [choice["axis"]]))
-        if of_rate and choice["for"].items() <= group["labels"].items():
-            labels = choice.get("at", {}).items()
-            at = ", ".join(f"{axis.rpartition('.')[2]}={label}" for axis, label in labels)
-            return f"{group['learning_rate']:g}, by validation{' at ' * bool(at)}{at}{_kind_of(choice)}"
-    return f"{group['learning_rate']:g}, given"
+    for choice in results.choices:
+        of_rate = any(name.endswith(rates) for name in choice.settings or [choice.axis])
+        if of_rate and choice.by.items() <= row.labels.items():
+            labels = ", ".join(f"{axis.rpartition('.')[2]}={label}" for axis, label in choice.at.items())
+            return f"{rate:g}, by validation{' at ' * bool(labels)}{labels}{_kind_of(choice)}"
+    return f"{rate:g}, given"
 
 
-def choice_in_words(choice: ChoiceFound) -> str:
+def choice_in_words(choice: Chosen) -> str:
     """Describe a choice: the chosen label, and the metric of each tried label."""
-    combination = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
+    combination = _named(choice.by)
     values = (
         f"{label}: {'-' if x is None else f'{x:.3f}' if isfinite(x) else 'diverged'}"
-        for label, x in choice["values"].items()
+        for label, x in choice.values.items()
     )
-    seed = f" of seed {choice['seed']}" if "seed" in choice else ""  # older files have no seed
-    how = f"{choice['metric']}{seed}{_at(choice)}{_kind_of(choice)} ({', '.join(values)})"
-    return f"{choice['axis']}{' of ' * bool(combination)}{combination}: {choice['chosen']}, by {how}"
+    at = {axis.rpartition(".")[2]: label for axis, label in choice.at.items()}
+    tried = f" at {', '.join(f'{axis}={x}' for axis, x in at.items())}, used at every {' and '.join(at)}"
+    how = f"{choice.metric} of seed {choice.seed}{tried * bool(at)}{_kind_of(choice)} ({', '.join(values)})"
+    return f"{choice.axis}{' of ' * bool(combination)}{combination}: {choice.chosen}, by {how}"
 
 
-def _at(choice: ChoiceFound) -> str:
-    """Return a text with the labels of the trials on other axes; ``""`` without other axes."""
-    labels = [f"{axis.rpartition('.')[2]}={label}" for axis, label in choice.get("at", {}).items()]
-    others = " and ".join(label.partition("=")[0] for label in labels)
-    return f" at {', '.join(labels)}, used at every {others}" if labels else ""
+def _named(labels: dict[str, str]) -> str:
+    return " ".join(f"{axis}={label}" for axis, label in labels.items())
 
 
-def _kind_of(choice: ChoiceFound) -> str:
-    """Return remarks on a choice, such as ``", edge of the grid"``; ``""`` without a remark."""
-    if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
+def _kind_of(choice: Chosen) -> str:
+    if choice.values and not any(x is None or isfinite(x) for x in choice.values.values()):
         return ", the first, since all diverged"
-    added = choice.get("extended", [])
-    extended = f", grid extended by {', '.join(added)}" if added else ""
+    extended = f", grid extended by {', '.join(choice.extended)}" if choice.extended else ""
     return extended + ", edge of the grid" * (edge_of(choice) is not None)
 
 
-def remarks(group: Group) -> list[str]:
-    """Return remarks on a combination's runs: shared, continued, diverged, stale or unfinished."""
-    lines = []
-    if same := group.get("same_as"):
-        lines.append("the same runs as " + " ".join(f"{axis}={label}" for axis, label in same.items()))
-    if trained := group.get("costs_of"):
-        others = (f"{axis}={x}" for axis, x in trained.items() if x != group["labels"][axis])
-        lines.append(f"costs are those of {' '.join(others)}")
-    for run in group["runs"]:
-        lines += [f"seed {run['seed']} {origin}" for origin in run.get("origin", [])]
-        if run["phase"] == "done" and run["rounds"] != run.get("planned_rounds", run["rounds"]):
+def remarks(results: StudyFrame) -> list[list[str]]:
+    """Return remarks on each row's runs: shared, continued, diverged, stale or unfinished."""
+    runs = [tuple(row.cells["directory"]) for row in results.rows]
+    own = [row.metric for row in results.rows]
+    every: list[list[str]] = []
+    for number, row in enumerate(results.rows):
+        same, lines = [i for i, others in enumerate(runs) if others == runs[number]], list[str]()
+        for i in [i for i in same if i < number and own[i] == own[number]][:1]:
+            lines.append(f"the same runs as {_named(results.rows[i].labels)}")
+        for i in [i for i in same if own[number] and not own[i]][:1]:
+            others = {axis: x for axis, x in results.rows[i].labels.items() if x != row.labels[axis]}
+            lines.append(f"costs are those of {_named(others)}")
+        every.append([*lines, *_of_runs(row)])
+    return every
+
+
+def _of_runs(row: Row) -> list[str]:
+    runs, lines = row.runs, list[str]()
+    done = [run for run in runs if run["phase"] == "done"]
+    for run in runs:
+        lines += [f"seed {run['seed']} {origin}" for origin in run.get("origin", ())]
+        if run in done and run["rounds"] != run.get("planned_rounds", run["rounds"]):
             lines.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")
-    if any(values for name, values in group["values"].items() if models_of(name)):
+    if any(map(models_of, row.values["metric"])):
         lines.append("the server's model has the mean of the clients' local state, which no client uses")
-    sources = [run["provenance"] for run in group["runs"] if run.get("provenance")]
-    if len({json.dumps(source, sort_keys=True) for source in sources}) > 1:
-        lines.append("seeds of different source or versions")
-    lines += filter(None, [diverged_in_words(group)])
-    accepted = [run for run in group["runs"] if run["phase"] == "done" and run["why"]]
-    seeds = {
-        f"accepted though stale ({why})": [run["seed"] for run in accepted if run["why"] == why]
-        for why in dict.fromkeys(run["why"] for run in accepted)
-    }
-    unfinished = [run for run in group["runs"] if not run.get("diverged")]
+    sources = {json.dumps(run["provenance"], sort_keys=True) for run in runs if run.get("provenance")}
+    lines += ["seeds of different source or versions"] * (len(sources) > 1)
+    lines += filter(None, [diverged_in_words(row)])
+    stale = dict.fromkeys(run["why"] for run in done if run["why"])
+    seeds = {f"accepted though stale ({x})": [run for run in done if run["why"] == x] for x in stale}
     for phase in ("failed", "stale", "running", "stopped", "missing"):
-        seeds[phase] = [run["seed"] for run in unfinished if run["phase"] == phase]
-    return lines + [f"{what}: seed {', '.join(map(str, x))}" for what, x in seeds.items() if x]
+        seeds[phase] = [run for run in runs if run["phase"] == phase and not run.get("diverged")]
+    return lines + [
+        f"{what}: seed {', '.join(str(run['seed']) for run in of_kind)}"
+        for what, of_kind in seeds.items()
+        if of_kind
+    ]
 
 
-def diverged_in_words(group: Group) -> str:
+def diverged_in_words(row: Row) -> str:
     """Return how many runs diverged, such as ``"diverged in 2 of 3 seeds, round 17"``.
 
     The text is empty if no run diverged.
     """
-    runs = [run for run in group["runs"] if run.get("diverged")]
-    rounds = sorted({run["diverged_round"] for run in runs if "diverged_round" in run})
-    where = f", round {', '.join(map(str, rounds))}" if rounds else ""
-    return f"diverged in {of_seeds(len(runs), len(group['runs']))}{where}" if runs else ""
+    diverged = row.cells[row.cells["diverged"] == True]  # missing in unfinished cells
+    rounds = ", ".join(str(int(x)) for x in sorted({*diverged["diverged_round"].dropna()}))
+    where = f", round {rounds}" if rounds else ""
+    return f"diverged in {of_seeds(len(diverged), len(row.cells))}{where}" if len(diverged) else ""
 
 
-def as_text(rows: Rows, form: str = "simple") -> str:
-    """Format a table in a format of ``tabulate``: ``simple``, ``github`` or ``latex_booktabs``."""
-    header, body = rows
+def as_text(table: pd.DataFrame, form: str = "simple") -> str:
+    """Format a table in a format of ``tabulate``, such as ``simple`` or ``github``."""
+    cells = [[*table.columns], *table.to_numpy().tolist()]
     if form == "github":
-        header, *body = [[x.replace("|", "\\|") for x in row] for row in (header, *body)]
-    return tabulate(body, header, tablefmt=form, disable_numparse=True)
+        cells = [[x.replace("|", "\\|") for x in row] for row in cells]
+    return tabulate(cells[1:], cells[0], tablefmt=form, disable_numparse=True)
 
 
-def caption(found: Found) -> str:
+def caption(results: StudyFrame) -> str:
     """Return the caption of a study's tables, in a few sentences."""
     subset = {
         "quick": " A declared subset that shows that the study works; its results are no evidence for or against a paper.",
-        "reduced": _smaller(found),
-    }.get(found["scale"], "")
-    paper = f" ({found['paper']})" if found["paper"] else ""
-    rule = f" Values: {rule_in_words(found.get('report', LAST))}."
-    options = f" With {found['options']}." if found.get("options") else ""
-    head = f"{found['title']}{paper}. Scale: {found['scale']}, {seeds_of(found)}."
-    return " ".join(f"{head}{rule}{options}{_unlike(found)}{subset}".split())
+        "reduced": _smaller(results),
+    }.get(results.scale, "")
+    paper = f" ({results.paper})" if results.paper else ""
+    rule = f" Values: {rule_in_words(results.report)}."
+    options = f" With {results.options}." if results.options else ""
+    head = f"{results.title}{paper}. Scale: {results.scale}, {seeds_of(results)}."
+    return " ".join(f"{head}{rule}{options}{_unlike(results)}{subset}".split())
 
 
-def _smaller(found: Found) -> str:
-    """Describe how a reduced study differs from its paper; empty for a study without a paper."""
-    runs = [run for group in found["groups"] for run in group["runs"] if "model" in run]
-    if not runs or not found["paper"]:
+def _smaller(results: StudyFrame) -> str:
+    known = results.cells.dropna(subset="model")
+    if known.empty or not results.paper:
         return ""
-    models, rounds = ", ".join(dict.fromkeys(run["model"] for run in runs)), {run["rounds"] for run in runs}
-    numbers = " to ".join(f"{x:,}" for x in dict.fromkeys((min(rounds), max(rounds))))
-    smaller = f" Smaller than in the paper ({models}, {numbers} rounds)"
+    rounds = dict.fromkeys((known["rounds"].min(), known["rounds"].max()))
+    numbers = " to ".join(f"{int(x):,}" for x in rounds)
+    smaller = f" Smaller than in the paper ({', '.join(known['model'].unique())}, {numbers} rounds)"
     return f"{smaller}: the order of methods can be compared, numbers cannot."
 
 
-def seeds_of(found: Found) -> str:
+def seeds_of(results: StudyFrame) -> str:
     """Return the finished seeds of a table's rows.
 
     An example is ``"seed 0 (16 rows) and seeds 0, 1, 2 (4 rows)"``.
     """
-    runs = [group["runs"] for group in found["groups"]]
-    done = [sorted(run["seed"] for run in row if run["phase"] == "done") for row in runs]
-    rows = [*filter(None, done)] or [sorted(run["seed"] for run in row) for row in runs]
+    done = [sorted(row.done["seed"]) for row in results.rows]
+    rows = [*filter(None, done)] or [sorted(row.cells["seed"]) for row in results.rows]
     counts = Counter(", ".join(map(str, seeds)) for seeds in rows)
     words = {seeds: f"seed{'s' * (',' in seeds)} {seeds}" for seeds in sorted(counts)}
     if len(counts) == 1:
@@ -320,90 +321,103 @@ def seeds_of(found: Found) -> str:
     return " and ".join(f"{words[seeds]} ({n} row{'s' * (n > 1)})" for seeds, n in sorted(counts.items()))
 
 
-def _counted(counts: Iterable[tuple[str, int]], what: str) -> list[str]:
-    return [f"{value} ({n} {what}{'s' * (n > 1)})" for value, n in counts]
-
-
 COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
 """Keys of a run's ``computed_by`` whose values affect rounding errors."""
 
 
-def _unlike(found: Found) -> str:
+def _unlike(results: StudyFrame) -> str:
     """Describe how the runs differ in data and computation; empty if all runs are alike."""
-    runs = {run["directory"]: run for group in found["groups"] for run in group["runs"]}.values()
-
-    def differing(values: Sequence[Mapping[str, object]], names: Iterable[str]) -> str:
-        counts = {name: Counter(str(run[name]) for run in values if name in run) for name in names}
-        return "; ".join(
-            f"{name.replace('_', ' ')} {', '.join(_counted(by_value.items(), 'run'))}"
-            for name, by_value in counts.items()
-            if len(by_value) > 1
-        )
-
-    sentences = {
-        "Not all on the same data": differing([run.get("loaded", {}) for run in runs], ["images"]),
-        "Not all computed alike": differing([run.get("computed_by", {}) for run in runs], COMPUTED),
-    }
+    runs = [*{run["directory"]: run for row in results.rows for run in row.runs}.values()]
     done = [run for run in runs if run["phase"] == "done"]
     data = {json.dumps(run.get("data") or run["directory"], sort_keys=True) for run in done}
-    if (unknown := sum(not run.get("loaded") for run in done)) and len(data) > 1:
-        sentences["Not known to be on the same data"] = f"{unknown} run{'s' * (unknown > 1)}"
+    unknown = sum(not run.get("loaded") for run in done) if len(data) > 1 else 0
+    sentences = {
+        "Not all on the same data": _differing(run.get("loaded", {}) for run in runs),
+        "Not all computed alike": _differing(run.get("computed_by", {}) for run in runs),
+        "Not known to be on the same data": _count(unknown) if unknown else "",
+    }
     return "".join(f" {what}: {words}." for what, words in sentences.items() if words)
 
 
-def latex_tables(found: Found, columns: Sequence[str] = ()) -> str:
+def _differing(facts: Iterable[Mapping[str, object]]) -> str:
+    table = pd.DataFrame([*facts], dtype=object).reindex(columns=["images", *COMPUTED])
+    counts = {name: Counter(map(str, table[name].dropna())) for name in table}
+    return "; ".join(
+        f"{name.replace('_', ' ')} {', '.join(f'{x} ({_count(n)})' for x, n in by_value.items())}"
+        for name, by_value in counts.items()
+        if len(by_value) > 1
+    )
+
+
+def _count(runs: int) -> str:
+    return f"{runs} run{'s' * (runs > 1)}"
+
+
+def latex_tables(results: StudyFrame, columns: Sequence[str] = ()) -> str:
     """Return the tables in LaTeX. Choices and remarks are written as comments of LaTeX.
 
     Args:
-        found: Findings of a study.
+        results: Results of a study.
         columns: Columns after the labels (default: metrics, published values and seeds).
     """
-    metrics, present = found["metrics"], whole_table(found)[0]
-    default = [x for x in (*metrics.values(), "published", "ours - published", "seeds") if x in present]
-    axes = [axis for axis in found["axes"] if axis not in found["choose"]]
-    name, tables = f"{found['name']}-{found['scale']}".strip("-"), []
-    if (spread := spread_table(found, latex=True)) is not None:
-        labels = range(sum(axis != found["spread"] for axis in axes))
-        tables.append(latex_table(*spread, labels, caption(found), f"{name}-by-{found['spread']}"))
-    header, body = whole_table(found, columns=columns or default, latex=True)
-    texts = [place for place, head in enumerate(header) if place < len(axes) or head in TEXTS]
-    tables.append(latex_table(header, body, texts, caption(found), name))
-    comments = [choice_in_words(choice) for choice in found["choices"]]
+    axes, present = shown_axes(results), [*whole_table(results).columns]
+    default = [*results.metrics, *(x for x in ("published", "ours - published", "seeds") if x in present)]
+    name, tables = f"{results.name}-{results.scale}".strip("-"), []
+    if (spread := spread_table(results, latex=True)) is not None:
+        labels = range(len(axes) - 1)
+        tables.append(latex_table(spread, labels, caption(results), f"{name}-by-{results.spread}"))
+    table = whole_table(results, columns=columns or default, latex=True)
+    texts = [place for place, head in enumerate(table.columns) if place < len(axes) or head in TEXTS]
+    tables.append(latex_table(table, texts, caption(results), name))
+    comments = [*map(choice_in_words, results.choices)]
     comments += [
-        f"{label_of(group, [*found['axes']])}: {words}"
-        for group in found["groups"]
-        if (words := "; ".join(remarks(group)))
+        f"{axis_labels.in_words(row.labels, [*results.axes])}: {'; '.join(lines)}"
+        for row, lines in zip(results.rows, remarks(results), strict=True)
+        if lines
     ]
     return "\n\n".join([RULES, *tables]) + "".join(f"\n% {' '.join(x.split())}" for x in comments) + "\n"
 
 
-def write_tables(folder: Path, found: Found, columns: Sequence[str] = ()) -> list[Path]:
+def cells_table(results: StudyFrame) -> pd.DataFrame:
+    """Return the table ``cells.csv``, with a row for each cell, as text.
+
+    The columns are the labels, seed, phase, metrics and costs. If an axis has the name of a later
+    column, such as ``samples``, the later column is ``run_samples``. Numbers have full precision.
+    """
+    values = results.values.set_index(["seed", "metric"], append=True)["value"].map(str).unstack()
+    every = results.cells.set_index("seed", append=True, drop=False)
+    values = values.reindex(index=every.index, columns=[*results.metrics]).reset_index(drop=True)
+    cells = every.reset_index(drop=True)
+    before = ["seed", "phase"]
+    after = ["metric", "published", "learning_rate", *COSTS, "directory"]
+    further = pd.concat([cells[before], values, cells[after]], axis=1)
+    further.columns = [f"run_{name}" if name in results.axes else name for name in further]
+    return pd.concat([results.cells.index.to_frame(index=False)[[*results.axes]], further], axis=1)
+
+
+def write_tables(folder: Path, results: StudyFrame, columns: Sequence[str] = ()) -> list[Path]:
     """Write the table as Markdown, LaTeX and CSV, and each run's values to ``cells.csv``.
 
     Args:
         folder: Folder of the study.
-        found: Findings of the study.
+        results: Results of the study.
         columns: Columns after the labels, by name or metric (default: all columns that are not
             empty).
 
     Returns:
         The written files.
     """
-    tables = [rows for rows in (spread_table(found), whole_table(found, columns=columns)) if rows is not None]
-    choices = [choice_in_words(choice) for choice in found["choices"]]
-    claims = [f"- `{claim['claim']}`: **{claim['verdict']}** ({claim['words']})" for claim in found["claims"]]
-    markdown = [
-        caption(found),
-        *(as_text(rows, "github") for rows in tables),
-        *(["\n".join(f"- {words}" for words in choices)] if choices else []),
-        *(["\n".join(claims)] if claims else []),
-    ]
-    cells = cells_table(found)
+    table = whole_table(results, columns=columns)
+    tables = [rows for rows in (spread_table(results), table) if rows is not None]
+    choices = [f"- {choice_in_words(choice)}" for choice in results.choices]
+    claims = [f"- `{claim.claim}`: **{claim.verdict}** ({claim.words})" for claim in results.claims]
+    parts = [caption(results), *(as_text(rows, "github") for rows in tables)]
+    parts += ["\n".join(lines) for lines in (choices, claims) if lines]
     files = {
-        "table.md": "\n\n".join(markdown) + "\n",
-        "table.tex": latex_tables(found, columns),
-        "table.csv": csv_text([tables[-1][0], *tables[-1][1]]),
-        "cells.csv": csv_text([cells[0], *cells[1]]),
+        "table.md": "\n\n".join(parts) + "\n",
+        "table.tex": latex_tables(results, columns),
+        "table.csv": table.to_csv(index=False, lineterminator="\n"),
+        "cells.csv": cells_table(results).to_csv(index=False, lineterminator="\n"),
     }
     for name, content in files.items():
         write_text(folder / name, content)

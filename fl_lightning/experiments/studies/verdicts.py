@@ -9,15 +9,14 @@ have at least :data:`HEADLINE_SEEDS` seeds.
 """
 
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import inf, isclose, isfinite
 from typing import NamedTuple
 
-from scipy.stats import t
-
 from fl_lightning.experiments.studies.claims import Claim, paired, read_claim
-from fl_lightning.experiments.studies.found import Found, Group, Verdict
+from fl_lightning.experiments.studies.study_frame import Row, StudyFrame, Verdict
 
 FAMILY_ERROR = 0.05
 """Largest probability of one or more wrong verdicts in a family of claims."""
@@ -45,13 +44,16 @@ class Comparison(NamedTuple):
         mean: Mean paired difference.
         error: Standard error of the mean; infinite for one pair.
         pairs: Number of pairs.
-        margin: Margin of equality; None for an ordering.
+        low: The claim is that the mean is above this bound: 0 for an ordering, the negative margin
+            for an equality.
+        high: The claim is that the mean is below this bound: infinite for an ordering.
     """
 
     mean: float
     error: float
     pairs: int
-    margin: float | None = None
+    low: float
+    high: float
 
     @classmethod
     def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
@@ -64,35 +66,26 @@ class Comparison(NamedTuple):
         n = len(differences)
         n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=_EQUAL) else n
         error = statistics.stdev(differences) / n**0.5 if n > 1 else inf
-        return cls(statistics.mean(differences), error, n, margin)
+        low, high = (0.0, inf) if margin is None else (-margin, margin)
+        return cls(statistics.mean(differences), error, n, low, high)
 
     @property
     def p_for(self) -> float:
-        """One-sided p-value. A small value supports the claim.
-
-        For an ordering, the claim is that the mean is above 0. For an equality, it is that the mean
-        lies between -margin and margin.
-        """
-        if self.margin is None:
-            return self._p_above(0)
-        return max(self._p_above(-self.margin), 1 - self._p_above(self.margin))
+        """One-sided p-value of a mean between ``low`` and ``high``."""
+        return max(self._p_above(self.low), 1 - self._p_above(self.high))
 
     @property
     def p_against(self) -> float:
-        """One-sided p-value. A small value contradicts the claim.
-
-        For an ordering, the opposite of the claim is that the mean is below 0. For an equality, it
-        is that the mean lies below -margin or above margin.
-        """
-        if self.margin is None:
-            return 1 - self._p_above(0)
-        return min(self._p_above(self.margin), 1 - self._p_above(-self.margin))
+        """One-sided p-value of a mean below ``low`` or above ``high``."""
+        return min(self._p_above(self.high), 1 - self._p_above(self.low))
 
     def _p_above(self, bound: float) -> float:
         """Return the p-value of Student's t-test for a mean above a bound."""
         if self.error in (0, inf):
             above = (self.mean > bound) - (self.mean < bound) if self.error == 0 else 0
             return (1 - above) / 2
+        from scipy.stats import t
+
         return float(t.sf((self.mean - bound) / self.error, self.pairs - 1))
 
     def half_width(self, level: float) -> float:
@@ -103,6 +96,8 @@ class Comparison(NamedTuple):
         """
         if self.pairs < 2:
             return ONE_PAIR
+        from scipy.stats import t
+
         return self.error * float(t.isf(level / 2, self.pairs - 1))
 
     def kind(self, level: float, tests: int = 1) -> str:
@@ -116,9 +111,7 @@ class Comparison(NamedTuple):
         """
         if self.pairs < 2:
             low, high = self.mean - ONE_PAIR, self.mean + ONE_PAIR
-            margin = inf if self.margin is None else self.margin
-            bound = 0 if self.margin is None else -margin
-            agrees, against = bound < low <= high < margin, high < bound or low > margin
+            agrees, against = self.low < low <= high < self.high, high < self.low or low > self.high
             return AGREES if agrees else CONTRADICTS if against else "undecided"
         if 2 * self.p_for <= level:
             return "holds"
@@ -127,9 +120,8 @@ class Comparison(NamedTuple):
     def in_words(self, level: float) -> str:
         """Return the mean difference in words, with a confidence interval for several pairs."""
         if self.pairs < 2:
-            small = self.margin is not None and self.margin <= ONE_PAIR
-            words = f"difference {self.mean:+.3f} in one pair"
-            return f"{words}, which cannot confirm so small a margin" if small else words
+            small = ", which cannot confirm so small a margin" * (self.high <= ONE_PAIR)
+            return f"difference {self.mean:+.3f} in one pair{small}"
         half = self.half_width(level)
         interval = f"{self.mean - half:+.3f} to {self.mean + half:+.3f}"
         return f"mean difference {self.mean:+.3f}, interval {interval}, {self.pairs} pairs"
@@ -175,8 +167,8 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
     return [tested[index] for index in range(len(values))]
 
 
-def judge(claims: Sequence[str], found: Found, headline: Collection[str] = ()) -> list[Verdict]:
-    """Return the verdicts on all claims whose labels exist at this scale.
+def with_verdicts(results: StudyFrame, claims: Sequence[str], headline: Collection[str] = ()) -> StudyFrame:
+    """Return the results with verdicts on all claims whose labels exist at this scale.
 
     A claim is undecided if a result is missing or a label is not chosen yet. The finished runs
     could then be a biased selection. Otherwise, Student's t-test of the paired differences decides.
@@ -184,45 +176,44 @@ def judge(claims: Sequence[str], found: Found, headline: Collection[str] = ()) -
     agree with a claim or contradict it.
 
     Args:
+        results: Results of the study.
         claims: Texts of the claims.
-        found: Findings of the study.
         headline: Texts of the headline claims.
 
     Raises:
         ConfigurationError: A claim cannot be read.
     """
-    read = {text: read_claim(text, found["known"]) for text in claims}
-    shown = [text for text, claim in read.items() if _has_labels(claim, found)]
-    tests = {text: _tests(read[text], found) for text in shown}
-    families: dict[bool, dict[str, float]] = {True: {}, False: {}}
-    for text, either in tests.items():
-        if not isinstance(either, str) and (p := p_of(either)) is not None:
-            first = text in headline and min(test.pairs for test in either) >= HEADLINE_SEEDS
-            families[first][text] = p
-    verdicts: dict[str, Verdict] = {}
+    read = {text: read_claim(text, results.known) for text in claims}
+    tests = {text: _tests(claim, results) for text, claim in read.items() if _has_labels(claim, results)}
+    verdicts, families = dict[str, Verdict](), {True: dict[str, float](), False: dict[str, float]()}
     for text, either in tests.items():
         if isinstance(either, str):
-            verdicts[text] = {"claim": text, "verdict": "undecided", "words": either}
-        else:
-            verdicts[text] = _verdict(text, either, FAMILY_ERROR)
+            verdicts[text] = Verdict(text, "undecided", either)
+            continue
+        verdicts[text] = _verdict(text, either, FAMILY_ERROR)
+        if (p := p_of(either)) is not None:
+            first = text in headline and min(test.pairs for test in either) >= HEADLINE_SEEDS
+            families[first][text] = p
     for first, family in families.items():
         for (text, p), (adjusted, level) in zip(family.items(), holm([*family.values()]), strict=True):
             either = tests[text]
             assert not isinstance(either, str)
-            verdict = verdicts[text] = _verdict(text, either, level)
+            verdict = _verdict(text, either, level)
             what = f"{len(family)} {'headline ' * first}claim{'s' * (len(family) > 1)}"
-            verdict["words"] += f"; p {_shown(p)}, {_shown(adjusted)} corrected for {what}"
-            verdict |= {"p": p, "adjusted": adjusted, "family": len(family), "headline": first}
-    return [verdicts[text] for text in shown]
+            words = f"{verdict.words}; p {_shown(p)}, {_shown(adjusted)} corrected for {what}"
+            verdicts[text] = replace(
+                verdict, words=words, p=p, adjusted=adjusted, family=len(family), headline=first
+            )
+    return replace(results, claims=[*verdicts.values()])
 
 
 def _shown(p: float) -> str:
     return f"{p:.3f}" if p >= 0.0005 else "< 0.001"
 
 
-def _has_labels(claim: Claim, found: Found) -> bool:
+def _has_labels(claim: Claim, results: StudyFrame) -> bool:
     named = [*claim.fixed.items(), *(item for side in claim.constraints for item in side.items())]
-    return all(label in found["axes"][axis] for axis, label in named)
+    return all(label in results.axes[axis] for axis, label in named)
 
 
 def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
@@ -232,61 +223,49 @@ def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
     if len(tests) > 1:
         counts = ", ".join(f"{kind} in {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
         words = f"{len(tests)} comparisons: {counts}"
-    verdict: Verdict = {"claim": text, "verdict": next(x for x in worst if x in kinds), "words": words}
+    verdict = Verdict(text, next(x for x in worst if x in kinds), words)
     several = [
         test for test, kind in zip(tests, kinds, strict=True) if kind == "undecided" and test.pairs > 1
     ]
-    if verdict["verdict"] == "undecided" and several:
-        verdict["decides"] = max(test.half_width(level) for test in several)
-        what = "a difference" if tests[0].margin is None else "a margin"
-        verdict["words"] += f"; these seeds can decide {what} of {verdict['decides']:.3f} or more"
-    return verdict
+    if verdict.verdict != "undecided" or not several:
+        return verdict
+    decides = max(test.half_width(level) for test in several)
+    what = "a difference" if tests[0].high == inf else "a margin"
+    words += f"; these seeds can decide {what} of {decides:.3f} or more"
+    return replace(verdict, words=words, decides=decides)
 
 
-def _tests(claim: Claim, found: Found) -> list[Comparison] | str:
+def _tests(claim: Claim, results: StudyFrame) -> list[Comparison] | str:
     """Return the tests of a claim, or the reason why the claim cannot be tested."""
-    for choice in found["choices"]:
-        by = choice["for"].items()
+    for choice in results.choices:
         concerned = (
-            all({**claim.fixed, **side}.get(axis, label) == label for axis, label in by)
+            all({**claim.fixed, **side}.get(axis, label) == label for axis, label in choice.by.items())
             for side in claim.constraints
         )
-        if choice["chosen"] is None and any(concerned):
-            words = f"{choice['axis']} of {' '.join(f'{axis}={label}' for axis, label in by)}"
+        if choice.chosen is None and any(concerned):
+            words = f"{choice.axis} of {' '.join(f'{axis}={label}' for axis, label in choice.by.items())}"
             return f"{words.removesuffix(' of ')} was not chosen"
-    metric = next(iter(found["metrics"]))
     tests: list[Comparison] = []
     for number, (more, less) in enumerate(pairwise(claim.constraints)):
-        pairs = [*paired({**claim.fixed, **more}, less, found)]
+        pairs = [*paired({**claim.fixed, **more}, less, results)]
         if not pairs:
             return f"no pair of runs of {claim.sides[number]} and {claim.sides[number + 1]}"
-        for group, other in pairs:
-            either = _differences(group, other, metric)
-            if isinstance(either, str):
-                return either
-            tests.append(Comparison.of(either, claim.margin))
+        for row, other in pairs:
+            for reason in _reasons(row, other, results.first):
+                return reason
+            differences = (row.of(results.first) - other.of(results.first)).dropna()
+            tests.append(Comparison.of([*differences], claim.margin))
     return tests
 
 
-def _differences(group: Group, other: Group, metric: str) -> list[float] | str:
-    """Return the difference for each seed, or the reason why no comparison is possible."""
-    return next(_reasons(group, other, metric), "") or _by_seed(
-        group["values"][metric], other["values"][metric]
-    )
-
-
-def _by_seed(more: Mapping[str, float], less: Mapping[str, float]) -> list[float]:
-    return [more[seed] - less[seed] for seed in more if seed in less]
-
-
-def _reasons(group: Group, other: Group, metric: str) -> Iterator[str]:
-    for run in (*group["runs"], *other["runs"]):
+def _reasons(row: Row, other: Row, metric: str) -> Iterator[str]:
+    """Yield the reasons why no comparison is possible."""
+    for run in (*row.runs, *other.runs):
         if run["phase"] != "done":
-            state = "diverged" if run.get("diverged") else f"is {run['phase']}"
-            yield f"{run['directory']} {state}"
-    for side in (group, other):
-        if seeds := [seed for seed, value in side["values"][metric].items() if not isfinite(value)]:
-            words = " ".join(f"{axis}={label}" for axis, label in side["labels"].items())
+            yield f"{run['directory']} " + ("diverged" if run.get("diverged") else f"is {run['phase']}")
+    for side in (row, other):
+        if seeds := [f"{seed}" for seed, value in side.of(metric).items() if not isfinite(value)]:
+            words = " ".join(f"{axis}={label}" for axis, label in side.labels.items())
             yield f"{words} has no finite number with seed {', '.join(seeds)}"
-    if not _by_seed(group["values"][metric], other["values"][metric]):
+    if not {*row.of(metric).index} & {*other.of(metric).index}:
         yield "no pair of finished runs with numbers"

@@ -1,4 +1,4 @@
-"""Report rules. A study's report rule says which evaluations give the value of a run."""
+"""Report rule of a study: it says which evaluations give the value of a run."""
 
 import re
 import statistics

@@ -5,7 +5,9 @@ Horizontal lines are drawn by ``booktabs`` if the document loads it, else by ``\
 
 import re
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+
+import pandas as pd
 
 RULES = "\n".join(rf"\providecommand{{\{rule}}}{{\hline}}" for rule in ("toprule", "midrule", "bottomrule"))
 """First lines of a file with tables: commands of ``booktabs``, in case it is not loaded."""
@@ -57,79 +59,57 @@ def _letter(letter: str) -> str:
     return "".join(map(_letter, plain)) or f"{{[}}U+{ord(letter):04X}]"
 
 
-def latex_table(
-    header: Sequence[str],
-    body: Sequence[Sequence[str]],
-    texts: Collection[int],
-    caption: str,
-    label: str,
-) -> str:
+def latex_table(table: pd.DataFrame, texts: Collection[int], caption: str, label: str) -> str:
     r"""Return a ``table`` environment. The file with the table must begin with :data:`RULES`.
 
     The numbers in a column are aligned at ``$\pm$``. A cell that starts and ends with ``**`` is
     bold.
 
     Args:
-        header: Names of the columns.
-        body: Cells of each row. Columns of numbers have cells such as ``mean ± deviation``.
+        table: Cells as text. Columns of numbers have cells such as ``mean ± deviation``.
         texts: Indices of the columns of text; all other columns are columns of numbers.
         caption: Caption.
         label: Label for ``\ref``.
     """
-    places = range(len(header))
-    numbers = {x: [_number(row[x]) for row in body] for x in places if x not in texts}
-    pairs = {x for x, cells in numbers.items() if any(rest for _, rest in cells)}
-
-    def shown(place: int, cell: tuple[str, str | None]) -> str:
-        if place not in pairs or cell[1] is None:
-            return rf"\multicolumn{{2}}{{l}}{{{cell[0]}}}" if place in pairs else cell[0]
-        return f"{cell[0]} & {cell[1]}"
-
-    rows = [
-        [
-            shown(place, numbers[place][y] if place in numbers else (escaped(cell), None))
-            for place, cell in enumerate(row)
-        ]
-        for y, row in enumerate(body)
-    ]
-    heads = [
-        shown(place, (_head(name, "r" if place in numbers and place not in pairs else "l"), None))
-        for place, name in enumerate(header)
-    ]
-    columns = "".join("r@{}l" if x in pairs else "r" if x in numbers else "l" for x in places)
-    lines = [
-        r"\begin{table}",
-        r"\centering",
-        rf"\caption{{{escaped(caption)}}}",
-        rf"\label{{tab:{re.sub('[^0-9A-Za-z-]+', '-', label)}}}",
-        rf"\begin{{tabular}}{{{columns}}}",
-        r"\toprule",
-        rf"{' & '.join(heads)} \\",
-        r"\midrule",
-        *(rf"{' & '.join(row)} \\" for row in rows),
-        r"\bottomrule",
-        r"\end{tabular}",
-        r"\end{table}",
-    ]
-    return "\n".join(lines)
+    alignment, columns = "", list[list[str]]()
+    for place, name in enumerate(table.columns):
+        cells = [*table.iloc[:, place]]
+        numbers = [*map(_number, cells)]
+        if place in texts:
+            alignment += "l"
+            columns.append([_head(name, "l"), *map(escaped, cells)])
+        elif any(rest for _, rest in numbers):
+            alignment += "r@{}l"
+            columns.append([_in_two_columns(*cell) for cell in [(_head(name, "l"), None), *numbers]])
+        else:
+            alignment += "r"
+            columns.append([_head(name, "r"), *(number for number, _ in numbers)])
+    head, *rows = zip(*columns, strict=True)
+    shown = pd.DataFrame(rows, columns=[*head])
+    return str(
+        shown.style.hide(axis="index").to_latex(
+            column_format=alignment,
+            hrules=True,
+            position_float="centering",
+            caption=escaped(caption),
+            label=f"tab:{re.sub('[^0-9A-Za-z-]+', '-', label)}",
+        )
+    ).rstrip()
 
 
 def _head(name: str, side: str) -> str:
-    """Return a column's name in LaTeX.
-
-    A long name is broken into two lines. ``side`` is the alignment of these lines, such as ``l``.
-    """
     if len(name) <= _LONG or " " not in name:
         return escaped(name)
     half = min((x.start() for x in re.finditer(" ", name)), key=lambda place: abs(2 * place - len(name)))
     return rf"\shortstack[{side}]{{{escaped(name[:half])}\\{escaped(name[half:])}}}"
 
 
-def _number(cell: str) -> tuple[str, str | None]:
-    """Split a cell into LaTeX code for the number and for the text after the number.
+def _in_two_columns(number: str, rest: str | None) -> str:
+    return rf"\multicolumn{{2}}{{l}}{{{number}}}" if rest is None else f"{number} & {rest}"
 
-    A cell without a number gives the code for the whole cell, and None.
-    """
+
+def _number(cell: str) -> tuple[str, str | None]:
+    # a cell without a number gives the code for the whole cell, and None
     bold = re.match(r"\*\*(.+?)\*\*", cell)
     words = bold[1] + cell[bold.end() :] if bold else cell
     number = _NUMBER.fullmatch(words)
@@ -143,5 +123,4 @@ def _number(cell: str) -> tuple[str, str | None]:
 
 
 def _after(words: str) -> str:
-    """Return the LaTeX code for the text after a number. ``~`` replaces a leading space."""
     return "~" * words.startswith(" ") + escaped(words)

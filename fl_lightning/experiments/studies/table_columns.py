@@ -1,6 +1,6 @@
 """Names of the columns of a study's tables."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fl_lightning.errors import ConfigurationError, nearest
 
@@ -10,10 +10,10 @@ UNITS = {"sent by clients": (1e6, "MB"), "training": (1.0, "s")}
 TEXTS = ("learning rate", "seeds", "remarks")
 """Columns whose cells are text."""
 
-COSTS = ("samples", "sent by clients", "exchanges", "training")
+COST_COLUMNS = ("samples", "sent by clients", "exchanges", "training")
 """Columns of costs. Each cost is the mean over the seeds."""
 
-FURTHER = ("published", "ours - published", "learning rate", "seeds", *COSTS, "remarks")
+FURTHER = ("published", "ours - published", "learning rate", "seeds", *COST_COLUMNS, "remarks")
 """Columns to the right of the labels and metrics, in the order of the table."""
 
 SERVER = "server/"
@@ -24,7 +24,7 @@ A table has this column if another column shows the same metric for the clients'
 COLUMNS = "columns after the labels in the tables, such as 'test accuracy, seeds, training'"
 """Help text of ``--columns``."""
 
-TITLES = "show titles in the pictures (default: no titles); their captions are also written to text files"
+TITLES = "show captions as titles of the pictures (default: no titles)"
 """Help text of ``--titles``."""
 
 _MODELS = {"personal": "clients' models", "own": "clients' models on own data"}
@@ -121,9 +121,3 @@ def check_columns(columns: Sequence[str], metrics: Mapping[str, str]) -> None:
             raise ConfigurationError(
                 f"--columns: there is no column {column!r}{nearest(column, names)}; there are {', '.join(names)}"
             )
-
-
-def chosen_columns(header: Sequence[str], metrics: Mapping[str, str], columns: Iterable[str]) -> list[int]:
-    """Return the indices of the chosen columns, in the chosen order; ignore absent columns."""
-    names = [metrics.get(column, column) for column in columns]
-    return [header.index(name) for name in dict.fromkeys(names) if name in header]

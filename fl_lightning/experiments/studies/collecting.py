@@ -1,0 +1,132 @@
+"""Collection of a study's results from the run directories of its cells."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.finished import metric_values
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from fl_lightning.experiments.studies.cells import Cell, State
+from fl_lightning.experiments.studies.definition import Study
+from fl_lightning.experiments.studies.report_rule import reported
+from fl_lightning.experiments.studies.study_frame import (
+    CELL_COLUMNS,
+    COSTS,
+    FROM_RESULT,
+    VALUE_COLUMNS,
+    Chosen,
+    StudyFrame,
+    labelled,
+)
+from fl_lightning.experiments.studies.table_columns import SERVER, local_metrics, models_of, of_same_models
+from fl_lightning.experiments.studies.verdicts import with_verdicts
+
+
+def collect(
+    study: Study,
+    cells: Sequence[Cell],
+    choices: list[Chosen],
+    failed: Mapping[Path, str],
+    accept_stale: bool = False,
+    diverged: Collection[Path] = (),
+) -> StudyFrame:
+    """Return the results of a study, from which tables, figures and the report are made.
+
+    Args:
+        study: The study.
+        cells: Cells of the table.
+        choices: Labels chosen on validation data.
+        failed: Error of each failed cell, keyed by the cell's key.
+        accept_stale: Whether stale results count (default False).
+        diverged: Keys of the cells that ended with a non-finite update.
+
+    Raises:
+        ConfigurationError: No run has the metric of a column, or a run lacks the metric that a
+            label sets.
+    """
+    definition, rows, values = study.definition, [], []
+    states = {cell: cell.state(accept_stale) for cell in cells}
+    results = {cell: state.result for cell, state in states.items() if state.phase == "done" and state.result}
+    known = dict.fromkeys(name for result in results.values() for name in metric_values(result))
+    local = {name: words for name, words in local_metrics(definition.metrics).items() if name in known}
+    server = SERVER + next(iter(definition.metrics))
+    if any(models_of(study.metric(cell.labels) or "") for cell in cells):
+        local[server] = local_metrics(definition.metrics)[server]
+    for cell, state in states.items():
+        published: Mapping[str, object] = study.published(cell.labels) or {}
+        optimizer = cell.config["model"].get("client_optimizer") or {}
+        rows.append(
+            {
+                "labels": cell.labels,
+                "metric": study.metric(cell.labels),
+                "published": published.get("value"),
+                "published_deviation": published.get("deviation"),
+                "learning_rate": (optimizer.get("init_args") or {}).get("lr"),
+                **run_row(cell.seed, state, cell.key, failed.get(cell.key, ""), cell.key in diverged),
+            }
+        )
+        if (result := results.get(cell)) is not None and state.attempt is not None:
+            log = read_metrics(state.attempt.metrics)
+            for name, read in _read(study, cell, [*local], metric_values(result)).items():
+                value = reported(definition.report, read, result, log)
+                values.append({"labels": cell.labels, "seed": cell.seed, "metric": name, "value": value})
+    for name in definition.metrics if results else ():
+        if name not in (value["metric"] for value in values):
+            raise ConfigurationError(f"metrics: no run has {name}; there are {', '.join(known)}")
+    frame = StudyFrame(
+        name=study.name,
+        title=definition.title,
+        paper=definition.paper,
+        scale=study.scale_name,
+        axes={axis: [*labels] for axis, labels in study.axes.items()},
+        choose=[choice.axis for choice in definition.choose],
+        spread=definition.spread,
+        difference=definition.difference,
+        metrics={**definition.metrics, **local},
+        best={name: best for result in results.values() for name, best in result.get("best", {}).items()},
+        cells=labelled(rows, study.axes, CELL_COLUMNS),
+        values=labelled(values, study.axes, VALUE_COLUMNS),
+        choices=choices,
+        known=study.known_labels(),
+        report=definition.report,
+    )
+    return with_verdicts(frame, [*definition.headline, *definition.claims], definition.headline)
+
+
+def _read(study: Study, cell: Cell, local: Sequence[str], metrics: Collection[str]) -> dict[str, str]:
+    """Return the metric of the run that each column shows, keyed by the column's metric."""
+    (first, *others), own = [*study.definition.metrics], study.metric(cell.labels)
+    if own is not None and own not in metrics and metrics:
+        raise ConfigurationError(
+            f"metric: the runs of {cell.name} have no {own}; there are {', '.join(metrics)}"
+        )
+    read = {first: own or first} | {name: of_same_models(name, own or "", first, metrics) for name in others}
+    if any(map(models_of, metrics)):
+        read |= {name: name.removeprefix(SERVER) for name in local}
+    return {name: of_run for name, of_run in read.items() if of_run in metrics}
+
+
+def run_row(
+    seed: int, state: State, place: Path, error: str = "", diverged: bool = False
+) -> dict[str, object]:
+    """Return the columns of ``StudyFrame.cells`` that describe a run: its state and costs.
+
+    Args:
+        seed: Seed of the run.
+        state: State of the cell.
+        place: Folder of the first attempt. It is named if no attempt exists.
+        error: Error that ended the run in this study.
+        diverged: Whether a non-finite update ended the run.
+    """
+    row = {
+        "seed": seed,
+        "directory": str(state.attempt.path if state.attempt else place),
+        "phase": "failed" if error else state.phase,
+        "why": error or state.why,
+    }
+    if state.phase != "done" or state.result is None or state.attempt is None:
+        return row | ({"diverged": True, "diverged_round": state.round + 1} if diverged else {})
+    loaded = state.result.get("loaded")
+    exchanges = sum(line.get("comm/exchanges", 0) for line in read_metrics(state.attempt.metrics))
+    of_result = {name: x for name, x in state.result.items() if name in (*COSTS, *FROM_RESULT)}
+    return of_result | {"exchanges": exchanges, "loaded": {"images": loaded} if loaded else {}} | row
