@@ -288,7 +288,7 @@ def test_a_column_that_only_some_rows_have_is_no_mistake(ran):
     metrics = {"test/accuracy": "test", "test/accuracy_calibrated": "seen"}
     write(metrics=metrics, axes={"method": {"BN": {}, "seen": observed}}, without=[], published=[], claims=[])
     study()
-    values = [group["values"]["test/accuracy_calibrated"] for group in found()["groups"]]
+    values = [row.of("test/accuracy_calibrated") for row in found().rows]
     assert [len(of_seeds) for of_seeds in values] == [0, 2]
 
 
