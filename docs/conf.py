@@ -38,7 +38,7 @@ nitpick_ignore_regex = [
     # other projects' objects: links to them would need a download of their inventories
     (
         r"py:.*",
-        r"(torch|torchvision|torchmetrics|lightning|jsonargparse|pydantic|typing_extensions|matplotlib|numpy|PIL|wandb|rich|ray|submitit|yaml)\..*",
+        r"(torch|torchvision|torchmetrics|lightning|jsonargparse|pydantic|typing_extensions|matplotlib|numpy|PIL|wandb|rich|ray|submitit|yaml|pandas)\..*",
     ),
     (
         r"py:class",

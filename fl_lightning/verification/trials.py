@@ -145,7 +145,7 @@ class Trials:
         round. The clients have unequal numbers of samples, and use SGD with momentum.
 
         Args:
-            setup: What differs from the usual run, see :meth:`_start`. Other names are settings of
+            setup: What differs from the usual run, see ``_start``. Other names are settings of
                 ``FederatedModule``.
         """
         known = _WITHOUT_METHOD if setup.get("bare") and not self.settings else self._runs

@@ -26,7 +26,7 @@ class LocalEngine(Engine):
     Each process has a separate process group. Ctrl-C therefore reaches only the study, which stops
     its cells. If the study is killed, the processes continue.
 
-    A cell is a fork of a server (:mod:`multiprocessing`) that has already imported PyTorch and
+    A cell is a fork of a server (``multiprocessing``) that has already imported PyTorch and
     Lightning.
 
     Args:
