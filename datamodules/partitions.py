@@ -1,6 +1,6 @@
 """Partitions of the training data over the clients, by a rule.
 
-``Dirichlet`` and ``Shards`` have files of their own.
+``Dirichlet`` is in ``dirichlet.py``, and ``Shards`` is in ``shards.py``.
 """
 
 from collections.abc import Sequence
