@@ -21,6 +21,7 @@ from cells import (
 from command_line import rows
 
 from benchmarks.process_tree import is_running
+from fl_lightning.execution import choice
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.checkpoint_io import load_run
 from fl_lightning.experiments.studies.engines import local
@@ -269,3 +270,10 @@ def test_a_forked_cell_has_the_bits_of_a_cell_of_its_own(monkeypatch):
     for forked, own in zip(found[0][1], found[1][1], strict=True):
         assert forked.keys() == own.keys()
         assert all(torch.equal(forked[name], own[name]) for name in forked)
+
+
+def test_the_quota_of_a_container_limits_the_cells_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "_QUOTA", tmp_path / "cpu.max")
+    (tmp_path / "cpu.max").write_text("100000 100000")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    assert LocalEngine().cores == 1

@@ -13,6 +13,7 @@ from signal import SIGTERM
 
 import torch
 
+from fl_lightning.execution.choice import usable_cores
 from fl_lightning.experiments.studies.engines.base import CELL, Engine, Job
 from fl_lightning.files import no_link
 
@@ -38,7 +39,7 @@ class LocalEngine(Engine):
     def __init__(self, forks: bool = True, module: str = CELL) -> None:
         visible = os.environ.get(_GPU)
         self._devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-        self.cores, self.gpus = len(os.sched_getaffinity(0)), len(self._devices)
+        self.cores, self.gpus = usable_cores(), len(self._devices)
         self._module = module
         self._context = get_context("forkserver") if forks else get_context("spawn")
         self._context.set_forkserver_preload([_SERVER])
