@@ -22,6 +22,8 @@ from fl_lightning.callbacks import FBN, FedTAN, FixBN
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.policy import policy_table, resolve_policy
 
+pytestmark = pytest.mark.first_steps
+
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 
 

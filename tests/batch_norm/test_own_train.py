@@ -24,7 +24,10 @@ from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.callbacks import ClassifierBias, FedPer, FixBN, StatisticsSources
 from fl_lightning.callbacks.fedex import held_out_losses
 
-pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
+pytestmark = [
+    pytest.mark.first_steps,
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
+]
 
 STEPS, ROUNDS = 3, 3
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

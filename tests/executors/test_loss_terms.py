@@ -23,6 +23,8 @@ from fl_lightning.callbacks import FedTAN
 from fl_lightning.execution import compiling
 from fl_lightning.execution.strategy import CohortStrategy
 
+pytestmark = pytest.mark.first_steps
+
 EXECUTORS = pytest.mark.parametrize(
     "executor", [SequentialExecutor, VectorizedExecutor, lambda: VectorizedExecutor(2)]
 )

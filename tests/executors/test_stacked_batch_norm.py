@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.batch_norm.stacked import StackedBatchNorm
 
+pytestmark = pytest.mark.first_steps
+
 CLIENTS, CHANNELS = 3, 4
 LAYERS = {
     "2d": (nn.BatchNorm2d, (2, 3)),

@@ -19,6 +19,8 @@ from fl_lightning.__main__ import main
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.verification import certify
 
+pytestmark = pytest.mark.first_steps
+
 FACTORS = ("1.factor", "4.factor")
 NAMES = tuple(name for name, _ in gated(small_cnn()).named_parameters())
 MAKES = pytest.mark.parametrize(("make", "kept"), [(Gates, ()), (OwnGates, FACTORS)])

@@ -13,6 +13,8 @@ from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.models import CIFARResNet, ResNet8, ResNet20
 from fl_lightning.models.fixup import FixupBlock, ScalarBias
 
+pytestmark = pytest.mark.first_steps
+
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 TENTH = {"scalars": {"lr_scale": 0.1}}
 

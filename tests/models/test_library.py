@@ -21,6 +21,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.describe import norm_names
 from fl_lightning.models import SmallDeepLab, convert_norm, deeplab_v3_plus, library_model
 
+pytestmark = pytest.mark.first_steps
+
 
 def images(clients=2, classes=3):
     generator = torch.Generator().manual_seed(0)

@@ -16,6 +16,8 @@ from fl_lightning.models import FBNCNN, CIFARResNet, LeNet, ResNet8, ResNet18, R
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.models.norm import make_norm
 
+pytestmark = pytest.mark.first_steps
+
 NORMS = ["bn", "gn", "ln", "in", "gn_ws", "weight_norm", "scaled_ws", "none"]
 SMALL: dict[str, Callable[..., nn.Module]] = {
     "resnet8": lambda **settings: ResNet8(width=4, **settings),

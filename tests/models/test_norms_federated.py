@@ -11,6 +11,8 @@ from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FixBN
 from fl_lightning.models import LeNet, ResNet8
 
+pytestmark = pytest.mark.first_steps
+
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 DECAYED = partial(torch.optim.SGD, lr=0.05, weight_decay=0.05)
 

@@ -13,6 +13,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.models import LeNet, ResNet8
 from fl_lightning.models.weights import load_weights
 
+pytestmark = pytest.mark.first_steps
+
 
 def trained(**settings):
     """A model none of whose tensors is as it starts."""

@@ -13,6 +13,8 @@ from fl_lightning import (
 )
 from fl_lightning.errors import CannotVectorize
 
+pytestmark = pytest.mark.first_steps
+
 
 @pytest.mark.parametrize("executor", [SequentialExecutor(), VectorizedExecutor(), VectorizedExecutor(2)])
 def test_a_buffer_that_the_model_replaces_instead_of_changing_it_is_kept(executor):

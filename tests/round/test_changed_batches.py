@@ -23,6 +23,8 @@ from fl_lightning.callbacks.observers.batch_norm_diagnostics import BatchNormDia
 from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.datamodules import Gaussians, TensorData
 
+pytestmark = pytest.mark.first_steps
+
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1, "precision": "32-true"}
 

@@ -18,6 +18,8 @@ from fl_lightning import (
     Segmentation,
 )
 
+pytestmark = pytest.mark.first_steps
+
 EVALUATED = {"limit_val_batches": 1.0, "num_sanity_val_steps": 1}
 WAY_OUT = (
     "make the model with 3 outputs (fl_lightning.models.library_model does so for a function of torchvision), "
