@@ -1,5 +1,6 @@
 """Tables in CSV and parquet files."""
 
+import csv
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import nan
@@ -89,6 +90,7 @@ def _read(path: Path) -> Any:
             table = typed.astype(object).where(typed.notna(), "").map(str)
             table.index += 1
         else:
+            _check_lengths(path)
             lines = pd.read_csv(
                 path,
                 header=None,
@@ -115,6 +117,16 @@ def _read(path: Path) -> Any:
         )
     table.columns = [str(name).strip() for name in table.columns]
     return table.apply(lambda column: column.str.strip())
+
+
+def _check_lengths(path: Path) -> None:
+    # pandas would fill a line that lost a comma, so that its values are of other columns
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file, skipinitialspace=True)
+        columns = len(next(rows, []))
+        for row in rows:
+            if len(row) != columns:
+                raise ValueError(f"line {rows.line_num} has {len(row)} values for {columns} columns")
 
 
 def _place(path: Path, values: Any, rows: Any) -> str:

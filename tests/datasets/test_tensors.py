@@ -217,11 +217,11 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": "short.csv", "targets": "outcome"},
-            r"data.targets: line 3 of short.csv has no outcome; fill in a value",
+            r"data.features: short.csv cannot be read as a table \(line 3 has 1 values for 2 columns\); write a header",
         ),
         (
             {"features": "long.csv", "targets": "outcome"},
-            r"data.features: long.csv cannot be read as a table \(.*2 fields in line 3, saw 3\); write a header",
+            r"data.features: long.csv cannot be read as a table \(line 3 has 3 values for 2 columns\); write a header",
         ),
         ({"features": "empty.csv", "targets": "outcome"}, r"empty.csv cannot be read as a table .*; write a"),
         ({"features": "bytes.csv", "targets": "outcome"}, r"bytes.csv cannot be read as a table \('utf-8"),
