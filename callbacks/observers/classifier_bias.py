@@ -89,6 +89,7 @@ class ClassifierBias(FederatedCallback):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Forget the models of an earlier run, unless the run is resumed."""
+        pl_module.require_outputs("ClassifierBias")
         if not pl_module.trainer.current_epoch:
             self.models = []
 

@@ -7,7 +7,7 @@ from statistics import fmean, pvariance
 import lightning as L
 
 from fl_lightning import FederatedCallback, FederatedModule, Report, Table
-from fl_lightning.methods import evaluate_client
+from fl_lightning.methods import evaluate_client, formatted
 
 
 class ClientEvaluation(Report, FederatedCallback):
@@ -59,7 +59,7 @@ class ClientEvaluation(Report, FederatedCallback):
             known = [metrics[metric] for metrics in self.values.values() if metric in metrics]
             if known:
                 worst = sorted(known, reverse=direction == "min")[: ceil(len(known) / 10)]
-                name = f"{split}/client_{metric}"
+                name = pl_module.metric_name(split, formatted("client_{}", metric))
                 pl_module.log(name, fmean(known))
                 pl_module.log(f"{name}_worst", fmean(worst))
                 pl_module.log(f"{name}_variance", pvariance(known))

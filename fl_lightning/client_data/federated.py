@@ -137,9 +137,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     :meth:`setup`. The shipped data sets are such subclasses.
 
     Args:
-        clients: One data module per client. The loader from ``train_dataloader()`` must have a
-            length.
-        server: Data module of the server's validation and test data.
+        clients: One data module per client, as a sequence or by the client's name. The loader from
+            ``train_dataloader()`` must have a length.
+        server: Data module of the server's validation and test data. Without it, a LightningModule
+            with a ``training_step`` is evaluated on each client's own data, and the means over the
+            clients are logged.
         seed: Seed for the partition, the order and the augmentation of the data.
 
     Attributes:
@@ -157,6 +159,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         scaled_by_training: Whether evaluation data are scaled by the mean and standard deviation of
             the clients' training samples.
         client_names: Names of the clients, in the order of their ids; empty if they have no names.
+        evaluates_clients: Whether the evaluation data are the clients' own. A run of a
+            LightningModule sets this attribute if there is no server.
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
 
     Raises:
@@ -180,15 +184,18 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     scaled_by_training: bool = False
     client_names: Sequence[str] = ()
     loaded: str | None = None
+    evaluates_clients: bool = False
 
     def __init__(
         self,
-        clients: Sequence[L.LightningDataModule] = (),
+        clients: Sequence[L.LightningDataModule] | Mapping[str, L.LightningDataModule] = (),
         server: L.LightningDataModule | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self._clients = list(clients)
+        if isinstance(clients, Mapping):
+            self.client_names = list(clients)
+        self._clients = list(clients.values() if isinstance(clients, Mapping) else clients)
         _refuse_hooks({f"clients[{number}]": client for number, client in enumerate(self._clients)})
         _refuse_hooks({"server": server} if server else {})
         self._batches: dict[int, LoaderBatches] = {}
@@ -219,6 +226,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         """Set up the server's data once per stage. For ``"fit"``, also set up the clients."""
         if stage in self._prepared:
             return
+        for datamodule in (*self._clients, *([self.server] if self.server else [])):
+            datamodule.trainer = self.trainer
         if self.server is not None:
             self.server.setup(stage)
         if stage == "fit":
@@ -239,6 +248,10 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return self._of_server("test_dataloader")
 
     def _of_server(self, loader: str) -> Any:
+        if self.evaluates_clients:
+            split = loader.partition("_")[0]
+            own = (self.own_dataloader(client, split) for client in range(self.num_clients))
+            return [loader for loader in own if loader is not None]
         return getattr(self.server, loader)() if self.server and is_overridden(loader, self.server) else []
 
     def predict_dataloader(self) -> Any:

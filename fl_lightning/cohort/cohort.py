@@ -43,6 +43,8 @@ class Cohort:
         copies: Number of processes on this machine, each of which holds all rows.
         parts: Parts of the model that a policy treats separately (see
             ``fl_lightning.cohort.parts``).
+        groups: Parameter group of each parameter. Default:
+            :func:`~fl_lightning.cohort.rows.parameter_groups`.
 
     Raises:
         ConfigurationError: The rows need more memory than the device has.
@@ -93,10 +95,12 @@ class Cohort:
         parameter_groups: GroupSettings,
         copies: int = 1,
         parts: Sequence[str] = (),
+        groups: Mapping[str, str] | None = None,
     ) -> None:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         check_room([*parameters.values(), *parameters.values(), *buffers.values()], num_clients, copies)
-        self.params = Rows.empty(parameter_layout(model, parameter_groups, parts), parameters, num_clients)
+        layout = parameter_layout(model, parameter_groups, parts, groups)
+        self.params = Rows.empty(layout, parameters, num_clients)
         self.grads = self.params.zeros_like()
         self.buffers = Rows.empty(buffer_layout(model, parts), buffers, num_clients)
         self.client_ids: list[int] = []

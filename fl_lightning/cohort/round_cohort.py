@@ -52,6 +52,8 @@ class RoundCohort(Cohort):
         parameter_groups: Settings of the client optimizer for each parameter group. Default: empty.
         ranks: The ranks that share the clients. Default: a single rank.
         parts: Parts of the model that a policy treats separately. Default: no parts.
+        groups: Parameter group of each parameter. Default:
+            :func:`~fl_lightning.cohort.rows.parameter_groups`.
 
     Attributes:
         parameter_groups: Settings of the client optimizer for each parameter group.
@@ -70,9 +72,10 @@ class RoundCohort(Cohort):
         parameter_groups: GroupSettings | None = None,
         ranks: Ranks | None = None,
         parts: Sequence[str] = (),
+        groups: Mapping[str, str] | None = None,
     ) -> None:
         self.ranks, self.parts = ranks or Ranks(), tuple(parts)
-        super().__init__(model, num_clients, parameter_groups or {}, self.ranks.here, self.parts)
+        super().__init__(model, num_clients, parameter_groups or {}, self.ranks.here, self.parts, groups)
         share = self.ranks.share(num_clients)
         self.own_rows = slice(share.start, share.stop)
         self._completed: set[str] = set()

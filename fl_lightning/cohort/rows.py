@@ -195,7 +195,12 @@ def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, st
     return groups
 
 
-def parameter_layout(model: nn.Module, overrides: GroupSettings, parts: Sequence[str] = ()) -> Layout:
+def parameter_layout(
+    model: nn.Module,
+    overrides: GroupSettings,
+    parts: Sequence[str] = (),
+    groups: Mapping[str, str] | None = None,
+) -> Layout:
     """Return the blocks of a model's trainable parameters by name.
 
     Parameters are in the same block if they have the same parameter group, parts and dtype.
@@ -205,8 +210,9 @@ def parameter_layout(model: nn.Module, overrides: GroupSettings, parts: Sequence
         overrides: Settings of the client optimizer for each parameter group.
         parts: Parts of the model that a policy treats separately (see
             ``fl_lightning.cohort.parts``).
+        groups: Parameter group of each parameter. Default: :func:`parameter_groups`.
     """
-    groups, within = parameter_groups(model, overrides), match_parts(model, parts)
+    groups, within = groups or parameter_groups(model, overrides), match_parts(model, parts)
     return _layout(dict(model.named_parameters()), parameter_kinds(model), groups, within)
 
 

@@ -1,7 +1,7 @@
 """Base class of executors, which compute the losses and gradients of a local step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -58,6 +58,12 @@ class ClientTask(Protocol):
 
     def client_loss(self, batch: Any) -> Tensor:
         """Return a client's loss on a batch as a scalar."""
+
+    def logged(self) -> dict[str, Tensor]:
+        """Return the values that the last ``client_loss`` has logged."""
+
+    def keep_logged(self, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
+        """Keep the values that clients have logged in a local step, ``[len(clients)]`` by name."""
 
 
 class Executor(Recorded, ABC):

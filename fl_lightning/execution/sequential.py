@@ -88,9 +88,11 @@ class SequentialExecutor(Executor):
         state = cohort.row_state(row)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
+            logged = {name: value[None] for name, value in module.logged().items()}
             # compute gradients in this block: hooks and checkpointed layers need the client's state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
         cohort.take_up(row, updated)  # update after the backward pass, which may need the old tensors
         cohort.put_gradients(row, gradients)
+        module.keep_logged([cohort.client_ids[row]], logged)
         return loss.detach()

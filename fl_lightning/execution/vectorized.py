@@ -113,18 +113,18 @@ class VectorizedExecutor(Executor):
 
         def losses_and_buffers(
             params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
-        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
             with slots.filled({**params, **buffers}):
                 loss, objective = client_losses(module, batch)
                 if objective is not loss and not self._in_blocks:
                     raise ConfigurationError(
                         f"add_loss: {self.user} cannot have loss terms of layers; leave out the term or the method"
                     )
-                return loss, objective, slots.read(buffers)
+                return loss, objective, slots.read(buffers), module.logged()
 
         versions = {name: value._version for name, value in params.items()}
         with _numeric_momentum(module.model, buffers), StackedBatchNorm():
-            losses, objectives, updated = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
+            losses, objectives, updated, logged = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
         try:  # hooks and checkpointed layers, which run here, may not support vmap
             gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
@@ -145,6 +145,7 @@ class VectorizedExecutor(Executor):
             cohort.grads.write(index, block, filled)
         for block in cohort.buffers.layout:
             cohort.buffers.write(index, block, updated)
+        module.keep_logged([cohort.client_ids[row] for row in rows], logged)
         return losses.detach()
 
 

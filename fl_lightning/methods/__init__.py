@@ -9,6 +9,7 @@ from fl_lightning.methods.own_data import (
     adapt_statistics,
     evaluate_client,
     evenly_spaced,
+    formatted,
     mean_metrics,
     weighed_accuracy,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "evaluate_client",
     "evenly_spaced",
     "fine_tuned",
+    "formatted",
     "joined_statistics",
     "mean_metrics",
     "measured_statistics",

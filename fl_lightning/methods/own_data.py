@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,8 @@ def adapted_state(
     """
 
     def inputs() -> Iterator[Any]:
-        for batch in loader:
+        parts = loader if isinstance(loader, list) else [loader]  # the loaders of all clients
+        for batch in chain.from_iterable(parts):
             batch = pl_module.on_device(batch)
             batch = batch[0] if isinstance(batch, list | tuple) else batch
             # copy: autograd rejects tensors that a loader has cached in inference mode
@@ -106,7 +108,7 @@ def evaluate_client(
     Returns:
         The known metrics by name, and whether an output was not finite.
     """
-    evaluation = ServerEvaluation()
+    evaluation = pl_module.new_evaluation()
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
         loader = pl_module.data.own_dataloader(client, split)
         for batch in () if loader is None else loader:
@@ -118,16 +120,25 @@ def evaluate_client(
     return {} if accuracy is None else {pl_module.task.class_metric: accuracy}, False
 
 
-def mean_metrics(clients: Sequence[Mapping[str, float]], names: Iterable[str], form: str) -> dict[str, float]:
+def mean_metrics(
+    clients: Sequence[Mapping[str, float]], names: Iterable[str] | None, form: str
+) -> dict[str, float]:
     """Return the mean of each metric over the clients that have the metric.
 
     Args:
         clients: Metrics of each client, by name.
-        names: Names of the metrics.
+        names: Names of the metrics; None for all metrics.
         form: Format of the names in the result, such as ``"own_{}"``.
     """
+    names = [name for metrics in clients for name in metrics] if names is None else names
     known = {name: [metrics[name] for metrics in clients if name in metrics] for name in names}
-    return {form.format(name): sum(values) / len(values) for name, values in known.items() if values}
+    return {formatted(form, name): sum(values) / len(values) for name, values in known.items() if values}
+
+
+def formatted(form: str, name: str) -> str:
+    """Return a metric's name in a format: ``"own_{}"`` and ``"val/acc"`` give ``"val/own_acc"``."""
+    place, slash, last = name.rpartition("/")
+    return place + slash + form.format(last)
 
 
 def evenly_spaced(count: int | None, total: int) -> list[int]:

@@ -97,6 +97,7 @@ class PersonalEvaluation(VariantEvaluation):
         evaluated, task = pl_module.ranks.map(own_metrics, evaluations), pl_module.task
         pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
         personal = [evaluation.metrics for evaluation in evaluations.values()]
-        names = dict.fromkeys([task.quality, *task.measured, task.class_metric])
+        known = dict.fromkeys([task.quality, *task.measured, task.class_metric])
+        names = None if pl_module.client_module else known
         own = mean_metrics([metrics for metrics, _ in evaluated], names, "own_{}")
         return mean_metrics(personal, names, "personal_{}") | own

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -132,7 +133,8 @@ def _evaluation_sums(pl_module: "FederatedModule", split: str) -> list[dict[str,
     with _measuring(pl_module, forward, total=True) as measure:
 
         def measured() -> list[dict[str, Sums]]:
-            batches = enumerate(getattr(pl_module.data, f"{split}_dataloader")())
+            loader = getattr(pl_module.data, f"{split}_dataloader")()
+            batches = enumerate(chain.from_iterable(loader) if isinstance(loader, list) else loader)
             return [measure(index, [batch]) for index, batch in batches if index % ranks.size == ranks.rank]
 
         by_rank = ranks.exchange(measured)

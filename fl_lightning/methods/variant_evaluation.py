@@ -16,9 +16,10 @@ from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.methods.callback import FederatedCallback
-from fl_lightning.methods.own_data import Adaptation, adapted_state, evaluate_client, mean_metrics
+from fl_lightning.methods.own_data import Adaptation, adapted_state, evaluate_client, formatted, mean_metrics
 from fl_lightning.randomness import permutation
 from fl_lightning.round.evaluation import ServerEvaluation, finish_together
+from fl_lightning.round.module_evaluation import ModuleEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
@@ -81,7 +82,7 @@ class VariantEvaluation(FederatedCallback):
             accuracy of each variant.
         """
         return {
-            f"{metric}_{name}": value
+            formatted(f"{{}}_{name}", metric): value
             for name, evaluation in evaluations.items()
             for metric, value in evaluation.metrics.items()
         }
@@ -106,7 +107,7 @@ class VariantEvaluation(FederatedCallback):
         for tensors in self._tensors.values():
             pl_module.refuse_merged(type(self).__name__, tensors)
         self._batches = 0
-        self._evaluations = {name: ServerEvaluation() for name in self._tensors}
+        self._evaluations = {name: pl_module.new_evaluation() for name in self._tensors}
 
     def on_validation_batch_end(
         self,
@@ -119,7 +120,8 @@ class VariantEvaluation(FederatedCallback):
     ) -> None:
         """Evaluate every variant on a batch, except for variants with batch statistics."""
         self._batches = batch_idx + 1
-        self._divide(pl_module, batch, batch_idx, with_batch_statistics=False)
+        if pl_module.client_module is None:
+            self._divide(pl_module, batch, batch_idx, with_batch_statistics=False)
 
     def _divide(
         self, pl_module: "FederatedModule", batch: Any, batch_idx: int, *, with_batch_statistics: bool
@@ -134,7 +136,9 @@ class VariantEvaluation(FederatedCallback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
         """Evaluate the variants with batch statistics, and log the metrics of all variants."""
         split = "test" if trainer.testing else pl_module.data.fit_split
-        if any(tensors is BATCH_STATISTICS for tensors in self._tensors.values()):
+        if pl_module.client_module is not None:
+            self._evaluate_by_module(pl_module, split)
+        elif any(tensors is BATCH_STATISTICS for tensors in self._tensors.values()):
             with isolate_rng():
                 batches = mixed_batches(getattr(pl_module.data, f"{split}_dataloader")(), self._batches)
                 for index, batch in enumerate(batches):
@@ -146,8 +150,25 @@ class VariantEvaluation(FederatedCallback):
         for name, adapt in self._adaptations.items():
             metrics |= self._adapted_to_clients(pl_module, split, name, adapt)
         for name, value in metrics.items():
-            pl_module.log(f"{split}/{name}", value)
+            pl_module.log(pl_module.metric_name(split, name), value)
         del self._adaptations, self._tensors, self._evaluations, self._slots
+
+    def _evaluate_by_module(self, pl_module: "FederatedModule", split: str) -> None:
+        """Evaluate one variant after the other, as a LightningModule may collect values over all batches."""
+        pl_module.evaluation.finish()
+
+        def metrics_of(name: str) -> dict[str, float]:
+            evaluation, tensors = pl_module.new_evaluation(), self._tensors[name]
+            assert isinstance(evaluation, ModuleEvaluation)
+            loader = getattr(pl_module.data, f"{split}_dataloader")()
+            if tensors is BATCH_STATISTICS and not isinstance(loader, list):
+                loader = mixed_batches(loader, self._batches)
+            return evaluation.all_batches(loader, partial(self.evaluate, pl_module, tensors))
+
+        with isolate_rng():
+            found = pl_module.ranks.map(metrics_of, self._tensors)
+        for evaluation, metrics in zip(self._evaluations.values(), found, strict=True):
+            evaluation.metrics = metrics
 
     def _adapted_to_clients(
         self, pl_module: "FederatedModule", split: str, name: str, adapt: Adaptation
@@ -167,7 +188,8 @@ class VariantEvaluation(FederatedCallback):
 
         evaluated = pl_module.ranks.map(own, range(pl_module.data.num_clients))
         pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
-        names = (pl_module.task.quality, *pl_module.task.measured)
+        task = pl_module.task
+        names = None if pl_module.client_module else (task.quality, *task.measured)
         return mean_metrics([metrics for metrics, _ in evaluated], names, f"own_{{}}_{name}")
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # a run's module has this type

@@ -9,17 +9,8 @@ from fl_lightning.errors import ConfigurationError
 def check_layers(model: nn.Module) -> None:
     """Raise a ``ConfigurationError`` if clients cannot train a layer.
 
-    This is a lazy layer, an embedding with sparse gradients, or a LightningModule with a training step.
+    This is a lazy layer, or an embedding with sparse gradients.
     """
-    network = getattr(model, "_orig_mod", model)  # torch.compile wraps the model
-    kinds = type(network).__mro__
-    owner = next((kind.__name__ for kind in kinds if "training_step" in vars(kind)), None)
-    # compare names: the package pytorch_lightning has the same class once more
-    if owner and "LightningModule" in {kind.__name__ for kind in kinds} - {owner}:
-        raise ConfigurationError(
-            f"model: {type(network).__name__} overrides LightningModule.training_step, which clients never call; give its "
-            "network as model, its loss as loss and its optimizer as client_optimizer"
-        )
     for name, layer in model.named_modules():
         lazy = any(map(is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False))))
         sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse

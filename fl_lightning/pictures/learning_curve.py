@@ -47,9 +47,10 @@ def learning_curve_figure(
         title: Lines of the title.
         quality: Name of the main metric, for a task that the user has defined. If its values lie in
             [0, 1], the axis starts at 0.
-        further: Names of further metrics to draw if the rows contain them.
+        further: Names of further metrics to draw if the rows contain them. The name may include a
+            prefix, such as ``val/``.
     """
-    known = {name.partition("/")[2] for row in rows for name in row}
+    known = {part for row in rows for name in row for part in (name, name.partition("/")[2])}
     words = {quality: quality.replace("_", " ")} if quality else {}
     words |= qualities()
     further = [name for name in further if name not in words]
@@ -105,6 +106,10 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
 
 def _draw_metric(axes: "Axes", rows: Rows, metric: str, is_quality: bool) -> list[Series]:
     """Draw a metric's curve for each split that has the metric. Return the drawn values."""
+    if any(metric in row for row in rows):  # the full name of a LightningModule's metric
+        rounds, values = series(rows, metric)
+        label = f"{metric}: {values[-1]:.4f} after round {rounds[-1]:.0f}"
+        return [draw_curve(axes, rounds, values, SPLITS["val"][1], label)]
     drawn = []
     for split, (name, look) in SPLITS.items():
         # if clients keep local state, also draw the quality of the clients' models

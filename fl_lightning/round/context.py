@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_lightning.aggregation import Aggregator, StatisticsAggregator
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_module.client_module import ClientModule, ClientValues
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.execution.base import ClientTask, Executor
@@ -26,6 +27,7 @@ class RunContext(ClientTask, Protocol):
     Settings, such as ``weighting``, are described in ``FederatedModule``.
 
     Attributes:
+        client_module: Hooks of the model, if it is a LightningModule with a ``training_step``.
         statistics: Rule that combines the clients' running statistics.
         total_rounds: Planned number of rounds; None before round 1.
         plan: Clients that take part in each round, and their local steps; set by ``setup("fit")``.
@@ -36,6 +38,7 @@ class RunContext(ClientTask, Protocol):
             mode are not included.
     """
 
+    client_module: ClientModule | None
     executor: Executor
     aggregator: Aggregator
     statistics: StatisticsAggregator
@@ -91,6 +94,18 @@ class RunContext(ClientTask, Protocol):
 
         ``indices`` are the positions of the clients in the cohort.
         """
+
+    def begin_steps(self, cohort: RoundCohort) -> None:
+        """Set the settings of the client optimizer that a schedule over local steps changes."""
+
+    def end_steps(self, cohort: RoundCohort) -> None:
+        """Call ``on_train_batch_end`` of a client's LightningModule after each client's local step."""
+
+    def logged_by_clients(self) -> ClientValues:
+        """Return the values that the clients of this rank have logged in the round."""
+
+    def merge_logged(self, clients: Sequence[int], of_ranks: Sequence[ClientValues]) -> None:
+        """Combine the values that clients of all ranks have logged."""
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
         """Return the batches of some clients at a local step, according to ``plan``."""

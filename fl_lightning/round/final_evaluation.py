@@ -15,8 +15,9 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
         module: The trained module.
     """
     trainer, data = module.trainer, module.data
-    metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
-    measured = {f"val/{name}": value for name, value in module.evaluation.metrics.items()}
+    own = module.client_module.evaluated if module.client_module else set()
+    metrics = {n: value for n, value in module.metrics.items() if n.startswith("val/") or n in own}
+    measured = {module.metric_name("val", n): value for n, value in module.evaluation.metrics.items()}
     # a finished run that is resumed has its checkpoint's metrics, but has not evaluated the model
     known = measured and measured.items() <= metrics.items()
     evaluations = []

@@ -74,6 +74,7 @@ def check_first_steps(run: RunContext) -> None:
         batches = [run.planned_batches(plan, clients, min(step, last)) for step in range(2)]
         with _restored(run):
             rate = _by_executor(run, cohort, batches)
+            _refuse_kept(run)
             _refuse_changed(run.model, before)
         for row in range(len(clients)):
             with _restored(run):
@@ -172,6 +173,17 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
 
 
+def _refuse_kept(run: RunContext) -> None:
+    """Refuse attributes in which a step that computes several clients at once has kept tensors."""
+    for part in run.model.modules():
+        for name, value in vars(part).items():
+            if any(isinstance(leaf, Tensor) and is_batchedtensor(leaf) for leaf in tree_leaves(value)):
+                raise ConfigurationError(
+                    f"model: {type(part).__name__} keeps a tensor of a step in the attribute {name!r}, which {type(run.executor).__name__} "
+                    "cannot do for several clients at once; use SequentialExecutor"
+                )
+
+
 def _refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -236,6 +248,7 @@ def _exact(leaf: Any) -> Any:
 
     Only the type counts of modules, whose tensors each client has, and of objects of the framework.
     """
+    leaf = getattr(leaf, "__self__", leaf)  # of a bound method
     home = type(leaf).__module__.partition(".")[0]
     if isinstance(leaf, nn.Module) or home in ("fl_lightning", "lightning", "torch", "torchmetrics"):
         return type(leaf)

@@ -21,6 +21,8 @@ from fl_lightning.batch_norm.layers import batch_norm_layers, refuse_synchronise
 from fl_lightning.batch_norm.swapping import evaluating, overriding_train, restore_batch_norm
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_module.client_module import ClientModule, ClientValues, client_module_of
+from fl_lightning.client_module.logged_values import LoggedValues
 from fl_lightning.cohort.client_memory import locate, saved
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
@@ -28,6 +30,7 @@ from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.choice import Choice, choose_executor, decide_compilation
+from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.models.checks import check_layers
 from fl_lightning.models.dropout import convert_dropout
@@ -45,6 +48,7 @@ from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.metrics import MetricSetting, check_names, keep_states_apart, make_metrics
+from fl_lightning.round.module_evaluation import ModuleEvaluation, ModuleTask
 from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
 from fl_lightning.round.policy import check_together, declared_parts, resolve_policy
@@ -69,9 +73,12 @@ class FederatedModule(Recorded, L.LightningModule):
     :class:`~fl_lightning.methods.callback.FederatedCallback`.
 
     Args:
-        model: The server's model; every client trains a copy.
+        model: The server's model; every client trains a copy. A LightningModule with a
+            ``training_step`` brings its own loss, metrics and optimizer, see
+            docs/lightning-module.md.
         client_optimizer: Function that makes the client optimizer from parameters. The function is
-            called in each round.
+            called in each round. A LightningModule with a ``training_step`` has no such argument:
+            its ``configure_optimizers`` is used.
         server_optimizer: Function that makes the server optimizer. Default: ``SGD(lr=1)``.
         local_steps: Number E of local steps of each client in a round. Set either ``local_steps``
             or ``local_epochs``.
@@ -148,7 +155,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def __init__(
         self,
         model: nn.Module,
-        client_optimizer: OptimizerCallable,
+        client_optimizer: OptimizerCallable | None = None,
         server_optimizer: OptimizerCallable | None = None,
         local_steps: int | None = None,
         local_epochs: int | None = None,
@@ -181,6 +188,7 @@ class FederatedModule(Recorded, L.LightningModule):
                 f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
             )
         check_layers(model)
+        client_module: ClientModule | None = client_module_of(model)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
@@ -197,8 +205,20 @@ class FederatedModule(Recorded, L.LightningModule):
         check_local_work(local_steps, local_epochs, budget_epochs, participation)
         if bn_momentum is not None:
             set_momentum(model, bn_momentum)
-        check_elementwise(client_optimizer)
-        check_overrides(client_optimizer, parameter_groups or {})
+        given: dict[str, Any] = {"client_optimizer": client_optimizer, "parameter_groups": parameter_groups}
+        given |= {"client_lr_schedule": client_lr_schedule, "loss": loss, "task": task, "metrics": metrics}
+        if client_module is not None:
+            for setting in (name for name, value in given.items() if value):
+                raise ConfigurationError(
+                    f"{setting}: {type(model).__name__} has a training_step and a configure_optimizers of its own, which "
+                    "decide this; leave the setting out"
+                )
+            client_optimizer, task = client_module.make_optimizer, ModuleTask()
+        elif client_optimizer is None:
+            raise ConfigurationError("client_optimizer: give one, such as partial(torch.optim.SGD, lr=0.1)")
+        else:
+            check_elementwise(client_optimizer)
+            check_overrides(client_optimizer, parameter_groups or {})
         convert_dropout(model)
         self.automatic_optimization = False
         self.model = model
@@ -213,7 +233,9 @@ class FederatedModule(Recorded, L.LightningModule):
         self.statistics = StatisticsAggregator(statistics_aggregator or self.aggregator, statistics_domain)
         self.weighting = weighting
         self.task = task or Classification(-100 if (label := ignored_label(loss)) is None else label)
-        self.loss = loss or self.task.loss
+        self.client_module = client_module
+        own_step: Any = client_module and client_module.module.training_step
+        self.loss = loss or own_step or self.task.loss
         self.task_metrics = check_names(metrics or {}, self.task)
         self.client_lr_schedule = client_lr_schedule
         self.parameter_groups = parameter_groups or {}
@@ -232,12 +254,11 @@ class FederatedModule(Recorded, L.LightningModule):
         self.total_rounds: int | None = None
         self.record = RunRecord()
         self.clock = RoundClock()
-        self.evaluation = ServerEvaluation()
+        self.evaluation = self.new_evaluation()
         self.label_weights = LabelWeights(loss, self.task)
         usual = (type(self).evaluate_batch, type(self).client_loss)
-        self.output_check = OutputCheck(
-            usual == (FederatedModule.evaluate_batch, FederatedModule.client_loss)
-        )
+        own = usual != (FederatedModule.evaluate_batch, FederatedModule.client_loss)
+        self.output_check = OutputCheck(not own and client_module is None)
         self.executor_choice: Choice | None = None
         self.communication = Communication()
         self.accept_data = False
@@ -334,7 +355,8 @@ class FederatedModule(Recorded, L.LightningModule):
             policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
             made_for, cohort = (len(clients), self.parameter_groups, self.parts), self._cohort
             if cohort is None or (len(cohort), cohort.parameter_groups, cohort.parts) != made_for:
-                cohort = RoundCohort(self.model, *made_for[:2], self.ranks, self.parts)
+                groups = self.client_module.optimizer.groups if self.client_module else None
+                cohort = RoundCohort(self.model, *made_for[:2], self.ranks, self.parts, groups)
             cohort.broadcast(
                 round_number=self.round,
                 client_ids=clients,
@@ -358,6 +380,8 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
         """Return the batches of some clients at a local step, according to ``plan``."""
+        if self.client_module is not None:
+            self.client_module.local_step = step
         sources = plan.sources(clients, self.round, step)
         batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
@@ -367,8 +391,48 @@ class FederatedModule(Recorded, L.LightningModule):
 
         Override this method if batches are not pairs (inputs, targets).
         """
+        if self.client_module is not None:
+            return self.client_module.loss(batch)
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
+
+    def logged(self) -> dict[str, Tensor]:
+        """Return the values that a LightningModule's last ``training_step`` has logged."""
+        return {} if self.client_module is None else self.client_module.logged()
+
+    def keep_logged(self, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
+        """Keep the values that clients have logged in a local step."""
+        if self.client_module is not None:
+            self.client_module.keep(clients, logged)
+
+    def begin_steps(self, cohort: RoundCohort) -> None:
+        """Set the settings of the client optimizer that a LightningModule's schedulers change."""
+        if self.client_module is not None:
+            steps = self.client_module.local_steps
+            scheduled = self.client_module.optimizer.scheduled(self.round - 1, steps, cohort.step)
+            for block, settings in cohort.optimizer_groups.items() if scheduled else ():
+                settings.update(scheduled[cohort.params.layout[block].group])
+
+    def end_steps(self, cohort: RoundCohort) -> None:
+        """Call ``on_train_batch_end`` of a LightningModule after each client's local step."""
+        for client, call in self.client_module.steps_that_ended() if self.client_module else ():
+            row = cohort.client_ids.index(client)
+            tensors = cohort.row_state(row).tensors
+            with self.slots.filled(tensors):
+                call()
+                updated = self.slots.read(tensors)
+            cohort.take_up(row, updated)
+
+    def logged_by_clients(self) -> ClientValues:
+        """Return the values that the clients of this rank have logged in the round."""
+        return {} if self.client_module is None else self.client_module.sent()
+
+    def merge_logged(self, clients: Sequence[int], of_ranks: Sequence[ClientValues]) -> None:
+        """Combine the values that clients of all ranks have logged, in order of the clients."""
+        if self.client_module is not None:
+            # a rank without clients computes a client of the first rank again
+            logged = {client: x for part in reversed(of_ranks) for client, x in part.items()}
+            self.client_module.merge([logged[client] for client in clients if client in logged])
 
     def weight_share(self, cohort: Cohort) -> float:
         """Return the cohort's share of the total weight of all clients.
@@ -395,10 +459,24 @@ class FederatedModule(Recorded, L.LightningModule):
         """Return the server optimizer for the trainable parameters."""
         return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
+    def prepare_data(self) -> None:
+        """Let a LightningModule prepare its data."""
+        if self.client_module is not None:
+            self.client_module.call("prepare_data")
+
+    def configure_callbacks(self) -> Any:
+        """Return the callbacks of a LightningModule."""
+        return [] if self.client_module is None else self.client_module.call("configure_callbacks")
+
     def setup(self, stage: str) -> None:
         """Convert weights to the run's precision, plan rounds, and let methods replace layers."""
         # correct the rank, because Lightning uses a scheduler's rank even for separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
+        if self.client_module is not None:
+            self.client_module.attach(self)
+            self.data.evaluates_clients = self.data.server is None
+            self.client_module.call("setup", stage)
+            self.client_module.call("configure_model")
         hooks.extend_model(self.model, self.federated_callbacks, self.seed)
         # convert before a checkpoint is loaded, because float32 tensors would round float64 weights
         self.trainer.precision_plugin.convert_module(self)
@@ -456,6 +534,8 @@ class FederatedModule(Recorded, L.LightningModule):
         if self.initial_weights is not None and self.total_rounds is None:
             self.print(load_weights(self.model, self.initial_weights))
         rounds = self._fix_rounds()
+        if self.client_module is not None:
+            self._configure_client_module(self.client_module)
         self._parts = declared_parts(self.model, self.federated_callbacks, rounds)
         if not self.record.samples:
             refuse_trained(method for method in self.federated_callbacks if method.state_dict())
@@ -466,7 +546,15 @@ class FederatedModule(Recorded, L.LightningModule):
         clients, steps = usual.trained(1)
         if self.chooses_executor:
             self.executor.close()  # a failed fit may not have closed the executor
-            self.executor_choice = choose_executor(self, len(clients))
+            alone = self.client_module and self.client_module.one_by_one
+            self.executor_choice = (
+                Choice(
+                    SequentialExecutor(),
+                    f"one client after the other: {alone} of {type(self.model).__name__}",
+                )
+                if alone
+                else choose_executor(self, len(clients))
+            )
             self.executor = self.executor_choice.executor
         self.record.compiled = decide_compilation(
             self,
@@ -485,22 +573,33 @@ class FederatedModule(Recorded, L.LightningModule):
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
         self.output_check.before_training(self)
+        self._call_own("on_train_start")
         self.record.data = self.record.data or self.data.fingerprint()
         if self.check_first_steps:
-            self.ranks.exchange(lambda: check_first_steps(self))
+            self.ranks.exchange(self._check_first_steps)
 
     def on_train_epoch_start(self) -> None:
         """Request an evaluation in the last round, whatever ``check_val_every_n_epoch`` is."""
+        if self.client_module is not None:
+            self.client_module.start_round()
+            self.client_module.call("on_train_epoch_start")
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1
 
     def on_train_epoch_end(self) -> None:
         """Pass the round's metrics to the loggers. Lightning saves a checkpoint afterwards."""
+        if self.client_module is not None:
+            self.client_module.call("on_train_epoch_end")
+            values, shown = self.client_module.end_round()
+            self.ranks.agree(lambda: {"logged values": values}, f"round {self.round}")
+            for is_shown in (False, True):
+                self.log_numbers({n: x for n, x in values.items() if (n in shown) == is_shown}, is_shown)
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def on_fit_end(self) -> None:
         """Restore the train mode and the original forward pass of the BN layers."""
+        self._call_own("on_fit_end")
         for layer in self.tracking_layers:
             layer.train()
         self._modes = {}
@@ -510,6 +609,9 @@ class FederatedModule(Recorded, L.LightningModule):
     def teardown(self, stage: str) -> None:
         """Restore the train mode, and ``check_val_every_n_epoch``, which the last round may change."""
         self.on_validation_model_train()
+        if self.client_module is not None:
+            self.client_module.call("teardown", stage)
+            self.client_module.detach()
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
@@ -539,6 +641,8 @@ class FederatedModule(Recorded, L.LightningModule):
         """Save the planned number of rounds, the run's record and the methods' client state."""
         checkpoint["state_dict"] |= self.merged
         checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}))
+        if self.client_module is not None:
+            self.client_module.save(checkpoint)
         checkpoint["fl_lightning"] = {
             "total_rounds": self.total_rounds,
             "parts": self.parts,
@@ -561,6 +665,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.record.load_state_dict(state["record"])
         if self._trainer is not None:
             self._check_data(checkpoint["global_step"])
+        self._call_own("on_load_checkpoint", checkpoint)
 
     def _check_data(self, round_number: int) -> None:
         """Check that the run's data equal the data of the loaded checkpoint.
@@ -623,6 +728,8 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def on_device(self, batch: Any) -> Any:
         """Move a batch to this module's device, and convert it to the run's precision."""
+        if self.client_module is not None:
+            return self.client_module.transferred(self.trainer.precision_plugin.convert_input(batch))
         return self.trainer.precision_plugin.convert_input(move_data_to_device(batch, self.device))
 
     def forward(self, inputs: Any) -> Any:
@@ -636,23 +743,59 @@ class FederatedModule(Recorded, L.LightningModule):
         on only one rank, and the ranks share only ``evaluation``. Update your own metrics in
         ``validation_step``, which every rank calls for every batch.
         """
+        if self.client_module is not None:
+            if isinstance(evaluation, ModuleEvaluation):
+                evaluation.step(batch)
+            else:  # only the forward pass is wanted
+                self.client_module.evaluate("validation", batch, 0, None, LoggedValues())
+            return
         inputs, targets = batch
         self.output_check.check(self, outputs := self.model(inputs), targets)
         loss = self.loss(outputs, targets)
         targets, weights = self.label_weights.of(outputs, targets, self.task.ignored)
         evaluation.update(outputs, targets, loss, self.task, weights)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def new_evaluation(self) -> ServerEvaluation:
+        """Return an evaluation of this module's task."""
+        return (
+            ServerEvaluation() if self.client_module is None else ModuleEvaluation(self, self.client_module)
+        )
+
+    def metric_name(self, split: str, name: str) -> str:
+        """Return the full name of an evaluation's metric. A LightningModule's metrics keep their names."""
+        if self.client_module is None:
+            return f"{split}/{name}"
+        self.client_module.evaluated.add(name)
+        return name
+
+    def require_outputs(self, user: str) -> None:
+        """Raise a ``ConfigurationError`` if a LightningModule hides the outputs that ``user`` measures."""
+        if self.client_module is not None:
+            raise ConfigurationError(
+                f"{user}: measures class scores, which the validation_step of {type(self.model).__name__} does not return; leave it "
+                "out, or give the network itself as model.model"
+            )
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate the server model on a batch of evaluation data."""
         with isolate_rng():
-            self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
+            if isinstance(self.evaluation, ModuleEvaluation):
+                self.evaluation.step_of_loop(batch, batch_idx, dataloader_idx)
+            elif dataloader_idx:
+                raise ConfigurationError(
+                    "data: the server has several loaders of evaluation data; return one loader"
+                )
+            else:
+                self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate the server model on a batch of test data."""
-        self.validation_step(batch, batch_idx)
+        self.validation_step(batch, batch_idx, dataloader_idx)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Return the server model's outputs on a batch."""
+        if self.client_module is not None and self.client_module.overrides("predict_step"):
+            return self.client_module.predict(batch, batch_idx, dataloader_idx)
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def on_validation_model_eval(self) -> None:
@@ -698,15 +841,54 @@ class FederatedModule(Recorded, L.LightningModule):
             if self.trainer.num_sanity_val_steps == float("inf") and not self.trainer.global_step:
                 self.record.write(line, self.trainer.loggers)
         else:
-            self.log_dict(metrics, prog_bar=True)
+            self._log_evaluation(metrics)
             if self.trainer.state.fn == TrainerFn.FITTING:
                 self.log_numbers({"time/evaluation_s": time.perf_counter() - self._evaluation_started})
 
     def on_test_epoch_end(self) -> None:
         """Log the test metrics."""
-        self.log_dict(self._evaluated("test"), prog_bar=True)
+        self._log_evaluation(self._evaluated("test"))
+
+    def _log_evaluation(self, metrics: Mapping[str, float]) -> None:
+        shown = self.evaluation.shown if isinstance(self.evaluation, ModuleEvaluation) else set(metrics)
+        for name, value in metrics.items():
+            self.log(name, value, prog_bar=name in shown)
 
     def _evaluated(self, prefix: str) -> dict[str, float]:
         metrics = self.evaluation.finish()
         self.record.diverge(self.trainer.global_step, self.evaluation.diverged)
-        return {f"{prefix}/{name}": value for name, value in metrics.items()}
+        return {self.metric_name(prefix, name): value for name, value in metrics.items()}
+
+    def _call_own(self, hook: str, *args: Any) -> Any:
+        return None if self.client_module is None else self.client_module.call(hook, *args)
+
+    def _check_first_steps(self) -> None:
+        try:
+            check_first_steps(self)
+        except ConfigurationError as error:
+            chosen = self.chooses_executor and self.client_module and self.joint_method is None
+            if not chosen or type(self.executor) is SequentialExecutor:
+                raise
+            self.print(f"clients one after the other: {error}")
+            self.executor = SequentialExecutor()
+            check_first_steps(self)
+
+    def _configure_client_module(self, client: ClientModule) -> None:
+        """Take over the optimizer of a LightningModule, and freeze parameters that it leaves out."""
+        client.local_steps = max(map(self.plan.full_steps, range(self.data.num_clients)))
+        if not client.optimizer.groups:
+            raise ConfigurationError(
+                f"model: the optimizer of {type(self.model).__name__} has no trainable parameter"
+            )
+        check_elementwise(client.make_optimizer)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in client.optimizer.groups)
+        self.parameter_groups = client.optimizer.settings
+        reason = client.one_by_one
+        together = self.joint_method is not None or type(self.executor) is not SequentialExecutor
+        if (reason and together) or isinstance(self.executor, GraphExecutor):
+            raise ConfigurationError(
+                f"model.executor: {self.joint_method or type(self.executor).__name__} cannot compute {reason or 'what is logged in'} of "
+                f"{type(self.model).__name__} for several clients at once; use SequentialExecutor, or update metrics in validation_step only"
+            )
+        client.call("on_fit_start")

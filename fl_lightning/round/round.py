@@ -19,15 +19,16 @@ def communication_round(run: RunContext) -> None:
     cohort = run.start_round()
     run.call_hook("on_round_start", cohort)
     part = cohort.part()  # the clients that this rank computes
-    counts = run.ranks.exchange(lambda: take_local_steps(run, cohort, part))
+    of_ranks = run.ranks.exchange(lambda: (take_local_steps(run, cohort, part), run.logged_by_clients()))
     with run.clock.part("gather"):
-        samples = [number for count in counts for number in count]
+        samples = [number for counts, _ in of_ranks for number in counts]
         cohort.finish_steps(part, samples, weigh_samples=run.weighting == "samples")
         cohort = leave_out(run, cohort)
     run.call_hook("on_before_aggregate", cohort)
     with run.clock.part("aggregation"):
         seed_global(derive_seed(run.seed, "aggregation", cohort.round), run.device)
         cohort, failed = check_updates(run, cohort)
+        run.merge_logged(cohort.client_ids, [logged for _, logged in of_ranks])
         update_server(cohort, run.aggregator, run.statistics, strict=run.on_divergence == "error")
         mark_trained([run.model, *run.federated_callbacks])
     with isolate_rng():  # random numbers of hooks must not affect the server optimizer
@@ -62,6 +63,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
         run.call_hook("on_after_local_backward", part, step)
         with run.clock.part("optimizer"):
             part.take_step()
+        run.end_steps(part)
         run.call_hook("on_local_step_end", part, step)
         part.finish_step(step, last)
         # Lightning's own progress bars have no method local_step
@@ -75,6 +77,7 @@ def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
     """Compute gradients and new buffers of the clients that still take local steps."""
     if not (rows := cohort.begin_step(step)):
         return
+    run.begin_steps(cohort)
     place = f"round {cohort.round}, local step {step + 1}"
     with run.clock.part("data"), doing(place):
         batches = run.client_batches(cohort, rows, step)

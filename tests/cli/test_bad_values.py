@@ -224,7 +224,7 @@ TABLE = [
     ({"wandb": []}, "wandb: [] holds no settings such as wandb.mode"),
     ({"checkpoint": {"keep_rounds": 3}}, "checkpoint.keep_rounds: 3 is not valid; it takes list[int], null"),
     ({"model": [1]}, "model: [1] holds no settings such as model.model"),
-    ({"model": {}}, "the following arguments are required: model.model, model.client_optimizer"),
+    ({"model": {}}, "the following arguments are required: model.model"),
     ({"data": [1]}, "data: [1] is a list, not one class; " + DATA),
     ({"data": {}}, "model.model.init_args.num_classes: the data set does not define its num_classes; set model.model.init_args.num_classes, or num_classes in the data module"),
     ({"ckpt_path": ""}, "ckpt_path: '' is no path of a local or mounted file system; give another path"),

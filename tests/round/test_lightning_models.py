@@ -1,4 +1,4 @@
-"""A LightningModule with training code of its own is refused as the model. A LightningModule without such code is a network."""
+"""A LightningModule without a ``training_step`` is a network. One with a ``training_step`` brings its own optimizer."""
 
 import sys
 from copy import deepcopy
@@ -35,7 +35,7 @@ class Inherits(Trains):
 class OtherPackage(nn.Module):
     """The same base class of the package pytorch_lightning, which is not installed."""
 
-    LightningModule = type("LightningModule", (nn.Module,), {"training_step": lambda self: None})
+    LightningModule = type("LightningModule", (L.LightningModule,), {})
 
 
 class TrainsThere(OtherPackage.LightningModule):
@@ -47,25 +47,26 @@ class TrainsThere(OtherPackage.LightningModule):
         return 1.0
 
 
-WAY_OUT = (
-    "overrides LightningModule.training_step, which clients never call; give its network as model, its loss as loss and its "
-    "optimizer as client_optimizer"
-)
+OWN = "has a training_step and a configure_optimizers of its own, which decide this; leave the setting out"
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (Trains, "Trains"),
-        (Inherits, "Inherits"),
-        (TrainsThere, "TrainsThere"),
-        (lambda: FederatedModule(small_cnn(), SGD, local_steps=1), "FederatedModule"),
-    ],
-)
-def test_a_training_step_that_would_be_ignored_is_refused(make, name):
+@pytest.mark.parametrize("make", [Trains, Inherits, TrainsThere])
+def test_a_client_optimizer_beside_a_training_step_is_refused(make):
     with pytest.raises(ConfigurationError) as error:
         FederatedModule(make(), SGD, local_steps=1)
-    assert str(error.value) == f"model: {name} {WAY_OUT}"
+    assert str(error.value) == f"client_optimizer: {make.__name__} {OWN}"
+
+
+def test_a_federated_module_is_no_model():
+    with pytest.raises(
+        ConfigurationError, match="model: FederatedModule sets automatic_optimization = False"
+    ):
+        FederatedModule(FederatedModule(small_cnn(), SGD, local_steps=1), local_steps=1)
+
+
+def test_a_network_needs_a_client_optimizer():
+    with pytest.raises(ConfigurationError, match="client_optimizer: give one, such as"):
+        FederatedModule(small_cnn(), local_steps=1)
 
 
 def test_a_module_of_a_users_own_network_may_have_a_training_step():
@@ -98,12 +99,12 @@ class Lit(L.LightningModule):
 """
 
 
-def test_the_command_line_refuses_the_class(tmp_path, monkeypatch, capsys):
+def test_the_command_line_refuses_an_optimizer_beside_the_class(tmp_path, monkeypatch, capsys):
     (tmp_path / "lit.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
     line = message_of(capsys, lambda: run("--model.model", "lit.Lit"))
     sys.modules.pop("lit")
-    assert line == f"error: model: Lit {WAY_OUT}\n"
+    assert line == f"error: client_optimizer: Lit {OWN}\n"
 
 
 @pytest.mark.parametrize("executor", [None, VectorizedExecutor()])

@@ -130,11 +130,13 @@ class RoundWandbLogger(WandbLogger):
         self._run.config.update(config | columns, allow_val_change=True)
         self._run.define_metric("round")
         self._run.define_metric("*", step_metric="round")
+        rows = read_metrics(attempt.metrics)
         for name, metric in facts["metrics"].items():
-            for split in ("val", "test"):
+            own = any(name in row for row in rows)  # the full name of a LightningModule's metric
+            for full in (name,) if own else (f"val/{name}", f"test/{name}"):
                 best = f"{metric['best']},last"  # the default is the last value
-                self._run.define_metric(f"{split}/{name}", step_metric="round", summary=best)
-        for row in read_metrics(attempt.metrics):
+                self._run.define_metric(full, step_metric="round", summary=best)
+        for row in rows:
             self._log_row(row)
 
     def _log_row(self, row: Mapping[str, float]) -> None:

@@ -141,6 +141,9 @@ class RoundProgress(Recorded, ProgressBar):
         quality = getattr(getattr(self.trainer.lightning_module, "task", None), "quality", "accuracy")
         shown = {"train/loss": "loss {:.4g}"}
         shown |= {f"{split}/{quality}": f"{split}/{quality} {{:.4g}}" for split in ("val", "test")}
+        if getattr(self.trainer.lightning_module, "client_module", None):
+            names = self.trainer.progress_bar_metrics.keys() - shown.keys()
+            shown |= {name: f"{name} {{:.4g}}" for name in sorted(names)}
         shown["time/samples_per_s"] = "{:,.0f} samples/s"
         values = [(text, self._metrics[name]) for name, text in shown.items() if name in self._metrics]
         texts = [

@@ -17,7 +17,8 @@ from fl_lightning.round.record import Origin
 class Result(TypedDict):
     """Content of ``result.json``, without the metrics and without the entries that reports add.
 
-    Metrics are the entries with a slash in their name, such as ``test/accuracy``.
+    Metrics are the entries with a slash in their name, such as ``test/accuracy``, and the entries
+    named in ``metrics``.
     """
 
     method: str
@@ -39,6 +40,7 @@ class Result(TypedDict):
     learning_rates: NotRequired[dict[str, FiniteFloat]]
     executor: NotRequired[str]
     best: NotRequired[dict[str, str]]
+    metrics: NotRequired[list[str]]
     arrays: NotRequired[dict[str, list[object]]]
     reports: NotRequired[dict[str, str]]
     seed: NotRequired[int]
@@ -51,8 +53,12 @@ class Result(TypedDict):
 
 
 def metric_values(result: Result) -> dict[str, float]:
-    """Return the metrics in a result: the entries with a slash, such as ``test/accuracy``."""
-    return {name: cast("float", value) for name, value in result.items() if "/" in name}
+    """Return the metrics in a result.
+
+    Metrics are the entries with a slash, such as ``test/accuracy``, and those listed in ``metrics``.
+    """
+    listed = result.get("metrics", ())
+    return {name: cast("float", value) for name, value in result.items() if "/" in name or name in listed}
 
 
 def read_result(path: Path) -> Result:

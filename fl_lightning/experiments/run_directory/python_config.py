@@ -66,6 +66,8 @@ def as_plain(thing: Any) -> Any:
         return _node(thing.func, thing.keywords)
     if isinstance(thing, type) or inspect.isroutine(thing):
         return full_name(thing)
+    if isinstance(hparams := getattr(thing, "hparams", None), Mapping) and hparams:  # save_hyperparameters()
+        return _node(type(thing), hparams)
     made = making(getattr(thing, "_orig_mod", thing))  # the original model, if the model is compiled
     return _node(type(thing), {}) if made is None else _node(made.maker, made.arguments)
 

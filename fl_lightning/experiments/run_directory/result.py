@@ -92,6 +92,8 @@ def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[
         result["learning_rates"] = rates
     if any(best_is(name) != best for name, best in module.task.best.items()):
         result["best"] = module.task.best
+    if listed := [name for name in metrics if "/" not in name]:
+        result["metrics"] = listed
     if arrays := module.evaluation.arrays:
         result["arrays"] = arrays
     if module.data.loaded is not None:

@@ -39,7 +39,7 @@ def runs_frame(folder: Path, settings: Sequence[str] = ()) -> pd.DataFrame:
         such as ``test/accuracy``. A value that is not known is missing.
     """
     rows = [_row(attempt, config, settings) for attempt, config in _runs(folder)]
-    metrics = dict.fromkeys(name for row in rows for name in row if "/" in name)
+    metrics = dict.fromkeys(name for row in rows for name in row if name not in (*COLUMNS, *settings))
     columns = [*dict.fromkeys([*COLUMNS, *settings, *metrics])]
     return pd.DataFrame(rows, columns=columns, dtype=object).infer_objects()
 
@@ -81,7 +81,7 @@ def _row(attempt: Attempt, config: Config, settings: Sequence[str]) -> dict[str,
     metrics = {name: str(shown.get("best")) for name, shown in (facts.get("metrics") or {}).items()}
     main, direction = next(iter(metrics.items()), ("accuracy", "max"))
     lines = attempt.metrics.read_bytes().split(b"\n")[:-1] if attempt.metrics.is_file() else []
-    logged = {name: _logged(lines, name) for name in (f"val/{main}", f"test/{main}")}
+    logged = {name: _logged(lines, name) for name in (f"val/{main}", f"test/{main}", main)}
     metric = next((name for name, values in logged.items() if values), None)
     values = logged.get(metric or "", {})
     finite = {number: value for number, value in values.items() if isfinite(value)}
@@ -102,7 +102,7 @@ def _row(attempt: Attempt, config: Config, settings: Sequence[str]) -> dict[str,
         "best_round": best,
         "directory": str(attempt.path),
         **{name: every.get(name) for name in settings},
-        **{name: value for name, value in result.items() if "/" in name},
+        **{name: value for name, value in result.items() if "/" in name or name in result.get("metrics", ())},
     }
 
 

@@ -180,7 +180,7 @@ def _contradictions(study: Study) -> Iterator[str]:
             yield f"choose: {choice.axis} is the chosen axis and in by {choice.by}; leave it out of by"
         for axis in {choice.axis, *choice.by} & choice.at.keys():
             yield f"choose: at cannot name a label of {axis}, which is chosen or in by; leave it out of at"
-        if not choice.metric.startswith("val/"):
+        if not choice.metric.startswith("val"):
             yield f"choose: metric {choice.metric} must be a metric on validation data, such as val/accuracy"
         main = next(iter(definition.metrics))
         compared = [x.get("metric", main) for x in study.axes.get(choice.axis, {}).values()]

@@ -1,0 +1,374 @@
+"""The part of a run that calls the hooks of a LightningModule of the user's own."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from fl_lightning.client_module.client_trainer import ClientTrainer, Run, refuse
+from fl_lightning.client_module.configured_optimizer import ConfiguredOptimizer
+from fl_lightning.client_module.logged_values import Logged, LoggedValues, reduction
+from fl_lightning.client_module.metric_states import MetricObjects, MetricStates
+from fl_lightning.errors import ConfigurationError
+
+_NEVER_CALLED = (
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+    "on_validation_model_eval",
+    "on_validation_model_train",
+    "on_validation_model_zero_grad",
+    "on_test_model_eval",
+    "on_test_model_train",
+    "on_predict_model_eval",
+    "on_predict_model_train",
+)
+_BY_CLIENT = ("on_train_batch_start", "on_train_batch_end")
+_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_OF_SERVER = {
+    "optimizers": "belongs to the server; change rates by a scheduler of configure_optimizers",
+    "lr_schedulers": "belongs to the server; a scheduler of configure_optimizers changes rates",
+    "manual_backward": "belongs to manual optimization; return the loss",
+}
+
+ClientValues = dict[int, tuple[LoggedValues, MetricStates]]
+"""What the steps of a round have logged, by client: values, and states of metric objects."""
+
+
+def client_module_of(model: nn.Module) -> "ClientModule | None":
+    """Return the part that calls a model's own hooks; None for a model without a ``training_step``.
+
+    Raises:
+        ConfigurationError: The module uses a part of Lightning that a round does not support.
+    """
+    module: Any = getattr(model, "_orig_mod", model)  # torch.compile wraps the model
+    kind: Any = type(module)
+    # compare names: the package pytorch_lightning has the same class once more
+    base: Any = next((each for each in kind.__mro__ if each.__name__ == "LightningModule"), None)
+    if base is None or kind.training_step is base.training_step:
+        return None
+    if hasattr(model, "_orig_mod"):
+        raise ConfigurationError(
+            f"model: torch.compile hides the hooks of {kind.__name__}; give the module itself, with "
+            "SequentialExecutor(compile=True)"
+        )
+    return ClientModule(module, base)
+
+
+class ClientModule:
+    """The hooks of a user's LightningModule, called at the places of a round.
+
+    Args:
+        module: The user's module, which is the server's model.
+        base: The class LightningModule of the package that the module uses.
+
+    Attributes:
+        module: The user's module.
+        local_step: The current local step of the round, from 0.
+        local_steps: Local steps of a round, of the client with the most local steps.
+        metrics: The module's metric objects.
+        evaluated: Names of the metrics of evaluations.
+        by_client: What steps of this round have logged.
+
+    Raises:
+        ConfigurationError: The module overrides a hook that would never be called, or optimizes
+            manually.
+    """
+
+    def __init__(self, module: L.LightningModule, base: type) -> None:
+        self.module, self._base = module, base
+        name = type(module).__name__
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                f"model: {name} sets automatic_optimization = False; return the loss from training_step, as "
+                "clients' optimizers take the steps"
+            )
+        for hook in _NEVER_CALLED:
+            if self.overrides(hook):
+                raise ConfigurationError(
+                    f"model: {name}.{hook} would never be called, as an executor computes the clients' gradients; use a method's "
+                    "on_after_local_backward, or leave it out"
+                )
+        self.metrics = MetricObjects(module)
+        self.local_step, self.local_steps = 0, 1
+        self.by_client: ClientValues = {}
+        self.evaluated: set[str] = set()
+        self._round = self._sink = self._step = LoggedValues()
+        self._batch: Any = None
+        self._loaders: int | None = None
+        self._ended: dict[int, tuple[Any, Any]] = {}
+        self._optimizer: ConfiguredOptimizer | None = None
+
+    def overrides(self, hook: str) -> bool:
+        """Return whether the module overrides a hook of Lightning."""
+        return getattr(type(self.module), hook, None) is not getattr(self._base, hook, None)
+
+    @property
+    def one_by_one(self) -> str | None:
+        """Reason why clients' steps cannot share a forward pass; None if they can."""
+        if self.metrics.metrics:
+            return f"the metric object {next(iter(self.metrics.metrics))!r}"
+        return next((hook for hook in _BY_CLIENT if self.overrides(hook)), None)
+
+    @property
+    def optimizer(self) -> ConfiguredOptimizer:
+        """The client optimizer. The first use calls ``configure_optimizers``."""
+        if self._optimizer is None:
+            self._optimizer = ConfiguredOptimizer(self.module)
+        return self._optimizer
+
+    def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
+        """Return a new client optimizer, with the defaults of the module's optimizer."""
+        return self.optimizer.make(parameters)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint what ``load_from_checkpoint`` of the module's class needs."""
+        if self.module.hparams:
+            checkpoint[self.module.CHECKPOINT_HYPER_PARAMS_KEY] = dict(self.module.hparams)
+            checkpoint[self.module.CHECKPOINT_HYPER_PARAMS_NAME] = self.module._hparams_name
+        self.module.on_save_checkpoint(checkpoint)
+
+    def attach(self, run: Run) -> None:
+        """Give the module its trainer, and collect what it logs."""
+        self._optimizer = None
+        for hook in _TRANSFER:  # of an evaluation's batches; Lightning calls them on its own module only
+            vars(run)[hook] = getattr(self.module, hook)
+        self.module._trainer = ClientTrainer(run, self)  # type: ignore[assignment]  # acts as a trainer
+        vars(self.module)["log"] = _Log(self)
+        for name, reason in _OF_SERVER.items():
+            vars(self.module)[name] = _Refusal(name, reason)
+
+    def detach(self) -> None:
+        """Make the module again as it was before :meth:`attach`."""
+        for name in ("log", *_OF_SERVER):
+            vars(self.module).pop(name, None)
+        self.module._trainer = None
+
+    def call(self, hook: str, *args: Any) -> Any:
+        """Call a hook of the module."""
+        return getattr(self.module, hook)(*args)
+
+    def transferred(self, batch: Any) -> Any:
+        """Move a batch to the module's device, with the hooks before and after it."""
+        batch = self.module.on_before_batch_transfer(batch, 0)
+        batch = self.module.transfer_batch_to_device(batch, self.module.device, 0)
+        return self.module.on_after_batch_transfer(batch, 0)
+
+    def start_round(self) -> None:
+        """Discard what the steps of the last round have logged."""
+        self._round, self.by_client = LoggedValues(), {}
+        self._sink = self._round
+        self.metrics.reset()
+
+    def loss(self, batch: Any) -> Tensor:
+        """Return the loss that ``training_step`` returns for a batch."""
+        with self._logging(LoggedValues(), batch) as self._step:
+            if self.overrides("on_train_batch_start") and (
+                self.module.on_train_batch_start(batch, self.local_step) == -1
+            ):
+                refuse("on_train_batch_start", "cannot skip the rest of a round by -1; use model.local_steps")
+            outputs = self._called("training_step", batch, self.local_step)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, Tensor):
+            raise ConfigurationError(
+                f"model: {type(self.module).__name__}.training_step returns {loss if loss is None else type(loss).__name__}; "
+                "return the loss, or a dict with the loss, as each client takes each of its local steps"
+            )
+        more = outputs if isinstance(outputs, Mapping) else {}
+        self._outputs = {**more, "loss": loss.detach()}, batch
+        return loss
+
+    def logged(self) -> dict[str, Tensor]:
+        """Return the values that the last :meth:`loss` has logged, so that vmap can stack them."""
+        return self._step.totals()
+
+    def keep(self, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
+        """Keep what the step of some clients has logged.
+
+        Args:
+            clients: The clients that share the last call of :meth:`loss`.
+            logged: The values of :meth:`logged`, each ``[len(clients)]``.
+        """
+        states = self.metrics.take()
+        for number, client in enumerate(clients):
+            values, metrics = self.by_client.setdefault(client, (LoggedValues(), {}))
+            values.add_all(self._step.with_totals({n: x[number].detach() for n, x in logged.items()}))
+            self.by_client[client] = values, self.metrics.merged([metrics, states]) if states else metrics
+            if self.overrides("on_train_batch_end"):
+                self._ended[client] = self._outputs
+
+    def steps_that_ended(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        """Yield each client whose step has ended, with a function that calls ``on_train_batch_end``."""
+        ended, self._ended = self._ended, {}
+        for client, (outputs, batch) in ended.items():
+
+            def call(client: int = client, outputs: Any = outputs, batch: Any = batch) -> None:
+                with self._logging(self.by_client[client][0], batch):
+                    self.module.on_train_batch_end(outputs, batch, self.local_step)
+
+            yield client, call
+
+    def sent(self) -> ClientValues:
+        """Return what the clients of this rank have logged, on the CPU."""
+        return {
+            client: (
+                values.with_totals({name: x.cpu() for name, x in values.totals().items()}),
+                {n: torch.utils._pytree.tree_map(_on_cpu, state) for n, state in metrics.items()},
+            )
+            for client, (values, metrics) in self.by_client.items()
+        }
+
+    def merge(self, parts: Sequence[tuple[LoggedValues, MetricStates]]) -> None:
+        """Combine what the clients have logged, in their order."""
+        for values, _ in parts:
+            self._round.add_all(values)
+        self.metrics.put(self.metrics.merged([metrics for _, metrics in parts]))
+
+    def end_round(self) -> tuple[dict[str, float], set[str]]:
+        """Return the values of the round, and the names that progress bars show."""
+        values = self._round.numbers(self.metrics.metrics)
+        return values, {name for name, logged in self._round.items() if logged.prog_bar}
+
+    @contextmanager
+    def collecting(self, values: LoggedValues) -> Iterator[None]:
+        """Add what hooks log within the ``with`` block to ``values``."""
+        with self._logging(values, None):
+            yield
+
+    def evaluate(
+        self, kind: str, batch: Any, batch_idx: int, loader: int | None, values: LoggedValues
+    ) -> None:
+        """Call the evaluation step and the hooks before and after it for a batch.
+
+        Args:
+            kind: ``"validation"`` or ``"test"``.
+            batch: The batch.
+            batch_idx: The batch's number in its loader, from 0.
+            loader: Number of the loader; None if there is only one loader.
+            values: The values to which the logged values are added.
+        """
+        self._loaders = loader
+        with self._logging(values, batch):
+            place = (batch_idx, loader or 0)
+            self.call(f"on_{kind}_batch_start", batch, *place)
+            outputs = None
+            if self.overrides(f"{kind}_step"):
+                outputs = self._called(
+                    f"{kind}_step", batch, batch_idx, *([] if loader is None else [loader])
+                )
+            self.call(f"on_{kind}_batch_end", outputs, batch, *place)
+        self._loaders = None
+
+    def predict(self, batch: Any, batch_idx: int, loader: int) -> Any:
+        """Return the result of ``predict_step``."""
+        return self._called("predict_step", batch, batch_idx, loader)
+
+    def _called(self, step: str, batch: Any, *numbers: int) -> Any:
+        function = getattr(self.module, step)
+        accepted = inspect.signature(function).parameters.values()
+        if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in accepted):
+            numbers = numbers[: len(accepted) - 1]
+        return function(batch, *numbers)
+
+    @contextmanager
+    def _logging(self, values: LoggedValues, batch: Any) -> Iterator[LoggedValues]:
+        before = self._sink, self._batch
+        self._sink, self._batch = values, batch
+        try:
+            yield values
+        finally:
+            self._sink, self._batch = before
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Collect a value. The arguments are those of ``LightningModule.log``."""
+        if self._loaders is not None and add_dataloader_idx:
+            name = f"{name}/dataloader_idx_{self._loaders}"
+        forked = bool(on_step and on_epoch)
+        if isinstance(value, Metric):
+            metric = next((path for path, known in self.metrics.metrics.items() if known is value), None)
+            if metric is None:
+                raise ConfigurationError(
+                    f"self.log({name!r}): the metric {type(value).__name__} is no attribute of the module; make it one in __init__"
+                )
+            self._sink.add(name, Logged(metric=metric, prog_bar=prog_bar, forked=forked))
+            return
+        if not isinstance(value, Tensor):
+            try:
+                value = torch.tensor(float(value), device=self.module.device)
+            except TypeError:
+                raise ConfigurationError(
+                    f"self.log({name!r}): a {type(value).__name__}; log a number, a tensor with one element or a metric"
+                ) from None
+        if value.numel() != 1:
+            raise ConfigurationError(f"self.log({name!r}): a tensor {[*value.shape]}; log a single number")
+        value = value.detach().reshape(())
+        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        reduce, weight = reduction(name, reduce_fx), 1.0
+        if reduce == "mean":
+            weight = float(self._batch_size(name) if batch_size is None else batch_size)
+            value = value * weight
+        self._sink.add(name, Logged(value, weight, reduce, prog_bar, forked))
+
+    def _batch_size(self, name: str) -> int:
+        if self._batch is None:
+            return 1
+        try:
+            return extract_batch_size(self._batch)
+        except MisconfigurationException:
+            raise ConfigurationError(
+                f"self.log({name!r}): the batch has no tensor that tells its size; give batch_size"
+            ) from None
+
+
+class _Log:
+    """The method ``log`` of a user's module during a run."""
+
+    def __init__(self, client: ClientModule) -> None:
+        self.client = client
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.client.log(*args, **kwargs)
+
+
+class _Refusal:
+    """A method of Lightning that a client's step must not call."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        refuse(f"{self.name}()", self.reason)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

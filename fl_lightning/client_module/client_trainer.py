@@ -1,0 +1,79 @@
+"""The trainer that a client's LightningModule sees."""
+
+from typing import Any, NoReturn, Protocol
+
+import lightning as L
+
+from fl_lightning.errors import ConfigurationError
+
+_REFUSED = {
+    "optimizers": "belongs to the server; change rates by a scheduler of configure_optimizers",
+    "lr_scheduler_configs": "belongs to the server; a scheduler of configure_optimizers changes rates",
+    "train_dataloader": "has no batches of a client; use trainer.num_training_batches",
+}
+
+
+class Run(Protocol):
+    """The federated module, as a client's LightningModule needs it."""
+
+    @property
+    def trainer(self) -> L.Trainer: ...  # noqa: D102  # the run's trainer
+    @property
+    def planned_rounds(self) -> int: ...  # noqa: D102  # planned number of rounds
+
+
+class Steps(Protocol):
+    """The current local step from 0, and the number of local steps in a round."""
+
+    local_step: int
+    local_steps: int
+
+
+class ClientTrainer:
+    """The run's trainer, with the counts of a client.
+
+    ``current_epoch`` is the round minus 1. The counts are those of the client with the most local
+    steps E: ``global_step`` is (round - 1) E + k in local step k, ``num_training_batches`` is E, and
+    ``estimated_stepping_batches`` is E times the planned rounds. Everything else is the trainer's.
+
+    Args:
+        run: The federated module.
+        client: The client's local steps.
+    """
+
+    def __init__(self, run: Run, client: Steps) -> None:
+        vars(self).update(_run=run, _client=client)
+
+    @property
+    def global_step(self) -> int:
+        """Number of local steps before the current one."""
+        steps: int = self._run.trainer.current_epoch * self._client.local_steps + self._client.local_step
+        return steps
+
+    @property
+    def num_training_batches(self) -> int:
+        """Number of local steps of a round."""
+        return int(self._client.local_steps)
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Number of local steps of the run."""
+        return int(self._client.local_steps * self._run.planned_rounds)
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the current local step is the last of the round."""
+        return bool(self._client.local_step == self._client.local_steps - 1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _REFUSED:
+            refuse(f"trainer.{name}", _REFUSED[name])
+        return getattr(self._run.trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._run.trainer, name, value)
+
+
+def refuse(name: str, reason: str) -> NoReturn:
+    """Raise a ``ConfigurationError`` for a part of Lightning that a client's step must not use."""
+    raise ConfigurationError(f"self.{name}: {reason}")

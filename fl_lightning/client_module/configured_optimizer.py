@@ -1,0 +1,108 @@
+"""Client optimizer and schedule from a LightningModule's ``configure_optimizers``."""
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
+from torch.optim import Optimizer
+
+from fl_lightning.cohort.rows import parameter_groups
+from fl_lightning.errors import ConfigurationError
+
+
+class ConfiguredOptimizer:
+    """The client optimizer that ``configure_optimizers`` describes.
+
+    The optimizer's class, defaults and groups are used for the clients' stacked parameters. The
+    optimizer of the module itself takes no step: its schedulers change its settings, which the
+    clients' optimizer copies before each local step.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        groups: Name of the parameter group of each parameter. Parameters that are in no group of
+            the optimizer are missing.
+        settings: Settings by name of the parameter group that differ from the optimizer's defaults.
+
+    Raises:
+        ConfigurationError: The optimizer or a scheduler is not supported.
+    """
+
+    def __init__(self, module: L.LightningModule) -> None:
+        place = f"{type(module).__name__}.configure_optimizers"
+        try:
+            optimizers, schedulers, monitor = _configure_optimizers(module.configure_optimizers())  # type: ignore[arg-type]  # None is refused
+            self._schedulers = _configure_schedulers_automatic_opt(schedulers, monitor)
+        except MisconfigurationException as error:
+            raise ConfigurationError(
+                f"{place}: {str(error).splitlines()[0]} Return one optimizer."
+            ) from error
+        if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
+            raise ConfigurationError(
+                f"{place}: {len(optimizers)} optimizers; a client has one optimizer of torch"
+            )
+        self._optimizer: Optimizer = optimizers[0]
+        for config in self._schedulers:
+            if config.reduce_on_plateau:
+                raise ConfigurationError(
+                    f"{place}: ReduceLROnPlateau reads metrics, which clients do not share; use a schedule over steps or epochs"
+                )
+        self._taken = [0 for _ in self._schedulers]
+        self._changed: set[str] = set()
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        kinds = parameter_groups(module, {})
+        self.groups: dict[str, str] = {}
+        self._group_of: dict[str, dict[str, Any]] = {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                if (name := names.get(parameter)) in kinds:
+                    label = kinds[name] + (f"_{number}" if number else "")
+                    self.groups[name], self._group_of[label] = label, group
+        self.settings = {label: self._settings(group) for label, group in self._group_of.items()}
+
+    def make(self, parameters: Iterable[Any]) -> Optimizer:
+        """Return a new optimizer of the same class and with the same defaults."""
+        kind, defaults = type(self._optimizer), self._optimizer.defaults
+        accepted = inspect.signature(kind).parameters
+        return kind(parameters, **{key: value for key, value in defaults.items() if key in accepted})
+
+    def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        defaults = self._optimizer.defaults
+        given = {**group, "lr": group.get("initial_lr", group["lr"])}
+        return {key: given[key] for key in defaults if key in given and given[key] != defaults[key]}
+
+    def scheduled(self, rounds: int, local_steps: int, step: int) -> dict[str, dict[str, Any]]:
+        """Return the settings that schedulers change, by name of the parameter group.
+
+        Args:
+            rounds: Number of complete rounds.
+            local_steps: Local steps of the client with the most local steps in a round.
+            step: The current local step, from 0.
+        """
+        before = [dict(group) for group in self._optimizer.param_groups]
+        for number, config in enumerate(self._schedulers):
+            every = config.frequency
+            # as Lightning, which counts steps from the start of each epoch
+            by_step = rounds * (local_steps // every) + min(step, local_steps) // every
+            due = by_step if config.interval == "step" else rounds // every
+            with warnings.catch_warnings():
+                # the module's own optimizer takes no steps
+                warnings.filterwarnings("ignore", ".*lr_scheduler.step.*before.*optimizer.step")
+                for _ in range(due - self._taken[number]):
+                    config.scheduler.step()  # type: ignore[call-arg]  # only ReduceLROnPlateau takes a metric
+            self._taken[number] = due
+        if self._schedulers:
+            self._changed.add("lr")
+        for old, new in zip(before, self._optimizer.param_groups, strict=True):
+            self._changed |= {key for key in old if key != "params" and old[key] != new[key]}
+        keys = self._changed & self._optimizer.defaults.keys()
+        return (
+            {label: {key: group[key] for key in keys} for label, group in self._group_of.items()}
+            if keys
+            else {}
+        )

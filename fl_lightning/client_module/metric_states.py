@@ -1,0 +1,75 @@
+"""States of the metric objects of a module: one state for each client, merged in order of the clients."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torchmetrics import Metric
+
+from fl_lightning.errors import ConfigurationError
+
+MetricStates = dict[str, dict[str, Any]]
+"""State of each metric that has been updated, by the metric's name in the module."""
+
+
+class MetricObjects:
+    """The metric objects of a module.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        metrics: The metrics by name.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+
+    def reset(self) -> None:
+        """Reset all metrics."""
+        for metric in self.metrics.values():
+            metric.reset()
+
+    def take(self) -> MetricStates:
+        """Return the state of each updated metric, and reset all metrics."""
+        # copy lists, because reset empties them in place
+        states = {
+            name: {key: [*x] if isinstance(x, list) else x for key, x in metric.metric_state.items()}
+            for name, metric in self.metrics.items()
+            if metric.update_called
+        }
+        self.reset()
+        return states
+
+    def put(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Reset all metrics, and set the given states."""
+        self.reset()
+        for name, state in states.items():
+            metric = self.metrics[name]
+            # public ways do not set a state: merge_state combines it, load_state_dict needs persistent states
+            metric._update_count, metric._computed = 1, None
+            for key, value in state.items():
+                setattr(metric, key, [*value] if isinstance(value, list) else value.to(metric.device))
+
+    def merged(self, parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> MetricStates:
+        """Return the states of several steps or clients together, in their order.
+
+        Raises:
+            ConfigurationError: The states of a metric cannot be merged.
+        """
+        for part in parts:
+            earlier = self.take()
+            self.put({**earlier, **part})
+            for name in earlier.keys() & part.keys():
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", UserWarning)
+                        self.metrics[name].merge_state(earlier[name])
+                except (RuntimeError, TypeError) as error:
+                    kind = type(self.metrics[name]).__name__
+                    raise ConfigurationError(
+                        f"model: the states of several clients of the metric {name!r} ({kind}) cannot be merged; set "
+                        f"full_state_update = False in {kind} if its states add up, or update it in validation_step only"
+                    ) from error
+        return self.take()

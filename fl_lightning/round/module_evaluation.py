@@ -1,0 +1,162 @@
+"""Evaluation by the evaluation steps of a user's LightningModule."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from math import inf
+from typing import Any
+
+from fl_lightning.client_module import ClientModule
+from fl_lightning.client_module.logged_values import LoggedValues
+from fl_lightning.client_module.metric_states import MetricStates
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.randomness import derive_seed, seed_everything
+from fl_lightning.round.context import RunContext
+from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.round.tasks import Task
+
+_LARGE = "acc|accuracy|f1|auc|auroc|ap|map|precision|recall|iou|miou|dice|r2|psnr|ssim|bleu"
+_SMALL = "loss|error|err|mse|mae|rmse|nll|perplexity|ece|brier"
+
+
+class ModuleTask(Task):
+    """Task of a LightningModule that computes its own loss and metrics.
+
+    Attributes:
+        logged: Names of the metrics that evaluations have logged, with directions.
+    """
+
+    quality = ""
+
+    def __init__(self) -> None:
+        self.logged: dict[str, str] = {}
+
+    @property
+    def best(self) -> dict[str, str]:
+        """Direction of each logged metric whose name or class tells it, the qualities first."""
+        return dict(sorted(self.logged.items(), key=lambda item: item[1]))
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        """Raise an error, because the module computes its own loss."""
+        raise ConfigurationError(
+            "model: a LightningModule with a training_step has no loss of (outputs, targets)"
+        )
+
+    def learn(self, names: Mapping[str, bool | None]) -> None:
+        """Add the names of logged metrics.
+
+        Args:
+            names: Whether large values are best, by name; None if unknown.
+        """
+        for name, large in names.items():
+            words = re.split("[_/]", name.lower())
+            if large is None and any(re.fullmatch(_SMALL, word) for word in words):
+                large = False
+            elif large is None and any(re.fullmatch(_LARGE, word) for word in words):
+                large = True
+            if large is not None:
+                self.logged[name] = "max" if large else "min"
+
+
+class ModuleEvaluation(ServerEvaluation):
+    """Evaluation by ``validation_step`` or ``test_step`` of a LightningModule.
+
+    Every rank evaluates every batch. If each loader belongs to a client, the metrics are the means
+    over the clients.
+
+    Args:
+        run: The federated module.
+        client: The hooks of the LightningModule.
+    """
+
+    def __init__(self, run: RunContext, client: ClientModule) -> None:
+        self._run, self._client = run, client
+        super().__init__()
+
+    def start(self) -> None:
+        """Start a new evaluation."""
+        super().start()
+        self._is_new = False
+        self._values: LoggedValues | None = None
+        self._held: MetricStates = {}
+        self._parts: list[dict[str, float]] = []
+        self._index = 0
+        self._last: int | None = None
+        self.shown: set[str] = set()
+        self.loader: int | None = None
+
+    @property
+    def _kind(self) -> str:
+        return "test" if self._run.trainer.testing else "validation"
+
+    def step(self, batch: Any) -> None:
+        """Evaluate the next batch of the only loader."""
+        self._step(batch, self._index, self.loader)
+
+    def all_batches(
+        self, loader: Any, evaluate: Callable[[Any, "ModuleEvaluation"], None]
+    ) -> dict[str, float]:
+        """Evaluate all batches of a loader or of several loaders, and return the metrics.
+
+        Args:
+            loader: A loader, or a list of loaders.
+            evaluate: Function that calls :meth:`step` with a batch on the run's device.
+        """
+        loaders = loader if isinstance(loader, list) else [loader]
+        for number, batches in enumerate(loaders):
+            self.loader, self._index = number if len(loaders) > 1 else None, 0
+            for batch in islice(batches, self._limit(number)):
+                evaluate(self._run.on_device(batch), self)
+        return self.finish()
+
+    def _limit(self, loader: int) -> int | None:
+        limits = self._limits
+        return int(limits[loader]) if loader < len(limits) and limits[loader] != inf else None
+
+    @property
+    def _limits(self) -> Sequence[int | float]:
+        trainer = self._run.trainer
+        if trainer.sanity_checking:
+            return trainer.num_sanity_val_batches
+        return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+
+    def _step(self, batch: Any, batch_idx: int, loader: int | None) -> None:
+        by_client = self._run.data.evaluates_clients and loader is not None
+        if self._values is not None and by_client and loader != self._last:
+            self._end()
+        if self._values is None:
+            self._values, self._held, self._index = LoggedValues(), self._client.metrics.take(), batch_idx
+            with self._client.collecting(self._values):
+                self._client.call(f"on_{self._kind}_start")
+                self._client.call(f"on_{self._kind}_epoch_start")
+        self._last = loader
+        seed_everything(derive_seed(self._run.seed, "evaluation", self._run.trainer.global_step, batch_idx))
+        self._client.evaluate(self._kind, batch, batch_idx, None if by_client else loader, self._values)
+        self._index = batch_idx + 1
+
+    def step_of_loop(self, batch: Any, batch_idx: int, loader: int) -> None:
+        """Evaluate a batch in a loop of Lightning's trainer."""
+        self._step(batch, batch_idx, loader if len(self._limits) > 1 else None)
+
+    def finish(self) -> dict[str, float]:
+        """Return the metrics by the names that the module has logged."""
+        if self._values is not None:
+            self._end()
+            names = dict.fromkeys(name for part in self._parts for name in part)
+            known = {name: [part[name] for part in self._parts if name in part] for name in names}
+            self.metrics = {name: sum(values) / len(values) for name, values in known.items()}
+        return self.metrics
+
+    def _end(self) -> None:
+        assert self._values is not None
+        with self._client.collecting(self._values):
+            self._client.call(f"on_{self._kind}_epoch_end")
+        metrics = self._client.metrics.metrics
+        self._parts.append(self._values.numbers(metrics))
+        self.shown |= {name for name, logged in self._values.items() if logged.prog_bar}
+        large = {n: metrics[x.metric].higher_is_better if x.metric else None for n, x in self._values.items()}
+        assert isinstance(self._run.task, ModuleTask)
+        self._run.task.learn(large)
+        self._client.call(f"on_{self._kind}_end")
+        self._client.metrics.put(self._held)
+        self._values = None
