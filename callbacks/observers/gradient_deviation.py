@@ -121,7 +121,8 @@ def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
 
 def _beside(pl_module: FederatedModule, cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
     """Return a second cohort for this round, whose clients start as copies of the server."""
-    copy = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups, parts=pl_module.parts)
+    groups, parts, group_of = pl_module.parameter_groups, pl_module.parts, pl_module.group_of
+    copy = RoundCohort(pl_module.model, len(client_ids), groups, parts=parts, groups=group_of)
     copy.broadcast(
         round_number=cohort.round,
         client_ids=client_ids,

@@ -38,7 +38,19 @@ _NEVER_CALLED = (
     "on_predict_model_train",
 )
 _BY_CLIENT = ("on_train_batch_start", "on_train_batch_end")
+_PASSED_ON = (
+    "on_train_end",
+    "on_predict_start",
+    "on_predict_epoch_start",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
+    "on_predict_epoch_end",
+    "on_predict_end",
+)
+"""Hooks that Lightning calls on its own module, and at the right places for a client's module."""
+
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
 _OF_SERVER = {
     "optimizers": "belongs to the server; change rates by a scheduler of configure_optimizers",
     "lr_schedulers": "belongs to the server; a scheduler of configure_optimizers changes rates",
@@ -145,15 +157,28 @@ class ClientModule:
     def attach(self, run: Run) -> None:
         """Give the module its trainer, and collect what it logs."""
         self._optimizer = None
-        for hook in _TRANSFER:  # of an evaluation's batches; Lightning calls them on its own module only
-            vars(run)[hook] = getattr(self.module, hook)
+        for hook in (*_PASSED_ON, *_TRANSFER):
+            if self.overrides(hook):
+                own = getattr(self.module, hook)
+                vars(run)[hook] = self._of_evaluations(own, run) if hook in _TRANSFER else own
         self.module._trainer = ClientTrainer(run, self)  # type: ignore[assignment]  # acts as a trainer
         vars(self.module)["log"] = _Log(self)
         for name, reason in _OF_SERVER.items():
             vars(self.module)[name] = _Refusal(name, reason)
 
-    def detach(self) -> None:
-        """Make the module again as it was before :meth:`attach`."""
+    @staticmethod
+    def _of_evaluations(hook: Callable[..., Any], run: Run) -> Callable[..., Any]:
+        def call(batch: Any, *args: Any) -> Any:
+            return (
+                batch if run.trainer.training else hook(batch, *args)
+            )  # Lightning's training batch is a round
+
+        return call
+
+    def detach(self, run: Run) -> None:
+        """Make the module and the run again as they were before :meth:`attach`."""
+        for hook in (*_PASSED_ON, *_TRANSFER):
+            vars(run).pop(hook, None)
         for name in ("log", *_OF_SERVER):
             vars(self.module).pop(name, None)
         self.module._trainer = None
@@ -332,7 +357,8 @@ class ClientModule:
         if value.numel() != 1:
             raise ConfigurationError(f"self.log({name!r}): a tensor {[*value.shape]}; log a single number")
         value = value.detach().reshape(())
-        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        if value.dtype not in (torch.float32, torch.float64):
+            value = value.to(torch.get_default_dtype())
         reduce, weight = reduction(name, reduce_fx), 1.0
         if reduce == "mean":
             weight = float(self._batch_size(name) if batch_size is None else batch_size)

@@ -90,7 +90,9 @@ class LocalState(PersonalEvaluation):
         Before round 1, the local state of every client is empty.
         """
         layout = {
-            **parameter_layout(pl_module.model, pl_module.parameter_groups, pl_module.parts),
+            **parameter_layout(
+                pl_module.model, pl_module.parameter_groups, pl_module.parts, pl_module.group_of
+            ),
             **buffer_layout(pl_module.model, pl_module.parts),
         }
         models: dict[str, dict[str, Tensor]] = {}

@@ -321,6 +321,11 @@ class FederatedModule(Recorded, L.LightningModule):
         hooks.call(self, hook, cohort, *step)
 
     @property
+    def group_of(self) -> Mapping[str, str] | None:
+        """Parameter group of each parameter, if a LightningModule's optimizer has groups."""
+        return None if self.client_module is None else self.client_module.optimizer.groups
+
+    @property
     def federated_callbacks(self) -> list[Any]:
         """The methods of this run, in the order in which their hooks are called."""
         return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # the trainer's helpers set it
@@ -355,8 +360,7 @@ class FederatedModule(Recorded, L.LightningModule):
             policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
             made_for, cohort = (len(clients), self.parameter_groups, self.parts), self._cohort
             if cohort is None or (len(cohort), cohort.parameter_groups, cohort.parts) != made_for:
-                groups = self.client_module.optimizer.groups if self.client_module else None
-                cohort = RoundCohort(self.model, *made_for[:2], self.ranks, self.parts, groups)
+                cohort = RoundCohort(self.model, *made_for[:2], self.ranks, self.parts, self.group_of)
             cohort.broadcast(
                 round_number=self.round,
                 client_ids=clients,
@@ -611,7 +615,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.on_validation_model_train()
         if self.client_module is not None:
             self.client_module.call("teardown", stage)
-            self.client_module.detach()
+            self.client_module.detach(self)
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
@@ -852,7 +856,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def _log_evaluation(self, metrics: Mapping[str, float]) -> None:
         shown = self.evaluation.shown if isinstance(self.evaluation, ModuleEvaluation) else set(metrics)
         for name, value in metrics.items():
-            self.log(name, value, prog_bar=name in shown)
+            self.log(name, value, prog_bar=name in shown, add_dataloader_idx=False)
 
     def _evaluated(self, prefix: str) -> dict[str, float]:
         metrics = self.evaluation.finish()

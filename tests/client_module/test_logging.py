@@ -1,0 +1,315 @@
+"""What a LightningModule logs: names, means over samples and clients, metric objects, evaluations by its own steps."""
+
+from copy import deepcopy
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
+
+IN_FLOAT = {"trainer": {"precision": "32-true"}}
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from fl_lightning import ConfigurationError, FederatedDataModule, callbacks
+from fl_lightning.execution.vectorized import VectorizedExecutor
+from fl_lightning.methods import VariantEvaluation
+
+
+class Logs(Lit):
+    """Logs the values that a test gives, by step of the round and sample."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.kwargs = kwargs
+
+    def training_step(self, batch, batch_idx):
+        self.log("value", batch[0].sum(), **self.kwargs)
+        return cross_entropy(self(batch[0]), batch[1])
+
+
+def values_of_steps(count=2, steps=2, batch_size=8):
+    found = []
+    for seed in range(count):
+        site = Site(seed)
+        site.setup("fit")
+        batches = [*DataLoader(site.samples, batch_size)]
+        found.append([float(batches[step % len(batches)][0].double().sum()) for step in range(steps)])
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("executor", [None, VectorizedExecutor()])
+@pytest.mark.parametrize(
+    ("settings", "reduced"),
+    [
+        ({}, torch.mean),
+        ({"on_step": True, "on_epoch": True}, torch.mean),
+        ({"reduce_fx": "sum"}, torch.sum),
+        ({"reduce_fx": "max"}, torch.max),
+        ({"reduce_fx": torch.min}, torch.min),
+    ],
+)
+def test_a_logged_value_is_reduced_over_steps_and_clients(executor, settings, reduced):
+    run = federated(Logs(**settings), rounds=1, executor=executor)
+    assert run.metrics["value"] == pytest.approx(float(reduced(values_of_steps())), abs=1e-12)
+    assert float(run.fitted.callback_metrics["value"]) == pytest.approx(run.metrics["value"], rel=1e-6)
+    assert ("value_epoch" in run.metrics) == ("on_step" in settings)
+
+
+def test_a_mean_counts_samples():
+    """The clients' batches have 8 and 4 samples; a given batch_size overrides this number."""
+    data = FederatedDataModule([Site(0), Site(1, batch_size=4)], server=Site(9))
+    values = values_of_steps()[0], values_of_steps(batch_size=4)[1]
+    run = federated(Logs(), data=data, rounds=1)
+    assert run.metrics["value"] == pytest.approx(
+        float(8 * values[0].sum() + 4 * values[1].sum()) / 24, abs=1e-12
+    )
+    run = federated(Logs(batch_size=1), data=data, rounds=1)
+    assert run.metrics["value"] == pytest.approx(float(torch.cat(values).mean()), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reduce_fx": "median"}, r"self.log\('value', reduce_fx=median\): use mean, sum, max or min"),
+        ({"reduce_fx": torch.std}, r"use mean, sum, max or min"),
+    ],
+)
+def test_another_reduction_is_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        federated(Logs(**settings), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(3), r"self.log\('x'\): a tensor \[3\]; log a single number"),
+        ("text", "could not convert"),
+        ({"a": 1.0}, r"self.log\('x'\): a dict; log a number"),
+        (
+            torchmetrics.MeanMetric(),
+            r"the metric MeanMetric is no attribute of the module; make it one in __init__",
+        ),
+    ],
+)
+def test_a_value_that_is_no_number_is_refused(value, message):
+    class Wrong(Lit):
+        def training_step(self, batch, batch_idx):
+            self.log("x", value)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises((ConfigurationError, ValueError), match=message):
+        federated(Wrong(), rounds=1)
+
+
+class Counts(L.Callback):
+    """The targets that clients have used, and the scores that the server gives on evaluation data."""
+
+
+class WithMetrics(Lit):
+    """Several metric objects: mergeable by sums, by lists, and in a collection with shared states."""
+
+    def __init__(self):
+        super().__init__(metrics=True)
+        kinds = {"task": "multiclass", "num_classes": CLASSES}
+        self.many = torchmetrics.MetricCollection(
+            [torchmetrics.Precision(**kinds), torchmetrics.Recall(**kinds, average="macro")], prefix="train_"
+        )
+        self.auroc = torchmetrics.AUROC(**kinds)
+        self.squares = torchmetrics.MeanSquaredError()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        scores = self(inputs)
+        self.seen.append((scores.detach().clone(), targets.clone()))
+        self.many(scores, targets)
+        self.log_dict(self.many, on_step=False, on_epoch=True)
+        self.auroc.update(scores, targets)
+        self.log("auroc", self.auroc)
+        self.squares.update(scores[:, 0], targets.double())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("rmse", self.squares.compute().sqrt())
+
+
+@pytest.mark.parametrize("participation", [2, 1])
+def test_metric_objects_are_pooled_over_the_clients_of_a_round(participation):
+    module = WithMetrics()
+    run = federated(module, rounds=2, participation=participation, check_first_steps=False)
+    pairs = module.seen[-2 * participation :]
+    scores, targets = (torch.cat([pair[i] for pair in pairs]) for i in range(2))
+    kinds = {"task": "multiclass", "num_classes": CLASSES}
+    expected = {
+        "train_acc": torchmetrics.functional.accuracy(scores, targets, **kinds),
+        "train_MulticlassPrecision": torchmetrics.functional.precision(scores, targets, **kinds),
+        "train_MulticlassRecall": torchmetrics.functional.recall(scores, targets, **kinds, average="macro"),
+        "auroc": torchmetrics.functional.auroc(scores, targets, **kinds),
+        "rmse": torch.nn.functional.mse_loss(scores[:, 0], targets.double()).sqrt(),
+    }
+    for name, value in expected.items():
+        assert run.metrics[name] == pytest.approx(float(value), abs=1e-6), name
+    assert (
+        "one client after the other: the metric object 'train_acc' of WithMetrics"
+        in run.executor_choice.reason
+    )
+
+
+def test_metric_objects_are_refused_where_clients_share_a_pass():
+    for settings, name in (({"executor": VectorizedExecutor()}, "VectorizedExecutor"), ({}, "FedTAN")):
+        method = [] if settings else [callbacks.FedTAN()]
+        with pytest.raises(ConfigurationError) as error:
+            federated(Lit(metrics=True), *method, rounds=1, **settings)
+        assert str(error.value) == (
+            f"model.executor: {name} cannot compute the metric object 'train_acc' of Lit for several clients at once; use "
+            "SequentialExecutor, or update metrics in validation_step only"
+        )
+
+
+def test_a_metric_whose_states_do_not_add_up_is_refused():
+    class Unmergeable(torchmetrics.MeanMetric):
+        full_state_update = True
+
+    class Module(Lit):
+        def __init__(self):
+            super().__init__()
+            self.metric = Unmergeable()
+
+        def training_step(self, batch, batch_idx):
+            self.metric.update(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(
+        ConfigurationError, match=r"metric 'metric' \(Unmergeable\) cannot be merged; set full_state_update"
+    ):
+        federated(Module(), rounds=1)
+
+
+def evaluated_alone(module, site, split="validate"):
+    """The metrics of Lightning's own evaluation of a copy of a module."""
+    trainer = L.Trainer(**TRAINER)
+    found = getattr(trainer, split)(deepcopy(module), datamodule=site, verbose=False)
+    return {name: value for of_loader in found for name, value in of_loader.items()}
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+def test_evaluations_equal_lightnings(metrics):
+    module = Lit(metrics=metrics)
+    run = federated(module, rounds=2, **IN_FLOAT)
+    for name, value in evaluated_alone(module, Site(99)).items():
+        assert run.metrics[name] == value
+    data = sites()
+    tested = run.fitted.test(run, datamodule=data, verbose=False)[0]
+    assert tested == evaluated_alone(module, Site(99), "test")
+
+
+def test_without_a_server_the_clients_own_data_give_the_mean():
+    module = Lit(metrics=True)
+    data = FederatedDataModule({"north": Site(0), "south": Site(1, train=8)})
+    run = federated(module, data=data, rounds=2, **IN_FLOAT)
+    own = [evaluated_alone(module, site) for site in (Site(0), Site(1, train=8))]
+    for name in ("val_loss", "val_acc"):
+        assert run.metrics[name] == pytest.approx(sum(metrics[name] for metrics in own) / 2, abs=1e-12)
+    assert data.client_names == ["north", "south"]
+
+
+class Variant(VariantEvaluation):
+    role = "observer"
+
+    def variants(self, trainer, pl_module):
+        return {"halved": {"net.3.weight": pl_module.model.net[3].weight.detach() / 2}}
+
+
+def test_variants_are_evaluated_by_the_modules_own_steps():
+    module = Lit(metrics=True)
+    run = federated(module, Variant(), rounds=1, **IN_FLOAT)
+    halved = deepcopy(module)
+    halved.net[3].weight.data /= 2
+    expected = evaluated_alone(halved, Site(99))
+    assert {name: run.metrics[f"{name}_halved"] for name in expected} == expected
+    assert expected["val_loss"] != run.metrics["val_loss"]
+
+
+def test_each_clients_own_model_is_evaluated_by_the_modules_own_steps():
+    module, method = Lit(metrics=True), callbacks.FedBN()
+    run = federated(module, method, rounds=2, **IN_FLOAT)
+    own, personal = [], []
+    for client in range(2):
+        model = deepcopy(module)
+        model.load_state_dict(dict(method.variants(run.fitted, run)[str(client)]), strict=False)
+        own.append(evaluated_alone(model, Site(client)))
+        personal.append(evaluated_alone(model, Site(99)))
+    for name in ("val_loss", "val_acc"):
+        assert run.metrics[f"own_{name}"] == pytest.approx(sum(x[name] for x in own) / 2, abs=1e-12)
+        assert run.metrics[f"personal_{name}"] == pytest.approx(sum(x[name] for x in personal) / 2, abs=1e-12)
+    assert run.metrics["own_val_loss"] != run.metrics["personal_val_loss"]
+
+
+def test_a_prefix_stays_in_front_of_the_name():
+    class Slash(Lit):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", cross_entropy(self(batch[0]), batch[1]))
+
+    run = federated(Slash(), callbacks.FedBN(), callbacks.ClientEvaluation(), Variant(), rounds=1)
+    names = {
+        "val/loss",
+        "val/own_loss",
+        "val/personal_loss",
+        "val/client_loss",
+        "val/client_loss_worst",
+        "val/loss_halved",
+    }
+    assert names <= run.metrics.keys()
+
+
+def test_several_loaders_have_lightnings_names():
+    class Two(Site):
+        def val_dataloader(self):
+            return [super().val_dataloader(), DataLoader(self.held_out, batch_size=7)]
+
+    class Module(Lit):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            super().validation_step(batch, batch_idx)
+            self.log(f"plain_{dataloader_idx}", 1.0, add_dataloader_idx=False)
+
+    module = Module()
+    run = federated(module, data=FederatedDataModule([Site(0)], server=Two(99)), rounds=1, **IN_FLOAT)
+    expected = evaluated_alone(module, Two(99))
+    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1", "plain_0", "plain_1"} == expected.keys()
+    assert {name: run.metrics[name] for name in expected} == expected
+
+
+def test_logged_names_can_be_monitored():
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=100.0)
+    assert federated(Lit(), stopping, rounds=9).fitted.current_epoch == 2
+    stopping = EarlyStopping("train_loss_epoch", patience=1, min_delta=100.0)
+    assert federated(Lit(), stopping, rounds=9).fitted.current_epoch == 2
+
+
+def test_a_loss_with_class_weights_depends_on_the_batches_as_in_lightning():
+    class Weighted(Lit):
+        def __init__(self):
+            super().__init__()
+            self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
+
+        def training_step(self, batch, batch_idx):
+            return self.criterion(self(batch[0]), batch[1])
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.criterion(self(batch[0]), batch[1]))
+
+    class Batches(Site):
+        def val_dataloader(self):
+            return DataLoader(self.held_out, self.batch_size)
+
+    start, losses = Weighted(), set()
+    for size in (1, 7):
+        data = FederatedDataModule([Site(0)], server=Batches(9, batch_size=size))
+        run = federated(deepcopy(start), data=data, rounds=1, **IN_FLOAT)
+        assert run.metrics["val_loss"] == evaluated_alone(run.model, Batches(9, batch_size=size))["val_loss"]
+        losses.add(round(run.metrics["val_loss"], 6))
+    assert len(losses) == 2

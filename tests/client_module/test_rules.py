@@ -1,0 +1,315 @@
+"""Hooks of a LightningModule are called at their places of a round, or refused by name; nothing is ignored."""
+
+import lightning as L
+import pytest
+import torch
+from lightning_sites import Lit, Site, federated, sites
+
+from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning.execution.graphs import GraphExecutor
+from fl_lightning.execution.vectorized import VectorizedExecutor
+
+REFUSED = (
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+)
+
+
+@pytest.mark.parametrize("hook", REFUSED)
+def test_a_hook_that_is_never_called_is_refused_by_name(hook):
+    module = type("Own", (Lit,), {hook: lambda self, *args: None})()
+    with pytest.raises(
+        ConfigurationError, match=rf"^model: Own.{hook} would never be called, as an executor computes"
+    ):
+        FederatedModule(module, local_steps=1)
+
+
+class Manual(Lit):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def returning(value):
+    return type("Returns", (Lit,), {"training_step": lambda self, batch, batch_idx: value})
+
+
+def optimizing(make):
+    return type("Optimizes", (Lit,), {"configure_optimizers": make})
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def plateau(module):
+    optimizer = sgd(module)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val_loss"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Manual, "model: Manual sets automatic_optimization = False; return the loss from training_step"),
+        (returning(None), "Returns.training_step returns None; return the loss"),
+        (returning({"other": 1}), "Returns.training_step returns None; return the loss"),
+        (returning("loss"), "Returns.training_step returns str; return the loss"),
+        (optimizing(lambda self: None), "Optimizes.configure_optimizers: Unknown configuration"),
+        (
+            optimizing(lambda self: [sgd(self), sgd(self)]),
+            "Optimizes.configure_optimizers: 2 optimizers; a client has one",
+        ),
+        (optimizing(plateau), "Optimizes.configure_optimizers: ReduceLROnPlateau reads metrics"),
+        (optimizing(lambda self: torch.optim.LBFGS(self.parameters())), "client_optimizer"),
+        (
+            optimizing(lambda self: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)),
+            "model: the optimizer of Optimizes has no trainable parameter",
+        ),
+    ],
+)
+def test_what_a_round_does_not_support_is_refused(make, message):
+    with pytest.raises(ConfigurationError) as error:
+        federated(make(), rounds=1)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "setting", ["client_optimizer", "loss", "task", "metrics", "parameter_groups", "client_lr_schedule"]
+)
+def test_a_setting_that_the_module_decides_is_refused(setting):
+    with pytest.raises(
+        ConfigurationError, match=f"^{setting}: Lit has a training_step and a configure_optimizers"
+    ):
+        FederatedModule(Lit(), local_steps=1, **{setting: {"x": 1}})
+
+
+@pytest.mark.parametrize(
+    ("used", "message"),
+    [
+        (lambda self: self.optimizers(), r"self.optimizers\(\): belongs to the server"),
+        (lambda self: self.lr_schedulers(), r"self.lr_schedulers\(\): belongs to the server"),
+        (lambda self: self.trainer.optimizers, "self.trainer.optimizers: belongs to the server"),
+        (
+            lambda self: self.trainer.train_dataloader,
+            "self.trainer.train_dataloader: has no batches of a client",
+        ),
+    ],
+)
+def test_parts_of_the_server_are_refused_in_a_step(used, message):
+    class Uses(Lit):
+        def training_step(self, batch, batch_idx):
+            used(self)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ConfigurationError, match=message):
+        federated(Uses(), rounds=1)
+
+
+class Recording(Lit):
+    """Writes down each call of a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+
+for _hook in (
+    "prepare_data", "setup", "configure_model", "on_fit_start", "on_train_start", "on_train_epoch_start",
+    "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_start",
+    "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end",
+    "on_validation_end", "on_train_end", "on_fit_end", "teardown",
+):  # fmt: skip
+
+    def _recorded(self, *args, hook=_hook, **kwargs):
+        self.calls.append(hook)
+        return getattr(super(Recording, self), hook)(*args, **kwargs)
+
+    setattr(Recording, _hook, _recorded)
+
+
+def test_hooks_are_called_as_often_as_their_places_come():
+    module = Recording()
+    federated(module, rounds=2, check_first_steps=False, trainer={"num_sanity_val_steps": 0})
+    calls = module.calls
+    step = ["on_train_batch_start"] * 2 + ["on_train_batch_end"] * 2  # of two clients
+    batches = ["on_validation_batch_start", "on_validation_batch_end"] * 3
+    validation = [
+        "on_validation_start",
+        "on_validation_epoch_start",
+        *batches,
+        "on_validation_epoch_end",
+        "on_validation_end",
+    ]
+    round_of_two_steps = ["on_train_epoch_start", *step, *step, *validation, "on_train_epoch_end"]
+    start = ["prepare_data", "setup", "configure_model", "on_fit_start", "on_train_start"]
+    assert calls == [
+        *start,
+        *round_of_two_steps,
+        *round_of_two_steps,
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ]
+
+
+def test_batch_hooks_see_the_clients_state_and_log():
+    class Weights(Lit):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.before = self.net[0].weight.detach().clone()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.log("moved", float(not torch.equal(self.net[0].weight, self.before)))
+            self.log("same_loss", outputs["loss"])
+            self.net[1].running_mean.fill_(3.0)
+
+    run = federated(Weights(), rounds=1)
+    assert run.metrics["moved"] == 1.0
+    assert run.metrics["same_loss"] == pytest.approx(run.metrics["train_loss"], abs=1e-12)
+    assert torch.equal(run.model.net[1].running_mean, torch.full((5,), 3.0, dtype=torch.float64))
+
+
+def test_minus_one_of_on_train_batch_start_is_refused():
+    module = type("Skips", (Lit,), {"on_train_batch_start": lambda self, batch, batch_idx: -1})()
+    with pytest.raises(
+        ConfigurationError, match=r"cannot skip the rest of a round by -1; use model.local_steps"
+    ):
+        federated(module, rounds=1)
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden")  # Lightning warns, too, beside a data module
+def test_batches_pass_the_modules_transfer_hooks():
+    class Scales(Lit):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] * 2, batch[1]
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] + 1, batch[1]
+
+        def training_step(self, batch, batch_idx):
+            self.log("inputs", batch[0].mean())
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_inputs", batch[0].mean())
+
+    run = federated(Scales(), data=sites(1), rounds=1)
+    site, server = Site(0), Site(99)
+    site.setup("fit")
+    server.setup("fit")
+    assert run.metrics["inputs"] == pytest.approx(
+        float(2 * site.samples.tensors[0].double().mean() + 1), abs=1e-6
+    )
+    assert run.metrics["val_inputs"] == pytest.approx(
+        float(2 * server.held_out.tensors[0].double().mean() + 1), abs=1e-6
+    )
+
+
+def test_the_trainer_counts_local_steps():
+    class Counts(Lit):
+        def __init__(self):
+            super().__init__()
+            self.counts = []
+
+        def training_step(self, batch, batch_idx):
+            trainer = self.trainer
+            assert trainer.num_training_batches == 3
+            assert trainer.estimated_stepping_batches == 6
+            assert trainer.is_last_batch == (batch_idx == 2)
+            self.counts.append((self.current_epoch, batch_idx, self.global_step))
+            return super().training_step(batch, batch_idx)
+
+    module = Counts()
+    federated(module, data=sites(1), rounds=2, local_steps=3, check_first_steps=False)
+    assert module.counts == [(r, k, 3 * r + k) for r in range(2) for k in range(3)]
+
+
+def test_a_module_may_end_the_run():
+    class Ends(Lit):
+        def on_train_epoch_end(self):
+            self.trainer.should_stop = self.current_epoch == 1
+
+    assert federated(Ends(), rounds=9).fitted.current_epoch == 2
+
+
+def test_callbacks_of_the_module_are_used():
+    stopping = L.pytorch.callbacks.EarlyStopping("val_loss", patience=1, min_delta=100.0)
+    module = type("Brings", (Lit,), {"configure_callbacks": lambda self: [stopping]})()
+    assert federated(module, rounds=9).fitted.current_epoch == 2
+
+
+def test_after_a_run_the_module_is_lightnings_again():
+    module = Lit()
+    federated(module, rounds=1)
+    assert "log" not in vars(module)
+    assert module._trainer is None
+
+
+class KeepsLosses(Lit):
+    """The pattern of Lightning 2 for values of a whole epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("mean_of_losses", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
+@pytest.mark.first_steps
+def test_tensors_of_steps_may_be_kept_one_client_after_the_other():
+    run = federated(KeepsLosses(), rounds=2)
+    assert run.metrics["mean_of_losses"] == pytest.approx(run.metrics["train_loss"], abs=1e-12)
+    with pytest.raises(
+        ConfigurationError, match="KeepsLosses keeps a tensor of a step in the attribute 'losses'"
+    ):
+        federated(KeepsLosses(), rounds=2, executor=VectorizedExecutor())
+
+
+@pytest.mark.first_steps
+def test_a_chosen_executor_that_cannot_compute_several_clients_is_replaced(monkeypatch, capsys):
+    from fl_lightning.execution.choice import Choice
+
+    choose = lambda module, clients: Choice(VectorizedExecutor(where_possible=True), "as on a GPU")
+    monkeypatch.setattr("fl_lightning.round.module.choose_executor", choose)
+    run = federated(KeepsLosses(), rounds=2)
+    assert type(run.executor).__name__ == "SequentialExecutor"
+    assert "clients one after the other: model: KeepsLosses keeps a tensor" in capsys.readouterr().out
+    assert type(federated(Lit(), rounds=1).executor).__name__ == "VectorizedExecutor"
+
+
+def test_a_graph_is_refused():
+    with pytest.raises(
+        ConfigurationError, match=r"model.executor: GraphExecutor cannot compute what is logged in of Lit"
+    ):
+        federated(Lit(), rounds=1, executor=GraphExecutor())
+
+
+def test_a_compiled_module_is_refused():
+    with pytest.raises(
+        ConfigurationError, match=r"model: torch.compile hides the hooks of Lit; give the module itself"
+    ):
+        FederatedModule(torch.compile(Lit()), local_steps=1)
+
+
+def test_data_modules_know_the_trainer():
+    class Asks(Site):
+        def train_dataloader(self):
+            assert self.trainer.max_epochs == 1
+            return super().train_dataloader()
+
+    federated(Lit(), data=FederatedDataModule([Asks(0)], server=Asks(9)), rounds=1)
