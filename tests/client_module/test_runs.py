@@ -1,0 +1,197 @@
+"""Runs of a LightningModule: ranks, resumed runs, checkpoints, configuration files and studies."""
+
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from helpers import SaveRounds, States, distance
+from lightning_sites import Lit, Site, federated, sites
+from outcomes import assert_same
+from study_in_process import InThisProcess
+
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, Run, callbacks, load_study
+from fl_lightning.__main__ import main
+from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.experiments.studies.engines import local
+
+
+def numbers(metrics):
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+METHODS = {"fedavg": list, "fixbn": lambda: [callbacks.FixBN()], "fedbn": lambda: [callbacks.FedBN()]}
+
+
+class Metrics(FederatedCallback):
+    """The metrics of the newest round, which rank 0 hands back to the process of the test."""
+
+    role = "observer"
+
+    def __init__(self, found):
+        self.found = found
+
+    def on_train_end(self, trainer, pl_module):
+        self.found.update(numbers(pl_module.metrics))
+
+
+@pytest.mark.parametrize("methods", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("metrics", [True, False])
+def test_bits_and_logged_values_are_those_of_one_process_on_any_number_of_ranks(methods, metrics):
+    start = Lit(metrics=metrics)
+    outcomes = []
+    for ranks in (1, 2, 3):
+        seen, found = States(), {}
+        trainer = {"devices": ranks, "strategy": "cohort"}
+        data = sites(4, train=24)
+        federated(
+            deepcopy(start),
+            *methods(),
+            seen,
+            Metrics(found),
+            data=data,
+            rounds=2,
+            participation=3,
+            trainer=trainer,
+        )
+        outcomes.append((seen.states, found))
+    for states, found in outcomes[1:]:
+        assert_same(outcomes[0][0], states)
+        assert found == outcomes[0][1]
+    assert "val_loss" in outcomes[0][1]
+
+
+def test_values_of_hooks_that_differ_between_ranks_are_an_error():
+    class KeepsItsOwn(Lit):
+        def training_step(self, batch, batch_idx):
+            self.last = float(batch[0].sum())
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self):
+            self.log("last", self.last)
+
+    with pytest.raises(
+        ConfigurationError, match=r"round 1: rank 1 has another logged values\['last'\] than rank 0"
+    ):
+        federated(KeepsItsOwn(), rounds=1, trainer={"devices": 2, "strategy": "cohort"})
+
+
+@pytest.mark.parametrize("methods", METHODS.values(), ids=METHODS)
+def test_a_resumed_run_equals_the_uninterrupted_one(methods, tmp_path):
+    start = Lit(metrics=True)
+    whole = federated(deepcopy(start), SaveRounds(tmp_path), *methods(), rounds=4)
+    for number in (1, 2, 3):
+        resumed = federated(deepcopy(start), *methods(), rounds=4, ckpt_path=tmp_path / f"{number}.ckpt")
+        assert distance(whole.state_dict(), resumed.state_dict()) == 0
+        assert numbers(whole.metrics) == numbers(resumed.metrics)
+
+
+def test_checkpoints_load_into_the_users_class(tmp_path):
+    module = Lit(lr=0.03, metrics=True)
+    run = Run(
+        FederatedModule(module, local_steps=2),
+        sites(),
+        callbacks=[callbacks.FixBN()],
+        checkpoint=RoundCheckpoint(monitor="val_acc"),
+        run_root=tmp_path,
+        max_epochs=3,
+    )
+    result = run.fit()
+    assert result["metrics"] == [name for name in result["metrics"] if name in result]
+    assert {"val_loss", "val_acc", "test_loss"} <= {*result["metrics"]}
+    last = Lit.load_from_checkpoint(run.path / "checkpoints" / "last.ckpt")
+    assert dict(last.hparams) == {"lr": 0.03, "metrics": True, "optimizer": "sgd"}
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in last.state_dict().items())
+    best = Lit.load_from_checkpoint(run.path / "checkpoints" / "best.ckpt")
+    alone = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).validate(
+        best, Site(99), verbose=False
+    )
+    lines = [yaml.safe_load(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert alone[0]["val_acc"] == max(line["val_acc"] for line in lines[1:])
+    config = yaml.safe_load((run.path / "config.yaml").read_text())
+    assert config["model"]["model"]["init_args"] == {"lr": 0.03, "metrics": True, "optimizer": "sgd"}
+
+
+def test_another_hyperparameter_is_refused_on_resume(tmp_path):
+    def run(lr, rounds):
+        return Run(FederatedModule(Lit(lr=lr), local_steps=2), sites(), run_root=tmp_path, max_epochs=rounds)
+
+    run(0.1, 2).fit()
+    with pytest.raises(ConfigurationError, match=r"model\.model.*lr"):
+        run(0.2, 2).fit(resume=True)
+
+
+CODE = """
+from lightning_sites import FederatedDataModule, Lit, Site
+
+
+class Hospitals(FederatedDataModule):
+    def __init__(self, count: int = 2, seed: int = 0):
+        super().__init__({f"site {number}": Site(number) for number in range(count)}, Site(99), seed)
+"""
+
+
+def written_config():
+    Path("mine.py").write_text(CODE)
+    config = {
+        "seed_everything": 0,
+        "wandb": {"mode": "disabled"},
+        "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
+        "model": {
+            "model": {"class_path": "mine.Lit", "init_args": {"lr": 0.05, "metrics": True}},
+            "local_steps": 2,
+        },
+        "data": {"class_path": "mine.Hospitals"},
+    }
+    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    written_config()
+    yield
+    sys.modules.pop("mine", None)
+
+
+def test_the_command_line_trains_tests_and_tabulates_the_users_module(own_module, capsys):
+    main(["fit", "--config", "tiny.yaml", "--trainer.callbacks", "FixBN"])
+    told = capsys.readouterr().out
+    assert "val_loss" in told
+    assert "test_loss" in told
+    (folder,) = Path("runs").glob("*/*s0")
+    main(
+        [
+            "test",
+            "--config",
+            str(folder / "config.yaml"),
+            "--ckpt_path",
+            str(folder / "checkpoints/last.ckpt"),
+        ]
+    )
+    assert "test_loss" in capsys.readouterr().out
+    main(["runs"])
+    assert "val_acc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("metric", "best"), [("val_loss", min), ("val_acc", max)])
+def test_a_study_chooses_by_a_logged_name_and_tabulates_it(own_module, monkeypatch, metric, best):
+    monkeypatch.setattr(local, "LocalEngine", InThisProcess)
+    monkeypatch.setattr(InThisProcess, "ran", [], raising=False)
+    study = {
+        "title": "Rates",
+        "axes": {"lr": {"0.0": {"model.model.init_args.lr": 0.0}, "0.9": {"model.model.init_args.lr": 0.9}}},
+        "metrics": {"test_loss": "test loss"},
+        "choose": [{"axis": "lr", "metric": metric}],
+        "scales": {"quick": {"base": "tiny.yaml", "seeds": [0]}},
+    }
+    Path("s.yaml").write_text(yaml.safe_dump(study))
+    main(["study", "s.yaml", "--jobs", "1"])
+    results = load_study("runs/studies/s-quick")
+    assert {*results.values["metric"]} == {"test_loss"}
+    (choice,) = results.choices
+    assert len({*choice.values.values()}) == 2
+    assert choice.chosen == best(choice.values, key=choice.values.__getitem__)
