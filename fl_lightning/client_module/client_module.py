@@ -13,49 +13,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from fl_lightning.client_module.client_trainer import ClientTrainer, Run, refuse
+from fl_lightning.client_module.client_trainer import ClientTrainer, refuse
 from fl_lightning.client_module.configured_optimizer import ConfiguredOptimizer
 from fl_lightning.client_module.logged_values import Logged, LoggedValues, reduction
 from fl_lightning.client_module.metric_states import MetricObjects, MetricStates
 from fl_lightning.errors import ConfigurationError
 
 _NEVER_CALLED = (
-    "backward",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_zero_grad",
-    "on_before_optimizer_step",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "on_validation_model_zero_grad",
-    "on_test_model_eval",
-    "on_test_model_train",
-    "on_predict_model_eval",
-    "on_predict_model_train",
-)
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
+    "on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step",
+    "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad",
+    "on_test_model_eval", "on_test_model_train", "on_predict_model_eval", "on_predict_model_train",
+)  # fmt: skip
 _BY_CLIENT = ("on_train_batch_start", "on_train_batch_end")
-_PASSED_ON = (
-    "on_train_end",
-    "on_predict_start",
-    "on_predict_epoch_start",
-    "on_predict_batch_start",
-    "on_predict_batch_end",
-    "on_predict_epoch_end",
-    "on_predict_end",
-)
-"""Hooks that Lightning calls on its own module, and at the right places for a client's module."""
-
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_PASSED_ON = (
+    "on_train_end", "on_predict_start", "on_predict_epoch_start", "on_predict_batch_start",
+    "on_predict_batch_end", "on_predict_epoch_end", "on_predict_end",
+)  # fmt: skip
+"""Hooks that Lightning calls on its own module, and at the right places for a client's module."""
 
 _OF_SERVER = {
     "optimizers": "belongs to the server; change rates by a scheduler of configure_optimizers",
     "lr_schedulers": "belongs to the server; a scheduler of configure_optimizers changes rates",
     "manual_backward": "belongs to manual optimization; return the loss",
 }
+
+_LOG = inspect.signature(L.LightningModule.log)
 
 ClientValues = dict[int, tuple[LoggedValues, MetricStates]]
 """What the steps of a round have logged, by client: values, and states of metric objects."""
@@ -154,7 +138,7 @@ class ClientModule:
             checkpoint[self.module.CHECKPOINT_HYPER_PARAMS_NAME] = self.module._hparams_name
         self.module.on_save_checkpoint(checkpoint)
 
-    def attach(self, run: Run) -> None:
+    def attach(self, run: Any) -> None:
         """Give the module its trainer, and collect what it logs."""
         self._optimizer = None
         for hook in (*_PASSED_ON, *_TRANSFER):
@@ -167,7 +151,7 @@ class ClientModule:
             vars(self.module)[name] = _Refusal(name, reason)
 
     @staticmethod
-    def _of_evaluations(hook: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    def _of_evaluations(hook: Callable[..., Any], run: Any) -> Callable[..., Any]:
         def call(batch: Any, *args: Any) -> Any:
             return (
                 batch if run.trainer.training else hook(batch, *args)
@@ -175,7 +159,7 @@ class ClientModule:
 
         return call
 
-    def detach(self, run: Run) -> None:
+    def detach(self, run: Any) -> None:
         """Make the module and the run again as they were before :meth:`attach`."""
         for hook in (*_PASSED_ON, *_TRANSFER):
             vars(run).pop(hook, None)
@@ -318,27 +302,12 @@ class ClientModule:
         finally:
             self._sink, self._batch = before
 
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Any = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
-    ) -> None:
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Collect a value. The arguments are those of ``LightningModule.log``."""
-        if self._loaders is not None and add_dataloader_idx:
+        given = _LOG.bind(self, name, value, *args, **kwargs).arguments
+        if self._loaders is not None and given.get("add_dataloader_idx", True):
             name = f"{name}/dataloader_idx_{self._loaders}"
-        forked = bool(on_step and on_epoch)
+        prog_bar, forked = given.get("prog_bar", False), bool(given.get("on_step") and given.get("on_epoch"))
         if isinstance(value, Metric):
             metric = next((path for path, known in self.metrics.metrics.items() if known is value), None)
             if metric is None:
@@ -359,9 +328,9 @@ class ClientModule:
         value = value.detach().reshape(())
         if value.dtype not in (torch.float32, torch.float64):
             value = value.to(torch.get_default_dtype())
-        reduce, weight = reduction(name, reduce_fx), 1.0
+        reduce, weight = reduction(name, given.get("reduce_fx", "mean")), 1.0
         if reduce == "mean":
-            weight = float(self._batch_size(name) if batch_size is None else batch_size)
+            weight = float(given.get("batch_size") or self._batch_size(name))
             value = value * weight
         self._sink.add(name, Logged(value, weight, reduce, prog_bar, forked))
 

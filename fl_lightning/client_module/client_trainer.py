@@ -1,8 +1,6 @@
 """The trainer that a client's LightningModule sees."""
 
-from typing import Any, NoReturn, Protocol
-
-import lightning as L
+from typing import Any, NoReturn
 
 from fl_lightning.errors import ConfigurationError
 
@@ -11,22 +9,6 @@ _REFUSED = {
     "lr_scheduler_configs": "belongs to the server; a scheduler of configure_optimizers changes rates",
     "train_dataloader": "has no batches of a client; use trainer.num_training_batches",
 }
-
-
-class Run(Protocol):
-    """The federated module, as a client's LightningModule needs it."""
-
-    @property
-    def trainer(self) -> L.Trainer: ...  # noqa: D102  # the run's trainer
-    @property
-    def planned_rounds(self) -> int: ...  # noqa: D102  # planned number of rounds
-
-
-class Steps(Protocol):
-    """The current local step from 0, and the number of local steps in a round."""
-
-    local_step: int
-    local_steps: int
 
 
 class ClientTrainer:
@@ -38,10 +20,10 @@ class ClientTrainer:
 
     Args:
         run: The federated module.
-        client: The client's local steps.
+        client: The client's module, whose ``local_step`` and ``local_steps`` are read.
     """
 
-    def __init__(self, run: Run, client: Steps) -> None:
+    def __init__(self, run: Any, client: Any) -> None:
         vars(self).update(_run=run, _client=client)
 
     @property
