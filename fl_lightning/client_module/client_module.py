@@ -354,6 +354,9 @@ class _Log:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.client.log(*args, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> "_Log":
+        return self  # a copy of the module is no other run
+
 
 class _Refusal:
     """A method of Lightning that a client's step must not call."""
