@@ -1,6 +1,7 @@
 """The part of a run that calls the hooks of a LightningModule of the user's own."""
 
 import inspect
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -134,13 +135,20 @@ class ClientModule:
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint what ``load_from_checkpoint`` of the module's class needs."""
         if self.module.hparams:
-            checkpoint[self.module.CHECKPOINT_HYPER_PARAMS_KEY] = dict(self.module.hparams)
+            checkpoint[self.module.CHECKPOINT_HYPER_PARAMS_KEY] = self._plain
             checkpoint[self.module.CHECKPOINT_HYPER_PARAMS_NAME] = self.module._hparams_name
         self.module.on_save_checkpoint(checkpoint)
 
     def attach(self, run: Any) -> None:
         """Give the module its trainer, and collect what it logs."""
         self._optimizer = None
+        self._plain = {name: value for name, value in self.module.hparams.items() if _is_plain(value)}
+        others = [name for name in self.module.hparams if name not in self._plain]
+        if others and run.trainer.state.fn == "fit":
+            run.print(
+                f"checkpoints leave out the hyperparameters {', '.join(others)} of {type(self.module).__name__}, which are no plain values; "
+                "give them to load_from_checkpoint"
+            )
         for hook in (*_PASSED_ON, *_TRANSFER):
             if self.overrides(hook):
                 own = getattr(self.module, hook)
@@ -366,6 +374,17 @@ class _Refusal:
 
     def __call__(self, *_: Any, **__: Any) -> None:
         refuse(f"{self.name}()", self.reason)
+
+
+def _is_plain(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # noqa: BLE001  # pickle calls the object's own code
+        return False
+    return True
 
 
 def _on_cpu(value: Any) -> Any:

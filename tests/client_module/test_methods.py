@@ -1,5 +1,7 @@
 """Each method trains and evaluates a LightningModule as it trains the same network with a loss and an optimizer."""
 
+from zlib import crc32
+
 import lightning as L
 import pytest
 from contract import EVERY_ROW, method_of
@@ -48,8 +50,8 @@ def trained(row, module, executor):
 
 
 @EVERY_ROW
-@pytest.mark.parametrize("executor", [None, VectorizedExecutor()], ids=["sequential", "vectorized"])
-def test_a_method_treats_a_lightning_module_as_the_same_network(row, executor):
+def test_a_method_treats_a_lightning_module_as_the_same_network(row):
+    executor = VectorizedExecutor() if crc32(row.name.encode()) % 2 else None
     settings = {"local_steps": 2, "client_optimizer": SGD, **row.module}
     if "local_epochs" in settings:
         settings.pop("local_steps")

@@ -115,6 +115,21 @@ def test_checkpoints_load_into_the_users_class(tmp_path):
     assert config["model"]["model"]["init_args"] == {"lr": 0.03, "metrics": True, "optimizer": "sgd"}
 
 
+class WithPath(Lit):
+    def __init__(self, folder, lr=0.1):
+        super().__init__(lr=lr)
+        self.save_hyperparameters()
+
+
+def test_hyperparameters_that_are_no_plain_values_are_given_again(tmp_path, capsys):
+    module = FederatedModule(WithPath(Path("here"), lr=0.2), local_steps=1)
+    run = Run(module, sites(), run_root=tmp_path, max_epochs=1)
+    run.fit()
+    assert "checkpoints leave out the hyperparameters folder of WithPath" in capsys.readouterr().out
+    loaded = WithPath.load_from_checkpoint(run.path / "checkpoints" / "last.ckpt", folder=Path("there"))
+    assert (loaded.hparams.folder, loaded.hparams.lr) == (Path("there"), 0.2)
+
+
 def test_another_hyperparameter_is_refused_on_resume(tmp_path):
     def run(lr, rounds):
         return Run(FederatedModule(Lit(lr=lr), local_steps=2), sites(), run_root=tmp_path, max_epochs=rounds)

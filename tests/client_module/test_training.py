@@ -110,6 +110,7 @@ def test_rounds_equal_a_loop_that_makes_a_new_optimizer_in_each(executor):
         loop.load_state_dict(mean, strict=False)
     found = {name: value for name, value in run.state_dict().items() if value.is_floating_point()}
     assert distance(found, {name: loop.state_dict()[name] for name in found}) < 1e-12
+    assert run.metrics["client/lr"] == settings[-1]["lr"]
 
 
 def test_the_server_is_the_mean_of_lightnings_clients():
