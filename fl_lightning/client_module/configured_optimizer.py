@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
@@ -27,7 +27,7 @@ class ConfiguredOptimizer:
     Attributes:
         groups: Name of the parameter group of each parameter. Parameters that are in no group of
             the optimizer are missing.
-        settings: Settings by name of the parameter group that differ from the optimizer's defaults.
+        settings: Settings by name of the parameter group that differ from those of the first group.
 
     Raises:
         ConfigurationError: The optimizer or a scheduler is not supported.
@@ -63,18 +63,17 @@ class ConfiguredOptimizer:
                 if (name := names.get(parameter)) in kinds:
                     label = kinds[name] + (f"_{number}" if number else "")
                     self.groups[name], self._group_of[label] = label, group
-        self.settings = {label: self._settings(group) for label, group in self._group_of.items()}
+        self._first = {key: self._optimizer.param_groups[0][key] for key in self._optimizer.defaults}
+        self.settings = {
+            label: {key: group[key] for key, value in self._first.items() if group[key] != value}
+            for label, group in self._group_of.items()
+        }
 
     def make(self, parameters: Iterable[Any]) -> Optimizer:
-        """Return a new optimizer of the same class and with the same defaults."""
-        kind, defaults = type(self._optimizer), self._optimizer.defaults
+        """Return a new optimizer of the same class, with the settings of the first group."""
+        kind = type(self._optimizer)
         accepted = inspect.signature(kind).parameters
-        return kind(parameters, **{key: value for key, value in defaults.items() if key in accepted})
-
-    def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        defaults = self._optimizer.defaults
-        given = {**group, "lr": group.get("initial_lr", group["lr"])}
-        return {key: given[key] for key in defaults if key in given and given[key] != defaults[key]}
+        return kind(parameters, **{key: value for key, value in self._first.items() if key in accepted})
 
     def scheduled(self, rounds: int, local_steps: int, step: int) -> dict[str, dict[str, Any]]:
         """Return the settings that schedulers change, by name of the parameter group.

@@ -198,6 +198,7 @@ def test_parameters_in_no_group_are_frozen():
         name for name, value in run.model.named_parameters() if not torch.equal(value.float(), start[name])
     }
     assert changed == {"net.3.weight", "net.3.bias"}
+    assert {name for name, value in run.model.named_parameters() if value.requires_grad} == changed
     head = sum(value.numel() for name, value in module.named_parameters() if name in changed)
     assert run.metrics["comm/upload_bytes"] == 2 * 8 * (
         head + 2 * 5
