@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -242,7 +242,11 @@ class FederatedCLI(LightningCLI):
         raw: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
         if not self.trainer.is_global_zero:
             return
+        loader = self.datamodule.predict_dataloader()
+        if isinstance(loader, list):  # the loaders of all clients
+            raw = [*chain.from_iterable(raw)] if len(loader) > 1 else raw
+            loader = chain.from_iterable(loader)
         outputs = [*map(self.model.task.scores, raw)]
         # with trainer.limit_predict_batches, the last batches have no predictions
-        batches = islice(self.datamodule.predict_dataloader(), len(outputs))
+        batches = islice(loader, len(outputs))
         print(write_predictions(self._predictions, outputs, batches, self.datamodule))

@@ -64,6 +64,15 @@ def test_bits_and_logged_values_are_those_of_one_process_on_any_number_of_ranks(
     assert "val_loss" in outcomes[0][1]
 
 
+def test_a_rank_without_clients_adds_nothing_to_logged_values():
+    """FedTAN's first step is computed on all ranks, here on three for two clients."""
+    start, found = Lit(), [{}, {}]
+    for metrics, ranks in zip(found, (1, 3), strict=True):
+        trainer = {"devices": ranks, "strategy": "cohort"}
+        federated(deepcopy(start), callbacks.FedTAN(), Metrics(metrics), rounds=2, trainer=trainer)
+    assert found[0] == found[1]
+
+
 def test_values_of_hooks_that_differ_between_ranks_are_an_error():
     class KeepsItsOwn(Lit):
         def training_step(self, batch, batch_idx):
@@ -144,8 +153,9 @@ from lightning_sites import FederatedDataModule, Lit, Site
 
 
 class Hospitals(FederatedDataModule):
-    def __init__(self, count: int = 2, seed: int = 0):
-        super().__init__({f"site {number}": Site(number) for number in range(count)}, Site(99), seed)
+    def __init__(self, count: int = 2, server: bool = True, seed: int = 0):
+        clients = {f"site {number}": Site(number) for number in range(count)}
+        super().__init__(clients, Site(99) if server else None, seed)
 """
 
 
@@ -188,8 +198,31 @@ def test_the_command_line_trains_tests_and_tabulates_the_users_module(own_module
         ]
     )
     assert "test_loss" in capsys.readouterr().out
+    main(
+        [
+            "predict",
+            "--config",
+            str(folder / "config.yaml"),
+            "--ckpt_path",
+            str(folder / "checkpoints/last.ckpt"),
+        ]
+    )
+    assert "7 predictions written to" in capsys.readouterr().out
     main(["runs"])
     assert "val_acc" in capsys.readouterr().out
+
+
+def test_clients_own_data_are_evaluated_and_predicted_where_there_is_no_server(own_module, capsys):
+    main(["fit", "--config", "tiny.yaml", "--data.server", "false"])
+    (folder,) = Path("runs").glob("*/*s0")
+    checkpoint = [
+        "--config",
+        str(folder / "config.yaml"),
+        "--ckpt_path",
+        str(folder / "checkpoints/last.ckpt"),
+    ]
+    main(["predict", *checkpoint])
+    assert "14 predictions written to" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("metric", "best"), [("val_loss", min), ("val_acc", max)])

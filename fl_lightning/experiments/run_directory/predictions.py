@@ -40,7 +40,13 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
         A message with the number of predictions and the path.
     """
     lines, images = ["index,target,prediction,probability"], 0
-    for scores, (_, targets) in zip(outputs, batches, strict=True):
+    for scores, batch in zip(outputs, batches, strict=True):
+        if not isinstance(scores, Tensor) or not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise ConfigurationError(
+                f"predict writes predicted classes of batches (inputs, labels), but outputs are {type(scores).__name__} and batches "
+                f"{type(batch).__name__}; use Trainer.predict from Python"
+            )
+        targets = batch[1]
         if scores.ndim == 4 and targets.ndim == 3:
             # enlarge scores to the size of the labels, as evaluations do
             scores = enlarged(scores, targets)
