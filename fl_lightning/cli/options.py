@@ -64,7 +64,7 @@ def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = CommandParser(
         "study",
         _DESCRIPTION,
-        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [--max-cells N] [options of fit]",
+        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [options of fit]",
     )
     parser.add_argument("file", metavar="FILE", help="study, such as configs/studies/fixbn_table4.yaml")
     parser.add_argument("--scale", default="quick", help="quick (default), reduced or full")
@@ -77,8 +77,6 @@ def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--accept-stale", action="store_true", help=words)
     words = "folder of the tables in runs/studies (default: stem of FILE and scale, for any other options)"
     parser.add_argument("--name", help=words)
-    words = "largest number of cells that axes and seeds may span (default 1000)"
-    parser.add_argument("--max-cells", type=int, default=1000, help=words)
     parser.add_argument("--columns", type=split_columns, default=[], metavar="NAMES", help=COLUMNS)
     parser.add_argument("--titles", action=BooleanOptionalAction, default=False, help=TITLES)
     options, fit_options = parser.parse_known_args(args)

@@ -77,13 +77,6 @@ def main(args: Sequence[str]) -> None:
     study = read_study(shipped(options.file) or Path(options.file), options.scale)
     check_columns(options.columns, study.definition.metrics)
     accept_stale = options.accept_stale
-
-    if study.size > options.max_cells:
-        raise ConfigurationError(
-            f"study: {study.name} has {study.size:,} cells at scale {options.scale}, more than --max-cells {options.max_cells}; "
-            f"name fewer labels or seeds, or allow them with --max-cells {study.size}"
-        )
-
     cells = StudyCells(study, fit_options)
     cells.check()
     if options.dry_run:

@@ -111,20 +111,6 @@ def test_a_damaged_first_stage_is_named_and_trained_anew(ran, capsys):
     assert json.loads((child / "result.json").read_text())["continued_from"] == []
 
 
-def test_more_cells_than_a_bound_are_refused_by_their_number(ran, capsys):
-    axes = {f"x{n}": [*range(100)] for n in range(5)}
-    write(axes=axes, without=[], published=[], claims=[])
-    assert message_of(capsys, study).startswith(
-        "error: study: s has 20,000,000,000 cells at scale quick, more than --max-cells 1000; "
-    )
-    write(scales={"quick": {"base": "tiny.yaml", "seeds": [*range(400)]}})
-    assert "has 1,600 cells" in message_of(capsys, study)
-    assert "has 1,600 cells" in message_of(capsys, lambda: study("--max-cells=1599"))
-    write()
-    study("--dry-run", "--max-cells=8")
-    assert "0 of 6 cells are done" in capsys.readouterr().out
-
-
 def test_settings_that_do_not_work_are_all_named_before_the_first_cell(ran, capsys):
     freeze = {
         "2": {"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_round": 3.0}}]},
