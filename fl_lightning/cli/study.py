@@ -28,7 +28,6 @@ from fl_lightning.experiments.studies.reading import all_mistakes, read_study
 from fl_lightning.experiments.studies.report_rule import LAST, check_rule
 from fl_lightning.experiments.studies.running import Runner, share_first_stages
 from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame
-from fl_lightning.experiments.studies.table_columns import check_columns
 from fl_lightning.experiments.studies.tables import (
     as_text,
     caption,
@@ -75,7 +74,6 @@ def main(args: Sequence[str]) -> None:
     """
     options, fit_options = study_options(args)
     study = read_study(shipped(options.file) or Path(options.file), options.scale)
-    check_columns(options.columns, study.definition.metrics)
     accept_stale = options.accept_stale
     cells = StudyCells(study, fit_options)
     cells.check()
@@ -105,9 +103,9 @@ def main(args: Sequence[str]) -> None:
             command=shlex.join(command_line),
         )
         results.save(folder)
-        write_tables(folder, results, options.columns)
-        write_figures(folder, results, options.titles)
-        print_results(results, folder, options.columns)
+        write_tables(folder, results)
+        write_figures(folder, results)
+        print_results(results, folder)
     worst = runner.diverged - {cell.key for cell in table}
     for cell in {cell.key: cell for cell in (*cells.trial_cells, *table)}.values():
         if cell.key in runner.failed:
@@ -285,10 +283,10 @@ def deciding_options(fit_options: Sequence[str]) -> list[str]:
     return deciding_words
 
 
-def print_results(results: StudyFrame, folder: Path, columns: Sequence[str] = ()) -> None:
+def print_results(results: StudyFrame, folder: Path) -> None:
     """Print the tables and the verdicts."""
     print(caption(results))
-    for table in (spread_table(results), whole_table(results, brief=True, columns=columns)):
+    for table in (spread_table(results), whole_table(results, brief=True)):
         if table is not None:
             print(f"\n{as_text(table)}")
     for choice in results.choices:
