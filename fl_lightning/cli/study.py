@@ -16,7 +16,6 @@ from fl_lightning.cli.options import ENGINES, study_options
 from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
-from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
 from fl_lightning.experiments.studies.cells import RUNS, Cell, expect_newest_data
 from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
 from fl_lightning.experiments.studies.collecting import collect
@@ -99,8 +98,7 @@ def main(args: Sequence[str]) -> None:
         command_line = ["study", options.file, "--scale", options.scale, *named, *fit_options]
         results = replace(
             collect(cells.study, table, choices, runner.failed, accept_stale, runner.diverged),
-            options=shlex.join(deciding_options(fit_options)),
-            command=shlex.join(command_line),
+            command=f"python -m fl_lightning {shlex.join(command_line)}",
         )
         results.save(folder)
         write_tables(folder, results)
@@ -267,20 +265,6 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     seconds = time_left(everything, jobs, cells.study.scale.cell_seconds)
     known = f"about {in_words(seconds)} left with --jobs {jobs}" if seconds is not None else ""
     print(f"{done} of {len(everything)} cells are done; {known or 'no cell has been timed yet'}")
-
-
-def deciding_options(fit_options: Sequence[str]) -> list[str]:
-    """Return the options that affect which cells are run. Omit options such as ``--threads 2``."""
-    deciding_words: list[str] = []
-    counts = True
-    for word in fit_options:
-        if word.startswith(("--", "-c")):
-            first, _, rest = word.lstrip("-").partition("=")[0].removesuffix("+").partition(".")
-            outside = first == "trainer" and rest.partition(".")[0] in OUTSIDE_THE_HASH - {"max_epochs"}
-            deciding = first in ("c", "config", "model", "data", "trainer")
-            counts = deciding and not outside and rest not in ("threads", "init_args.threads")
-        deciding_words += [word] * counts
-    return deciding_words
 
 
 def print_results(results: StudyFrame, folder: Path) -> None:

@@ -14,7 +14,6 @@ from study_in_process import STUDY, finished_study, found, study, write
 import fl_lightning.cli.study
 from fl_lightning.__main__ import main
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.study import deciding_options
 
 SMALL = {"quick": {"base": "tiny.yaml"}}
 
@@ -241,15 +240,6 @@ def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_o
     assert message_of(capsys, study).startswith("error: study: 1 cell failed")
 
 
-def test_a_caption_names_the_options_that_decide():
-    options = "--threads=2 --trainer.max_epochs -1 --wandb.mode disabled --data.data_dir x --data.threads 3 --trainer.accelerator=cpu --model.model.norm gn"
-    options += " --data.init_args.threads 3 -c x.yaml --trainer.callbacks+=FixBN --trainer.logger+=x"
-    kept = (
-        "--trainer.max_epochs -1 --data.data_dir x --model.model.norm gn -c x.yaml --trainer.callbacks+=FixBN"
-    )
-    assert deciding_options(options.split()) == kept.split()
-
-
 @pytest.mark.slow
 def test_a_metric_that_no_run_has_is_told_by_the_first_cell_and_costs_no_cell(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/accuracyy": "test too"})
@@ -303,9 +293,10 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
     results = [json.loads(path.read_text()) for path in Path("elsewhere/cells/2").glob("*/result.json")]
     assert {result["rounds"] for result in results} == {2}
     folder = Path("elsewhere/studies/short")
-    assert " With --trainer.max_epochs=2." in (folder / "table.md").read_text()
-    main(["report", str(folder), "--output", "page.html"])
     again = "python -m fl_lightning study s.yaml --scale quick --name short --trainer.max_epochs=2 --run_root=elsewhere"
+    assert (folder / "table.md").read_text().endswith(f"\n\n`{again}`\n")
+    assert (folder / "table.tex").read_text().endswith(f"\n% {again}\n")
+    main(["report", str(folder), "--output", "page.html"])
     assert f"<code>{again}</code>" in Path("page.html").read_text()
 
 
