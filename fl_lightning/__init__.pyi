@@ -14,7 +14,7 @@ from .execution.vectorized import VectorizedExecutor as VectorizedExecutor
 from .experiments.run.progress import RoundProgress as RoundProgress
 from .experiments.run.run import Run as Run
 from .experiments.run_directory.checkpoints import RoundCheckpoint as RoundCheckpoint
-from .experiments.run_directory.loaded import load_run as load_run
+from .experiments.run_directory.load_run import load_run as load_run
 from .experiments.studies.study_frame import load_study as load_study
 from .methods.callback import FederatedCallback as FederatedCallback
 from .methods.freezing import Freezing as Freezing

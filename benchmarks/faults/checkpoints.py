@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.faults.contents import same
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.checkpoint_io import load_run
+from fl_lightning.experiments.run_directory.checkpoint_io import load_checkpoint
 
 
 def damaged(path: Path, damages: int, draw: random.Random) -> Counter[str]:
@@ -17,7 +17,7 @@ def damaged(path: Path, damages: int, draw: random.Random) -> Counter[str]:
         damages: Number of damaged copies to load.
         draw: Random number generator of the damage.
     """
-    whole, intact = path.read_bytes(), load_run(path)
+    whole, intact = path.read_bytes(), load_checkpoint(path)
     counts: Counter[str] = Counter()
     for _ in range(damages):
         content = bytearray(whole)
@@ -35,7 +35,7 @@ def damaged(path: Path, damages: int, draw: random.Random) -> Counter[str]:
             del content[place : place + draw.randrange(1, 64)]
         path.write_bytes(content)
         try:
-            loaded = load_run(path)
+            loaded = load_checkpoint(path)
         except ConfigurationError:
             counts["refused in one line"] += 1
             continue

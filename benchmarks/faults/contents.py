@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from fl_lightning.experiments.run_directory.checkpoint_io import load_run
+from fl_lightning.experiments.run_directory.checkpoint_io import load_checkpoint
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 
 
 def contents(attempt: Path) -> dict[str, Any]:
     """Return the content of a finished run's directory, without times."""
-    checkpoint = load_run(attempt / "checkpoints/last.ckpt")
+    checkpoint = load_checkpoint(attempt / "checkpoints/last.ckpt")
     record = checkpoint["fl_lightning"]["record"]
     del record["seconds"]
     record["row"] = _without_times(record["row"])

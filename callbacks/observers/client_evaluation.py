@@ -1,6 +1,6 @@
 """Quality of the server's model for each client."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import ceil, isnan
 from statistics import fmean, pvariance
 
@@ -34,7 +34,7 @@ class ClientEvaluation(Report, FederatedCallback):
 
     q-FFL has the same measures (Li et al., "Fair resource allocation in federated learning",
     ICLR 2020, Table 1). After the run, ``clients.csv`` has each client's values of the last
-    evaluation. W&B shows a histogram of these values.
+    evaluation, and W&B shows them as a table.
 
     Attributes:
         values: ``accuracy`` and ``loss`` of each client in the last evaluation, by client id.
@@ -86,9 +86,3 @@ class ClientEvaluation(Report, FederatedCallback):
         metrics = sorted({metric for known in self.values.values() for metric in known})
         rows = [[client, *(known.get(name, "") for name in metrics)] for client, known in self.values.items()]
         return {"clients": Table(["client", *metrics], rows)} if metrics else {}
-
-    def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Return the clients' accuracies in the last evaluation."""
-        values = self.values.values()
-        metrics = sorted({metric for known in values for metric in known} - {"loss"})
-        return {f"client_{name}": [known[name] for known in values if name in known] for name in metrics}

@@ -22,7 +22,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_trainer, use_threads
 from fl_lightning.experiments.run.training import Prepared, Training, has_progress_bar
-from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
+from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.predictions import write_predictions
@@ -216,7 +216,7 @@ class FederatedCLI(LightningCLI):
             raise ConfigurationError(
                 f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file"
             )
-        checkpoint = load_run(path, config.get("weights_only"))
+        checkpoint = load_checkpoint(path, config.get("weights_only"))
         callbacks = as_list(config.trainer.callbacks)
         extend_model(self.model.model, callbacks, self.model.seed)
         check_run(path, checkpoint, self.model.model)

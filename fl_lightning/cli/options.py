@@ -1,12 +1,11 @@
 """Options of commands. This module does not import PyTorch."""
 
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.studies.table_columns import COLUMNS, TITLES, split_columns
 
 ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
 """Names of the engines' classes, keyed by module in ``fl_lightning.experiments.studies.engines``.
@@ -64,7 +63,7 @@ def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = CommandParser(
         "study",
         _DESCRIPTION,
-        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [--max-cells N] [options of fit]",
+        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [options of fit]",
     )
     parser.add_argument("file", metavar="FILE", help="study, such as configs/studies/fixbn_table4.yaml")
     parser.add_argument("--scale", default="quick", help="quick (default), reduced or full")
@@ -77,10 +76,6 @@ def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--accept-stale", action="store_true", help=words)
     words = "folder of the tables in runs/studies (default: stem of FILE and scale, for any other options)"
     parser.add_argument("--name", help=words)
-    words = "largest number of cells that axes and seeds may span (default 1000)"
-    parser.add_argument("--max-cells", type=int, default=1000, help=words)
-    parser.add_argument("--columns", type=split_columns, default=[], metavar="NAMES", help=COLUMNS)
-    parser.add_argument("--titles", action=BooleanOptionalAction, default=False, help=TITLES)
     options, fit_options = parser.parse_known_args(args)
     if options.jobs is not None and options.jobs < 1:
         raise ConfigurationError(f"--jobs: {options.jobs} must be at least 1")

@@ -1,12 +1,11 @@
 """``python -m fl_lightning report``: write an HTML page about studies and runs."""
 
-from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import CommandParser
 from fl_lightning.experiments.studies.report import write_report
-from fl_lightning.experiments.studies.table_columns import COLUMNS, TITLES, split_columns
+from fl_lightning.experiments.studies.table_columns import split_columns
 from fl_lightning.files import user_path
 
 _DESCRIPTION = """\
@@ -25,14 +24,12 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument("directories", metavar="DIR", nargs="+", help="folder of a study, or run directory")
     words = "page to write (default: report.html in a single study's folder, else in the working directory)"
     parser.add_argument("--output", metavar="FILE", help=words)
-    words = f"rewrite the tables of the studies; {COLUMNS}"
+    words = "rewrite the tables with these columns after the labels, such as 'test accuracy, seeds, training'"
     parser.add_argument("--columns", type=split_columns, default=[], metavar="NAMES", help=words)
-    words = f"redraw the pictures of the studies; {TITLES}"
-    parser.add_argument("--titles", action=BooleanOptionalAction, help=words)
     options = parser.parse_args(args)
     output = user_path("output", options.output) if options.output is not None else None
     directories = [user_path("report", path) for path in options.directories]
-    page, *others = write_report(directories, output, options.columns, options.titles)
+    page, *others = write_report(directories, output, options.columns)
     print(f"report  {page}")
     for path in others:
         print(f"file    {path}")

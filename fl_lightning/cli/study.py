@@ -16,7 +16,6 @@ from fl_lightning.cli.options import ENGINES, study_options
 from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
-from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
 from fl_lightning.experiments.studies.cells import RUNS, Cell, expect_newest_data
 from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
 from fl_lightning.experiments.studies.collecting import collect
@@ -28,7 +27,6 @@ from fl_lightning.experiments.studies.reading import all_mistakes, read_study
 from fl_lightning.experiments.studies.report_rule import LAST, check_rule
 from fl_lightning.experiments.studies.running import Runner, share_first_stages
 from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame
-from fl_lightning.experiments.studies.table_columns import check_columns
 from fl_lightning.experiments.studies.tables import (
     as_text,
     caption,
@@ -75,15 +73,7 @@ def main(args: Sequence[str]) -> None:
     """
     options, fit_options = study_options(args)
     study = read_study(shipped(options.file) or Path(options.file), options.scale)
-    check_columns(options.columns, study.definition.metrics)
     accept_stale = options.accept_stale
-
-    if study.size > options.max_cells:
-        raise ConfigurationError(
-            f"study: {study.name} has {study.size:,} cells at scale {options.scale}, more than --max-cells {options.max_cells}; "
-            f"name fewer labels or seeds, or allow them with --max-cells {study.size}"
-        )
-
     cells = StudyCells(study, fit_options)
     cells.check()
     if options.dry_run:
@@ -108,13 +98,12 @@ def main(args: Sequence[str]) -> None:
         command_line = ["study", options.file, "--scale", options.scale, *named, *fit_options]
         results = replace(
             collect(cells.study, table, choices, runner.failed, accept_stale, runner.diverged),
-            options=shlex.join(deciding_options(fit_options)),
-            command=shlex.join(command_line),
+            command=f"python -m fl_lightning {shlex.join(command_line)}",
         )
         results.save(folder)
-        write_tables(folder, results, options.columns)
-        write_figures(folder, results, options.titles)
-        print_results(results, folder, options.columns)
+        write_tables(folder, results)
+        write_figures(folder, results)
+        print_results(results, folder)
     worst = runner.diverged - {cell.key for cell in table}
     for cell in {cell.key: cell for cell in (*cells.trial_cells, *table)}.values():
         if cell.key in runner.failed:
@@ -278,24 +267,10 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     print(f"{done} of {len(everything)} cells are done; {known or 'no cell has been timed yet'}")
 
 
-def deciding_options(fit_options: Sequence[str]) -> list[str]:
-    """Return the options that affect which cells are run. Omit options such as ``--threads 2``."""
-    deciding_words: list[str] = []
-    counts = True
-    for word in fit_options:
-        if word.startswith(("--", "-c")):
-            first, _, rest = word.lstrip("-").partition("=")[0].removesuffix("+").partition(".")
-            outside = first == "trainer" and rest.partition(".")[0] in OUTSIDE_THE_HASH - {"max_epochs"}
-            deciding = first in ("c", "config", "model", "data", "trainer")
-            counts = deciding and not outside and rest not in ("threads", "init_args.threads")
-        deciding_words += [word] * counts
-    return deciding_words
-
-
-def print_results(results: StudyFrame, folder: Path, columns: Sequence[str] = ()) -> None:
+def print_results(results: StudyFrame, folder: Path) -> None:
     """Print the tables and the verdicts."""
     print(caption(results))
-    for table in (spread_table(results), whole_table(results, brief=True, columns=columns)):
+    for table in (spread_table(results), whole_table(results, brief=True)):
         if table is not None:
             print(f"\n{as_text(table)}")
     for choice in results.choices:

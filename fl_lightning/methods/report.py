@@ -1,4 +1,4 @@
-"""Figures, tables, histograms and result lines of a callback for a run's report."""
+"""Figures, tables and result lines of a callback for a run's report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,10 +60,6 @@ class Report:
 
     def tables(self) -> Mapping[str, Table]:
         """Return the tables of the report by name."""
-        return {}
-
-    def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Return lists of values by name, of which W&B shows histograms."""
         return {}
 
     def result(self) -> Mapping[str, float]:

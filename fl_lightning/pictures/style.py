@@ -172,7 +172,7 @@ def paper_style() -> Iterator[None]:
         yield
 
 
-def new_figure(height: float, title: Sequence[str]) -> "Figure":
+def new_figure(height: float, title: Sequence[str] = ()) -> "Figure":
     """Return a figure whose height is ``height`` inches plus the title.
 
     If a line of the title is too long, it is broken into at most three lines.

@@ -1,3 +1,4 @@
+import ast
 import json
 import os
 import subprocess
@@ -6,7 +7,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import house
 import pytest
+from written_runs import write_run
 
 import fl_lightning
 from fl_lightning.cli.early_checks import SETTINGS, check_files
@@ -38,6 +41,37 @@ for argument in ("--version", "--help", "-h"):
     packages = imported(code)
     assert "fl_lightning" in packages
     assert not packages & HEAVY
+
+
+def test_runs_imports_pandas_and_no_other_heavy_package():
+    write_run(Path("runs/bn/a-s0"))
+    packages = imported("from fl_lightning.__main__ import main; main(['runs'])")
+    assert packages & {*HEAVY, "pandas", "scipy", "matplotlib"} == {"numpy", "pandas"}
+
+
+def imports_at_the_top(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("command", ["command_line", "verify", "listing", "partition", "dashboard"])
+def test_packages_for_tables_and_pictures_are_imported_where_they_are_used(command):
+    """Lightning imports torchmetrics, which imports SciPy, matplotlib and torchvision, so the test reads the files."""
+    modules = {house.module_name(path): path for package in house.PACKAGES for path in house.files(package)}
+    reached, heavy, waiting = set(), set(), [f"fl_lightning.cli.{command}"]
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            names = [*imports_at_the_top(modules[module])]
+            waiting += filter(None, (house._nearest(name, modules) for name in names))
+            heavy |= {(module, name.partition(".")[0]) for name in names}
+    assert len(reached) > 100
+    packages = {name for module, name in heavy if ".datamodules." not in module}
+    assert packages & {"scipy", "pandas", "matplotlib", "wandb", "sklearn", "torchvision"} == set()
 
 
 def test_public_names_are_all_there():
@@ -123,7 +157,7 @@ sys.stderr = io.StringIO()
 try:
     main(sys.argv[1:])
 except SystemExit as stop:
-    heavy = {"torch", "lightning", "torchvision", "torchmetrics", "scipy", "sklearn", "wandb"}
+    heavy = {"torch", "lightning", "torchvision", "torchmetrics", "scipy", "pandas", "matplotlib", "sklearn", "wandb"}
     print(stop.code, sorted(heavy & {*sys.modules}), sys.stderr.getvalue(), end="")
 """
     answer = python("-c", code, *arguments.split())

@@ -74,7 +74,7 @@ def test_finished_run_is_logged_again_by_resuming_it(first, offline, capsys):
         assert after[part] == before[part], part
     assert len(before["history"]) == 5
     media = {name.partition(".")[0] for name in before["history"][-1]}
-    assert {"policy", "clients", "clients_table", "client_accuracy", "learning_curve"} <= media
+    assert {"policy", "clients", "clients_table", "learning_curve"} <= media
     assert before["run"]["project"] == "other"
     assert "final/test/accuracy" in before["summary"]
 

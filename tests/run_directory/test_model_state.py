@@ -10,7 +10,7 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedModule, Run
 from fl_lightning.batch_norm.kinds import buffer_kinds
 from fl_lightning.callbacks import ClassifierBias
-from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
+from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.models.weights import load_weights
 
 
@@ -80,7 +80,7 @@ def test_state_that_is_no_tensor_is_saved_and_loaded(tmp_path, monkeypatch):
     a_run(Extra({"classes": ["a", "b"]}), callbacks=[ClassifierBias(mean_of=2)]).fit()
     (path,) = tmp_path.glob("runs/**/last.ckpt")
     other = Extra({"classes": []})
-    check_run(path, load_run(path), other)
+    check_run(path, load_checkpoint(path), other)
     load_weights(other, str(path))
     assert other.extra == {"classes": ["a", "b"]}
     again = a_run(Extra({"classes": []}), rounds=3, callbacks=[ClassifierBias(mean_of=2)])

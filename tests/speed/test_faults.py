@@ -55,7 +55,7 @@ def test_other_bits_are_seen():
 def test_a_checkpoint_that_loads_as_other_numbers_is_counted(tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     path.write_bytes(bytes(5000))
-    monkeypatch.setattr(checkpoints, "load_run", lambda path: {"weights": sum(path.read_bytes())})
+    monkeypatch.setattr(checkpoints, "load_checkpoint", lambda path: {"weights": sum(path.read_bytes())})
     assert checkpoints.damaged(path, 20, random.Random(0))["loaded as other numbers"] > 0
     assert path.read_bytes() == bytes(5000)
 

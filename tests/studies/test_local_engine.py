@@ -23,7 +23,7 @@ from command_line import rows
 from benchmarks.process_tree import is_running
 from fl_lightning.execution import choice
 from fl_lightning.experiments.run.interruption import Stopped
-from fl_lightning.experiments.run_directory.checkpoint_io import load_run
+from fl_lightning.experiments.run_directory.checkpoint_io import load_checkpoint
 from fl_lightning.experiments.studies.engines import local
 from fl_lightning.experiments.studies.engines.base import Job
 from fl_lightning.experiments.studies.engines.local import LocalEngine
@@ -262,7 +262,7 @@ def test_a_forked_cell_has_the_bits_of_a_cell_of_its_own(monkeypatch):
             runner.run([*cells.values()])
             assert runner.failed == {}
             tried = [attempts_of(cell)[0] for cell in cells.values()]
-            weights = [load_run(x.checkpoints / "last.ckpt")["state_dict"] for x in tried]
+            weights = [load_checkpoint(x.checkpoints / "last.ckpt")["state_dict"] for x in tried]
             found.append(([rows(attempt) for attempt in tried], weights))
             one.stop()
             Path("runs").rename(f"runs{len(found)}")

@@ -13,7 +13,7 @@ from written_runs import write_run, write_study
 from fl_lightning import load_study
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.studies.figures import Picture, write_figures
+from fl_lightning.experiments.studies.figures import write_figures
 from fl_lightning.experiments.studies.report import write_report
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.files import write_json, write_text
@@ -247,44 +247,21 @@ def test_a_result_that_no_run_writes_is_named_in_the_page(tmp_path, content):
     assert "result.json is not what a finished run writes" in run["why"]
 
 
-def test_the_page_of_a_study_lies_in_its_folder_and_never_over_the_page_of_another(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_page_of_a_study_lies_in_its_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     one, two = (write_study(tmp_path / place).relative_to(tmp_path) for place in ("one", "two"))
-    run = write_run(Path("a-s0"))
     for _ in range(2):
         main(["report", str(one)])
         assert capsys.readouterr().out == f"report  {one}/report.html\n"
     main(["report", str(one), str(two)])
     assert capsys.readouterr().out == "report  report.html\n"
-    for args in (
-        [str(run)],
-        [str(one), "--output", "report.html"],
-        [str(two), "--output", f"{one}/report.html"],
-    ):
-        message = message_of(capsys, partial(main, ["report", *args]))
-        assert re.search(
-            r"^error: --output: .*report.html belongs to the study table9-quick; give another", message
-        )
-    main(["report", str(run), "--output", "runs.html"])
-    main(["report", str(run), str(run), "--output", "runs.html"])  # a page of runs may be written again
 
 
-def test_report_writes_chosen_columns_and_pictures_anew(tmp_path, monkeypatch, capsys):
+def test_report_writes_chosen_columns_anew(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     study = write_study(tmp_path / "runs")
-    titles = []
-    draw = Picture("by_E", "by E", titles.append)
-    monkeypatch.setattr("fl_lightning.experiments.studies.figures.pictures", lambda found: [draw])
-    monkeypatch.setattr("fl_lightning.experiments.studies.figures.write", lambda path, figure: None)
     main(["report", str(study), "--columns", "seeds, test/accuracy"])
-    assert titles == []
     assert (study / "table.csv").read_text().splitlines()[0] == "method,E,seeds,test accuracy"
     assert f"file    {study}/cells.csv" in capsys.readouterr().out
-    main(["report", str(study), "--titles"])
-    main(["report", str(study), "--no-titles"])
-    assert [len(title) for title in titles] == [1, 0]
-    assert titles[0][0].startswith("Layers and local steps")
     message = message_of(capsys, partial(main, ["report", str(study), "--columns", "sead"]))
     assert "--columns: there is no column 'sead'" in message

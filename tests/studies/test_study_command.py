@@ -14,7 +14,6 @@ from study_in_process import STUDY, finished_study, found, study, write
 import fl_lightning.cli.study
 from fl_lightning.__main__ import main
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.study import deciding_options
 
 SMALL = {"quick": {"base": "tiny.yaml"}}
 
@@ -109,20 +108,6 @@ def test_a_damaged_first_stage_is_named_and_trained_anew(ran, capsys):
     assert len(ran) == 1
     assert [own(json.loads(x)) for x in (child / "metrics.jsonl").read_text().splitlines()] == before
     assert json.loads((child / "result.json").read_text())["continued_from"] == []
-
-
-def test_more_cells_than_a_bound_are_refused_by_their_number(ran, capsys):
-    axes = {f"x{n}": [*range(100)] for n in range(5)}
-    write(axes=axes, without=[], published=[], claims=[])
-    assert message_of(capsys, study).startswith(
-        "error: study: s has 20,000,000,000 cells at scale quick, more than --max-cells 1000; "
-    )
-    write(scales={"quick": {"base": "tiny.yaml", "seeds": [*range(400)]}})
-    assert "has 1,600 cells" in message_of(capsys, study)
-    assert "has 1,600 cells" in message_of(capsys, lambda: study("--max-cells=1599"))
-    write()
-    study("--dry-run", "--max-cells=8")
-    assert "0 of 6 cells are done" in capsys.readouterr().out
 
 
 def test_settings_that_do_not_work_are_all_named_before_the_first_cell(ran, capsys):
@@ -255,15 +240,6 @@ def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_o
     assert message_of(capsys, study).startswith("error: study: 1 cell failed")
 
 
-def test_a_caption_names_the_options_that_decide():
-    options = "--threads=2 --trainer.max_epochs -1 --wandb.mode disabled --data.data_dir x --data.threads 3 --trainer.accelerator=cpu --model.model.norm gn"
-    options += " --data.init_args.threads 3 -c x.yaml --trainer.callbacks+=FixBN --trainer.logger+=x"
-    kept = (
-        "--trainer.max_epochs -1 --data.data_dir x --model.model.norm gn -c x.yaml --trainer.callbacks+=FixBN"
-    )
-    assert deciding_options(options.split()) == kept.split()
-
-
 @pytest.mark.slow
 def test_a_metric_that_no_run_has_is_told_by_the_first_cell_and_costs_no_cell(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/accuracyy": "test too"})
@@ -317,9 +293,10 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
     results = [json.loads(path.read_text()) for path in Path("elsewhere/cells/2").glob("*/result.json")]
     assert {result["rounds"] for result in results} == {2}
     folder = Path("elsewhere/studies/short")
-    assert " With --trainer.max_epochs=2." in (folder / "table.md").read_text()
-    main(["report", str(folder), "--output", "page.html"])
     again = "python -m fl_lightning study s.yaml --scale quick --name short --trainer.max_epochs=2 --run_root=elsewhere"
+    assert (folder / "table.md").read_text().endswith(f"\n\n`{again}`\n")
+    assert (folder / "table.tex").read_text().endswith(f"\n% {again}\n")
+    main(["report", str(folder), "--output", "page.html"])
     assert f"<code>{again}</code>" in Path("page.html").read_text()
 
 

@@ -21,7 +21,7 @@ def test_what_was_sent_is_an_axis_where_it_differs(tmp_path):
     path = places[1] / "result.json"
     write_json(path, {**json.loads(path.read_text()), "upload_bytes": 5_000})
     *_, bytes_sent = pictures(runs_as_study(places))
-    axes = bytes_sent.draw([]).axes[0]
+    axes = bytes_sent.draw().axes[0]
     assert axes.get_xlabel() == "sent and received, kB"
     assert [list(line.get_xdata()) for line in axes.lines] == [[500.0, 1000.0, 1500.0]] * 2
 
@@ -30,7 +30,7 @@ def test_an_axis_of_numbers_has_room_for_0_beside_small_ones(tmp_path):
     gammas = ["0", "0.01", "1"]
     rows = [{"labels": {"gamma": gamma}, "values": {"a": {0: 0.5}}} for gamma in gammas]
     found = study_frame(rows, {"gamma": gammas}, {"a": "accuracy"})
-    by_gamma = next(picture for picture in pictures(found) if picture.name == "by_gamma").draw([])
+    by_gamma = next(picture for picture in pictures(found) if picture.name == "by_gamma").draw()
     (axes,) = by_gamma.axes
     places = axes.transAxes.inverted().transform(axes.transData.transform([(float(x), 0.5) for x in gammas]))
     assert places[1][0] - places[0][0] > 0.1
@@ -55,7 +55,7 @@ def test_a_label_that_is_read_by_a_metric_of_its_own_has_its_own_curve(tmp_path)
     found = runs_as_study([place])
     silo = found.cells.assign(metric="test/accuracy_silobn").rename(index={"FedAvg": "silo", "bn": "silo"})
     found = replace(found, axes={"run": ["bn", "silo"]}, cells=pd.concat([found.cells, silo]))
-    curves = next(picture for picture in pictures(found) if picture.name == "curves").draw([]).axes[0]
+    curves = next(picture for picture in pictures(found) if picture.name == "curves").draw().axes[0]
     assert [list(line.get_ydata()) for line in curves.lines] == [[0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
 
 
@@ -72,7 +72,7 @@ def test_a_map_of_differences_has_0_in_the_middle(tmp_path):
     rows.append({**rows[1], "labels": {"method": "GN", "E": "1", "b": "4"}})
     found = study_frame(rows, axes, {"a": "accuracy"}, **settings)
     (picture,) = (picture for picture in pictures(found) if picture.name == "difference")
-    (axes,) = picture.draw([]).axes
+    (axes,) = picture.draw().axes
     assert [text.get_text() for text in axes.texts] == ["+0.250", "-0.125", "+0.250"]
     assert axes.collections[0].get_clim() == (-0.25, 0.25)
     assert axes.get_title() == "GN \N{MINUS SIGN} BN, accuracy"
@@ -101,10 +101,10 @@ def test_a_band_and_a_bar_say_what_they_are(tmp_path):
         for seed in range(2)
     ]
     by_run, curves = pictures(runs_as_study(places))
-    assert legend_of(curves.draw([])) == ["bn", "gn", "band: min to max of 2 to 3 seeds"]
-    assert legend_of(by_run.draw([])) == ["bar: min to max of 2 to 3 seeds"]
+    assert legend_of(curves.draw()) == ["bn", "gn", "band: min to max of 2 to 3 seeds"]
+    assert legend_of(by_run.draw()) == ["bar: min to max of 2 to 3 seeds"]
     single = runs_as_study([places[0], places[3]])
-    assert [legend_of(picture.draw([])) for picture in pictures(single)] == [[], ["bn", "gn"]]
+    assert [legend_of(picture.draw()) for picture in pictures(single)] == [[], ["bn", "gn"]]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_all_values_of_the_curves_lie_within_the_axis(tmp_path, curves):
         rows = [{"round": r, "val/accuracy": x} for r, x in enumerate(values)]
         write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     picture = next(picture for picture in pictures(runs_as_study(places)) if picture.name == "curves")
-    low, high = picture.draw([]).axes[0].get_ylim()
+    low, high = picture.draw().axes[0].get_ylim()
     assert low <= min(min(values) for values in curves)
     assert max(max(values) for values in curves) <= high
 
@@ -131,7 +131,7 @@ def test_by_method_has_the_looks_of_the_curves_and_an_axis_of_the_differences(tm
         write_run(tmp_path / f"{name}-s0", name=name, norm=name, accuracy=x)
         for name, x in (("bn", 0.9), ("gn", 0.91), ("ln", 0.93))
     ]
-    by_run, curves = (picture.draw([]).axes[0] for picture in pictures(runs_as_study(places)))
+    by_run, curves = (picture.draw().axes[0] for picture in pictures(runs_as_study(places)))
     looks = [[(line.get_color(), line.get_marker()) for line in axes.lines] for axes in (by_run, curves)]
     assert looks[0] == looks[1]
     assert len({*looks[0]}) == 3

@@ -4,11 +4,12 @@ import csv
 import re
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from study_frames import study_frame
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.studies.latex_table import escaped
+from fl_lightning.experiments.studies.latex_table import escaped, latex_table
 from fl_lightning.experiments.studies.study_frame import Chosen, Verdict
 from fl_lightning.experiments.studies.table_columns import check_columns, local_metrics
 from fl_lightning.experiments.studies.tables import (
@@ -252,7 +253,7 @@ def test_the_files_hold_the_same_table(tmp_path):
     assert "- `GN > BN`: **holds** (+0.1 in one pair)" in markdown
     assert "| BN       | 0.400 ± 0.100 (0.45) | 0.600" in markdown
     assert latex.count("\n\\toprule") == 2
-    assert r"0.400 & ~$\pm$ 0.100" in latex
+    assert r"0.400 $\pm$ 0.100 & " in latex
 
 
 def test_a_subset_is_called_one(tmp_path):
@@ -267,10 +268,8 @@ def cells_of(latex):
     """The columns of the last ``tabular``, and the cells of its rows, which fill the columns."""
     tabular = latex.rpartition(r"\begin{tabular}{")[2].partition(r"\end{tabular}")[0]
     columns, *lines = tabular.splitlines()
-    width = columns.removesuffix("}").replace("@{}", "")
     rows = [re.split(r"(?<!\\) ?& ?", line.removesuffix(r" \\")) for line in lines if line.endswith(r" \\")]
-    for row in rows:
-        assert sum(2 if cell.startswith(r"\multicolumn{2}") else 1 for cell in row) == len(width)
+    assert {len(row) for row in rows} == {len(columns.removesuffix("}"))}
     return columns, rows
 
 
@@ -278,19 +277,31 @@ def test_latex_has_aligned_numbers_units_in_the_head_and_the_best_in_bold():
     columns, (head, *rows) = cells_of(
         latex_tables(results(), ["test/accuracy", "sent by clients", "training"])
     )
-    assert columns == "llr@{}lrr}"
+    assert columns == "llrrr}"
     assert head == [
         "method",
         "E",
-        r"\multicolumn{2}{l}{test accuracy}",
+        "test accuracy",
         r"\shortstack[r]{sent by\\clients (MB)}",
         "training (s)",
     ]
-    assert rows[0] == ["BN", "1", "0.400", r"~$\pm$ 0.100", "2.00", "30"]
+    assert rows[0] == ["BN", "1", r"0.400 $\pm$ 0.100", "2.00", "30"]
     bold = r"{\bfseries\boldmath "
-    assert rows[2][2:4] == [bold + "0.700}", bold + r"~$\pm$ 0.000}"]
-    assert rows[3][2:] == [r"\multicolumn{2}{l}{-}", "-", "-"]
-    assert sum(cell.startswith(bold) for row in rows for cell in row) == 2
+    assert rows[2][2] == bold + r"0.700 $\pm$ 0.000}"
+    assert rows[3][2:] == ["-", "-", "-"]
+    assert sum(cell.startswith(bold) for row in rows for cell in row) == 1
+
+
+def test_latex_has_a_minus_before_a_negative_number_and_bold_for_the_best_part_of_a_cell():
+    cells = ["-0.125", "1e-05", "**-0.5 ± 0.1** (-0.4)", "**0.5**, 2 of 3 seeds"]
+    _, (_, *rows) = cells_of(latex_table(pd.DataFrame({"x": cells}), [], "caption", "label"))
+    bold = r"{\bfseries\boldmath "
+    assert [cell for (cell,) in rows] == [
+        "$-$0.125",
+        "1e-05",
+        bold + r"$-$0.5 $\pm$ 0.1} ($-$0.4)",
+        bold + "0.5}, 2 of 3 seeds",
+    ]
 
 
 def test_the_best_is_of_whole_rows_and_of_equal_settings_else():

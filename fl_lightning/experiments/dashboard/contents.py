@@ -68,7 +68,7 @@ def callback_settings(config: Config) -> dict[str, Config]:
 
 
 def media(attempt: Attempt, module: FederatedModule) -> dict[str, Any]:
-    """Return the tables, histograms and pictures of a run.
+    """Return the tables and pictures of a run.
 
     The table ``policy`` lists the treatment of each kind of state. The table ``clients`` lists the
     data and the training of each client. The report of a method is a table ``<name>_table``, and
@@ -84,16 +84,13 @@ def media(attempt: Attempt, module: FederatedModule) -> dict[str, Any]:
         ),
         "clients": clients_table(module),
     }
-    histograms: dict[str, Sequence[float]] = {}
     for report in (callback for callback in module.federated_callbacks if isinstance(callback, Report)):
         for name, table in report.tables().items():
             # W&B refuses a text in a column of numbers: an empty cell is None
             rows = [[None if cell == "" else cell for cell in row] for row in table.rows]
             tables[f"{name}_table"] = table.columns, rows
-        histograms |= {name: values for name, values in report.histograms().items() if len(values)}
     return {
         **{name: wandb.Table(columns=[*columns], data=rows) for name, (columns, rows) in tables.items()},
-        **{name: wandb.Histogram([*values]) for name, values in histograms.items()},
         **{path.stem: wandb.Image(str(path)) for path in sorted(attempt.path.glob("*.png"))},
     }
 

@@ -23,7 +23,7 @@ from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.interruption import FinishRound, Stopped
 from fl_lightning.experiments.run.progress import RoundProgress
 from fl_lightning.experiments.run.trainer import as_list, is_launched, make_trainer, useful_ranks
-from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
+from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.config_digest import (
     deciding_settings,
@@ -252,7 +252,7 @@ class Training:
 
         Milestones and the decay of learning rates depend on the number.
         """
-        planned = load_run(path)["fl_lightning"]["total_rounds"]
+        planned = load_checkpoint(path)["fl_lightning"]["total_rounds"]
         if self._is_other_plan(planned, rounds):
             print(
                 f"{path} is of a run planned for {planned} rounds, not {rounds}: --ckpt_path auto ignores it; "
@@ -285,7 +285,7 @@ class Training:
         with ExitStack() as locked:
             if resumed is not None:
                 locked.enter_context(resumed.lock())  # lock the folder before the checkpoint is read
-            checkpoint = load_run(path, weights_only)
+            checkpoint = load_checkpoint(path, weights_only)
             before = checkpoint["fl_lightning"]["record"]["description"]
             differs: dict[str, list[Any]] = {"settings": ["unknown", "those of config.yaml"]}
             if before:  # empty if a trainer wrote the checkpoint without a run

@@ -77,7 +77,7 @@ class AtomicCheckpointIO(CheckpointIO):
         user_path("checkpoint", path).unlink(missing_ok=True)
 
 
-def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+def load_checkpoint(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
     """Read a checkpoint and check that it belongs to a federated run.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.checkpoint_io import load_run
+from fl_lightning.experiments.run_directory.checkpoint_io import load_checkpoint
 from fl_lightning.experiments.run_directory.config_digest import directory_of
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.finished import Result, read_result
@@ -186,7 +186,7 @@ class Cell:
         if state.phase != "done" or not path.is_file():
             return None
         try:
-            load_run(path)
+            load_checkpoint(path)
         except ConfigurationError:
             print(
                 f"damaged: {path}; {self.name} trains the first {self.shared_rounds} rounds itself",
@@ -223,7 +223,7 @@ def _record(attempt: Attempt) -> Config | None:
 def _record_of(checkpoint: Path, written: int) -> Config | None:
     """Read a record. If the checkpoint was written at another time, it is read again."""
     try:
-        record = load_run(checkpoint)["fl_lightning"]["record"]
+        record = load_checkpoint(checkpoint)["fl_lightning"]["record"]
     except ConfigurationError:
         return None
     return {key: record.get(key, []) for key in ("provenance", "continued_from")}

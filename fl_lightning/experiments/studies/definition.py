@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -283,13 +282,6 @@ class Study:
             axis: [*dict.fromkeys([*labels.get(axis, []), *at_scale])]
             for axis, at_scale in (labels | dict(self.axes)).items()
         }
-
-    @property
-    def size(self) -> int:
-        """Number of all combinations of labels and seeds, including omitted combinations."""
-        every = [settings for labels in self.axes.values() for settings in labels.values()]
-        seeds = [self.scale.seeds, *(settings["seeds"] for settings in every if "seeds" in settings)]
-        return prod(map(len, self.axes.values())) * max(map(len, seeds))
 
     def has(self, *fixed: Mapping[str, object]) -> bool:
         """Return whether a combination of the study has all labels in ``fixed``."""

@@ -30,7 +30,6 @@ class Panels:
 
     Args:
         results: Results of a study.
-        title: Lines of the title.
         along: Axis of the study that is drawn horizontally, or None (default).
 
     Attributes:
@@ -38,7 +37,7 @@ class Panels:
         columns: Number of panels in a row.
     """
 
-    def __init__(self, results: StudyFrame, title: Sequence[str], along: str | None = None) -> None:
+    def __init__(self, results: StudyFrame, along: str | None = None) -> None:
         line = compared(results, along)
         others = [axis for axis in varied(results) if axis not in (*line, along)]
         self._rows: dict[str, dict[str, list[Row]]] = {}
@@ -49,7 +48,7 @@ class Panels:
         count = len(self._rows)
         self.columns = 2 if count == 4 else min(count, 3)
         lines = -(-count // self.columns)
-        self._figure = new_figure((2.6 if lines == 1 else 2.1 * lines) + 0.07 * len(self._labels), title)
+        self._figure = new_figure((2.6 if lines == 1 else 2.1 * lines) + 0.07 * len(self._labels))
         grid = self._figure.subplots(lines, self.columns, sharex=True, sharey=True, squeeze=False)
         self.axes: list[Axes] = [*grid.flat[:count]]
         for name, axes in zip(self._rows, self.axes, strict=True):

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from math import isfinite
@@ -17,7 +17,6 @@ from fl_lightning.experiments.studies.axis_labels import in_words, is_number, sh
 from fl_lightning.experiments.studies.claims import difference
 from fl_lightning.experiments.studies.figure_panels import BAND, PUBLISHED, Panels, look_of, range_in_words
 from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
-from fl_lightning.experiments.studies.tables import caption
 from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
 from fl_lightning.pictures.style import SPLITS, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
@@ -39,15 +38,15 @@ class Picture(NamedTuple):
     Attributes:
         name: Stem of the figure's files.
         caption: Caption in one sentence.
-        draw: Function that takes the lines of the title and draws the figure.
+        draw: Function that draws the figure.
     """
 
     name: str
     caption: str
-    draw: Callable[[Sequence[str]], "Figure"]
+    draw: Callable[[], "Figure"]
 
 
-def write_figures(folder: Path, results: StudyFrame, titles: bool = False) -> list[Path]:
+def write_figures(folder: Path, results: StudyFrame) -> None:
     """Write the figures of a study as PNG and PDF.
 
     If a figure fails, the error is printed, and the other figures are drawn. Figures of earlier
@@ -56,12 +55,8 @@ def write_figures(folder: Path, results: StudyFrame, titles: bool = False) -> li
     Args:
         folder: Folder of the study.
         results: Results of the study.
-        titles: Whether pictures show the study's caption as their title (default False).
-
-    Returns:
-        The written files.
     """
-    title, written, drawable = [caption(results)] if titles else [], list[Path](), pictures(results)
+    drawable = pictures(results)
     for path in folder.glob("*.pdf"):
         known = path.stem in (picture.name for picture in drawable)
         if _NAME.fullmatch(path.stem) and not known and path.with_suffix(".png").is_file():
@@ -69,13 +64,11 @@ def write_figures(folder: Path, results: StudyFrame, titles: bool = False) -> li
             path.with_suffix(".png").unlink()
     for picture in drawable:
         try:
-            figure = picture.draw(title)
+            figure = picture.draw()
             for form in _FORMS:
                 write(folder / f"{picture.name}.{form}", figure)
-            written += [folder / f"{picture.name}.{form}" for form in _FORMS]
         except Exception as error:  # noqa: BLE001  # a failed figure must not end the study
             print(f"{picture.name} was not drawn: {type(error).__name__}: {error}", file=sys.stderr)
-    return written
 
 
 def pictures(results: StudyFrame) -> list[Picture]:
@@ -133,7 +126,7 @@ def read_logs(results: StudyFrame) -> dict[str, Rows]:
 
 @paper_style()
 def curves_figure(
-    results: StudyFrame, logs: Mapping[str, Rows], metric: str, title: Sequence[str], *, cost: bool = False
+    results: StudyFrame, logs: Mapping[str, Rows], metric: str, *, cost: bool = False
 ) -> "Figure":
     """Draw a metric over communication rounds, with a curve for each label of one axis.
 
@@ -143,10 +136,9 @@ def curves_figure(
         results: Results of a study.
         logs: Rows of ``metrics.jsonl``, keyed by run directory.
         metric: Name of the metric.
-        title: Lines of the title.
         cost: Whether the horizontal axis shows bytes instead of rounds (default False).
     """
-    panels, shown, seeds = Panels(results, title), list[Series](), list[int]()
+    panels, shown, seeds = Panels(results), list[Series](), list[int]()
     bands = [
         (axes, look, label, _band(rows[0], logs, metric, cost)) for axes, look, label, rows in panels.curves()
     ]
@@ -178,7 +170,7 @@ def curves_figure(
 
 
 @paper_style()
-def against_figure(results: StudyFrame, axis: str, title: Sequence[str]) -> "Figure":
+def against_figure(results: StudyFrame, axis: str) -> "Figure":
     """Draw the study's first metric against the labels of one axis of the study.
 
     If the labels are numbers, lines join the values. Labels that are words have the colours and
@@ -189,9 +181,8 @@ def against_figure(results: StudyFrame, axis: str, title: Sequence[str]) -> "Fig
     Args:
         results: Results of a study.
         axis: Name of the study's axis.
-        title: Lines of the title.
     """
-    panels, labels = Panels(results, title, axis), results.axes[axis]
+    panels, labels = Panels(results, axis), results.axes[axis]
     numeric = all(map(is_number, labels))
     labels = sorted(labels, key=float) if numeric else labels
     places = dict(zip(labels, map(float, labels) if numeric else range(len(labels)), strict=True))
@@ -235,9 +226,7 @@ def against_figure(results: StudyFrame, axis: str, title: Sequence[str]) -> "Fig
 
 
 @paper_style()
-def heat_figure(
-    results: StudyFrame, down: str, across: str, title: Sequence[str], *, signed: bool = False
-) -> "Figure":
+def heat_figure(results: StudyFrame, down: str, across: str, *, signed: bool = False) -> "Figure":
     """Draw a heat map of the first metric over the labels of two axes.
 
     Each combination of labels of the study's other axes has a panel.
@@ -246,7 +235,6 @@ def heat_figure(
         results: Results of a study.
         down: Axis of the rows.
         across: Axis of the columns.
-        title: Lines of the title.
         signed: Whether values are differences (default False). Positive and negative values then
             have different colours, and 0 is white.
     """
@@ -263,7 +251,7 @@ def heat_figure(
         lowest, highest = -max(-lowest, highest), max(-lowest, highest)
     rows, columns = results.axes[down], results.axes[across]
     panels = [*means.groupby("panel", sort=False)]
-    figure = new_figure((0.6 + 0.32 * len(rows)) * len(panels), title)
+    figure = new_figure((0.6 + 0.32 * len(rows)) * len(panels))
     for axes, (name, panel) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         table = panel.pivot(index="down", columns="across", values="mean")
         matrix = table.reindex(rows, columns=columns).to_numpy()

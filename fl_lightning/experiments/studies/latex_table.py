@@ -30,8 +30,6 @@ _GREEK = f"alpha beta epsilon zeta eta iota kappa mu nu rho tau chi {_CAPITALS}"
 _LONG = 15
 """Names of columns with more than this number of letters are broken into two lines."""
 
-_NUMBER = re.compile(r"([-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?)(?![\w.])(.*)")
-
 
 def escaped(text: str) -> str:
     r"""Return LaTeX that prints a text.
@@ -62,8 +60,8 @@ def _letter(letter: str) -> str:
 def latex_table(table: pd.DataFrame, texts: Collection[int], caption: str, label: str) -> str:
     r"""Return a ``table`` environment. The file with the table must begin with :data:`RULES`.
 
-    The numbers in a column are aligned at ``$\pm$``. A cell that starts and ends with ``**`` is
-    bold.
+    Columns of numbers are aligned at the right. If a cell starts with text between ``**`` and
+    ``**``, this text is bold.
 
     Args:
         table: Cells as text. Columns of numbers have cells such as ``mean ± deviation``.
@@ -71,24 +69,16 @@ def latex_table(table: pd.DataFrame, texts: Collection[int], caption: str, label
         caption: Caption.
         label: Label for ``\ref``.
     """
-    alignment, columns = "", list[list[str]]()
-    for place, name in enumerate(table.columns):
-        cells = [*table.iloc[:, place]]
-        numbers = [*map(_number, cells)]
-        if place in texts:
-            alignment += "l"
-            columns.append([_head(name, "l"), *map(escaped, cells)])
-        elif any(rest for _, rest in numbers):
-            alignment += "r@{}l"
-            columns.append([_in_two_columns(*cell) for cell in [(_head(name, "l"), None), *numbers]])
-        else:
-            alignment += "r"
-            columns.append([_head(name, "r"), *(number for number, _ in numbers)])
+    sides = ["l" if place in texts else "r" for place in range(len(table.columns))]
+    columns = [
+        [_head(name, side), *map(escaped if side == "l" else _number, table.iloc[:, place])]
+        for place, (name, side) in enumerate(zip(table.columns, sides, strict=True))
+    ]
     head, *rows = zip(*columns, strict=True)
     shown = pd.DataFrame(rows, columns=[*head])
     return str(
         shown.style.hide(axis="index").to_latex(
-            column_format=alignment,
+            column_format="".join(sides),
             hrules=True,
             position_float="centering",
             caption=escaped(caption),
@@ -104,23 +94,6 @@ def _head(name: str, side: str) -> str:
     return rf"\shortstack[{side}]{{{escaped(name[:half])}\\{escaped(name[half:])}}}"
 
 
-def _in_two_columns(number: str, rest: str | None) -> str:
-    return rf"\multicolumn{{2}}{{l}}{{{number}}}" if rest is None else f"{number} & {rest}"
-
-
-def _number(cell: str) -> tuple[str, str | None]:
-    # a cell without a number gives the code for the whole cell, and None
-    bold = re.match(r"\*\*(.+?)\*\*", cell)
-    words = bold[1] + cell[bold.end() :] if bold else cell
-    number = _NUMBER.fullmatch(words)
-    if number is None:
-        return escaped(words) or "-", None
-    deviation, rest = (bold[1][number.end(1) :], cell[bold.end() :]) if bold else (number[2], "")
-    parts = [escaped(number[1]).replace("-", "$-$"), _after(deviation)]
-    if bold:
-        parts = [rf"{{\bfseries\boldmath {part}}}" * bool(part) for part in parts]
-    return parts[0], parts[1] + _after(rest)
-
-
-def _after(words: str) -> str:
-    return "~" * words.startswith(" ") + escaped(words)
+def _number(cell: str) -> str:
+    code = re.sub(r"(?<![\w.)-])-(?=[\d.])", "$-$", escaped(cell))
+    return re.sub(r"^\{\*}\{\*}(.+?)\{\*}\{\*}", r"{\\bfseries\\boldmath \1}", code) or "-"

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,7 +23,7 @@ from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.experiments.studies.axis_labels import in_words, short
-from fl_lightning.experiments.studies.figures import Picture, pictures, write_figures
+from fl_lightning.experiments.studies.figures import Picture, pictures
 from fl_lightning.experiments.studies.report_rule import rule_in_words
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
@@ -75,9 +74,8 @@ def write_report(
     directories: Sequence[Path],
     output: Path | None = None,
     columns: Sequence[str] = (),
-    titles: bool | None = None,
 ) -> list[Path]:
-    """Write the report as a page, and rewrite tables and pictures on request.
+    """Write the report as a page, and rewrite tables on request.
 
     Args:
         directories: Folders of studies and run directories. Each study has a section of the page;
@@ -87,15 +85,13 @@ def write_report(
             the file.
         columns: Columns after the labels. If this argument is given, all tables are rewritten.
             Tables of runs are written to the page's folder.
-        titles: Whether pictures have titles. If this argument is given, all pictures are rewritten.
 
     Returns:
         The written files. The page comes first.
 
     Raises:
-        ConfigurationError: A directory is neither a study nor a run, or a file cannot be read. The
-            error is also raised if a column is unknown, or if the page would replace a page about
-            another study.
+        ConfigurationError: A directory is neither a study nor a run, a file cannot be read, or a
+            column is unknown.
     """
     studies = {path: load_study(path) for path in directories if (path / "study.json").is_file()}
     runs = [path for path in directories if path not in studies]
@@ -106,7 +102,6 @@ def write_report(
                 "give folders such as runs/studies/NAME-quick or runs/NAME/*"
             )
     page = output or (next(iter(studies)) if len(studies) == 1 else Path()) / "report.html"
-    _check_place(page, [*studies])
     parts = [*studies.items()] + ([(page.parent, runs_as_study(runs))] if runs else [])
     for _, results in parts:
         check_columns(columns, results.metrics)
@@ -114,26 +109,12 @@ def write_report(
     html = Path(__file__).with_name("report.html").read_text()
     template = Environment(autoescape=True, **options).from_string(html)
     home = page.absolute().parent
-    places = json.dumps([os.path.relpath(path.absolute(), home) for path in studies])
     sections = [_section(results, home) for _, results in parts]
-    write_text(page, template.render(parts=sections, studies=places, version=__version__))
+    write_text(page, template.render(parts=sections, version=__version__))
     written = [page]
     for folder, results in parts:
         written += write_tables(folder, results, columns) if columns else []
-        written += write_figures(folder, results, titles) if titles is not None else []
     return written
-
-
-def _check_place(page: Path, studies: Sequence[Path]) -> None:
-    known = {path.resolve() for path in studies}
-    others = {page.parent.resolve()} if (page.parent / "study.json").is_file() else set()
-    with suppress(OSError, ValueError):
-        if about := re.search(r'<meta name="studies" content="([^"]*)"', page.read_text()):
-            others |= {(page.parent / place).resolve() for place in json.loads(unescape(about[1]))}
-    for other in sorted(others - known):
-        raise ConfigurationError(
-            f"--output: {page} belongs to the study {other.name}; give another file, such as --output comparison.html"
-        )
 
 
 def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
@@ -182,11 +163,11 @@ def _drawn(results: StudyFrame) -> Iterator[tuple[Markup, str]]:
             identity = json.loads(Attempt(place).identity.read_text())
             metrics = [*(identity.get("metrics") or ())]
         further = [name for name in metrics[1:] if name != "loss"]
-        draw = partial(learning_curve_figure, rows, policy, quality="".join(metrics[:1]), further=further)
+        draw = partial(learning_curve_figure, rows, policy, [], quality="".join(metrics[:1]), further=further)
         drawable = [Picture("learning_curve", "learning curve", draw)]
     for picture in drawable:
         try:
-            yield _inline(rendered(picture.draw([]), "svg").decode()), picture.caption
+            yield _inline(rendered(picture.draw(), "svg").decode()), picture.caption
         except Exception as error:  # noqa: BLE001  # a failed figure must not end the report
             yield Markup("<p>{}</p>").format(f"not drawn: {type(error).__name__}: {error}"), picture.caption
     for path in sorted(place.glob("*.png")) if single else []:

@@ -134,8 +134,7 @@ class StudyFrame:
         best: Direction of each metric: ``"max"`` if large values are good, else ``"min"``.
         known: All labels of each axis, including labels that only other scales have.
         report: Rule that says which evaluations give a run's value.
-        options: Options of the command line that change results.
-        command: Command line of the study.
+        command: Command line of the study; empty for runs.
         choices: Labels that were chosen on validation data, with their trials.
         claims: Verdicts on the claims.
     """
@@ -154,7 +153,6 @@ class StudyFrame:
     best: dict[str, str] = field(default_factory=dict)
     known: dict[str, list[str]] = field(default_factory=dict)
     report: str = LAST
-    options: str = ""
     command: str = ""
     choices: list[Chosen] = field(default_factory=list)
     claims: list[Verdict] = field(default_factory=list)

@@ -21,12 +21,6 @@ SERVER = "server/"
 
 A table has this column if another column shows the same metric for the clients' models."""
 
-COLUMNS = "columns after the labels in the tables, such as 'test accuracy, seeds, training'"
-"""Help text of ``--columns``."""
-
-TITLES = "show captions as titles of the pictures (default: no titles)"
-"""Help text of ``--titles``."""
-
 _MODELS = {"personal": "clients' models", "own": "clients' models on own data"}
 """Names of the models that a metric evaluates.
 

@@ -292,9 +292,8 @@ def caption(results: StudyFrame) -> str:
     }.get(results.scale, "")
     paper = f" ({results.paper})" if results.paper else ""
     rule = f" Values: {rule_in_words(results.report)}."
-    options = f" With {results.options}." if results.options else ""
     head = f"{results.title}{paper}. Scale: {results.scale}, {seeds_of(results)}."
-    return " ".join(f"{head}{rule}{options}{_unlike(results)}{subset}".split())
+    return " ".join(f"{head}{rule}{_unlike(results)}{subset}".split())
 
 
 def _smaller(results: StudyFrame) -> str:
@@ -375,6 +374,7 @@ def latex_tables(results: StudyFrame, columns: Sequence[str] = ()) -> str:
         for row, lines in zip(results.rows, remarks(results), strict=True)
         if lines
     ]
+    comments += [results.command] * bool(results.command)
     return "\n\n".join([RULES, *tables]) + "".join(f"\n% {' '.join(x.split())}" for x in comments) + "\n"
 
 
@@ -413,6 +413,7 @@ def write_tables(folder: Path, results: StudyFrame, columns: Sequence[str] = ())
     claims = [f"- `{claim.claim}`: **{claim.verdict}** ({claim.words})" for claim in results.claims]
     parts = [caption(results), *(as_text(rows, "github") for rows in tables)]
     parts += ["\n".join(lines) for lines in (choices, claims) if lines]
+    parts += [f"`{results.command}`"] * bool(results.command)
     files = {
         "table.md": "\n\n".join(parts) + "\n",
         "table.tex": latex_tables(results, columns),

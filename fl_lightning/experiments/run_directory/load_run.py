@@ -1,4 +1,4 @@
-"""Reading of runs from their folders. The runs may be finished or unfinished."""
+"""``load_run``: read a run from its folder. The run may be finished or unfinished."""
 
 import os
 from dataclasses import dataclass
