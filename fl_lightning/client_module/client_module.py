@@ -107,6 +107,7 @@ class ClientModule:
         self._round = self._sink = self._step = LoggedValues()
         self._batch: Any = None
         self._loaders: int | None = None
+        self._pooled: MetricStates = {}
         self._ended: dict[int, tuple[Any, Any]] = {}
         self._optimizer: ConfiguredOptimizer | None = None
 
@@ -187,12 +188,12 @@ class ClientModule:
 
     def start_round(self) -> None:
         """Discard what the steps of the last round have logged."""
-        self._round, self.by_client = LoggedValues(), {}
+        self._round, self.by_client, self._pooled = LoggedValues(), {}, {}
         self._sink = self._round
-        self.metrics.reset()
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss that ``training_step`` returns for a batch."""
+        self.metrics.reset()  # a method may have called this method outside of a local step
         with self._logging(LoggedValues(), batch) as self._step:
             if self.overrides("on_train_batch_start") and (
                 self.module.on_train_batch_start(batch, self.local_step) == -1
@@ -253,10 +254,12 @@ class ClientModule:
         """Combine what the clients have logged, in their order."""
         for values, _ in parts:
             self._round.add_all(values)
-        self.metrics.put(self.metrics.merged([metrics for _, metrics in parts]))
+        self._pooled = self.metrics.merged([metrics for _, metrics in parts])
 
     def end_round(self) -> tuple[dict[str, float], set[str]]:
-        """Return the values of the round, and the names that progress bars show."""
+        """Call ``on_train_epoch_end``; return the round's values, and names that progress bars show."""
+        self.metrics.put(self._pooled)
+        self.call("on_train_epoch_end")
         values = self._round.numbers(self.metrics.metrics)
         return values, {name for name, logged in self._round.items() if logged.prog_bar}
 

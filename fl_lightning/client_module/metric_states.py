@@ -58,6 +58,7 @@ class MetricObjects:
         Raises:
             ConfigurationError: The states of a metric cannot be merged.
         """
+        self.reset()
         for part in parts:
             earlier = self.take()
             self.put({**earlier, **part})

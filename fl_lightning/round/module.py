@@ -594,7 +594,6 @@ class FederatedModule(Recorded, L.LightningModule):
     def on_train_epoch_end(self) -> None:
         """Pass the round's metrics to the loggers. Lightning saves a checkpoint afterwards."""
         if self.client_module is not None:
-            self.client_module.call("on_train_epoch_end")
             values, shown = self.client_module.end_round()
             self.ranks.agree(lambda: {"logged values": values}, f"round {self.round}")
             for is_shown in (False, True):

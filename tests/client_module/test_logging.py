@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from fl_lightning import ConfigurationError, FederatedDataModule, callbacks
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, callbacks
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.methods import VariantEvaluation
 
@@ -105,10 +105,6 @@ def test_a_value_that_is_no_number_is_refused(value, message):
         federated(Wrong(), rounds=1)
 
 
-class Counts(L.Callback):
-    """The targets that clients have used, and the scores that the server gives on evaluation data."""
-
-
 class WithMetrics(Lit):
     """Several metric objects: mergeable by sums, by lists, and in a collection with shared states."""
 
@@ -157,6 +153,32 @@ def test_metric_objects_are_pooled_over_the_clients_of_a_round(participation):
         "one client after the other: the metric object 'train_acc' of WithMetrics"
         in run.executor_choice.reason
     )
+
+
+class AsksForLosses(FederatedCallback):
+    """Computes losses outside of local steps, as methods do that measure statistics."""
+
+    role = "observer"
+
+    def ask(self, pl_module):
+        pl_module.client_loss(pl_module.data.cohort_batch([1], [1]).map(pl_module.on_device).batches()[0])
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        self.ask(pl_module)
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        self.ask(pl_module)
+
+    on_round_start = on_before_aggregate
+
+
+def test_losses_that_a_method_asks_for_are_not_logged():
+    start = Lit(metrics=True)
+    plain, asked = (
+        federated(deepcopy(start), *method, rounds=2).metrics for method in ([], [AsksForLosses()])
+    )
+    for name in ("train_acc", "train_loss", "val_acc", "val_loss"):
+        assert plain[name] == asked[name]
 
 
 def test_metric_objects_are_refused_where_clients_share_a_pass():
@@ -232,6 +254,24 @@ def test_variants_are_evaluated_by_the_modules_own_steps():
     expected = evaluated_alone(halved, Site(99))
     assert {name: run.metrics[f"{name}_halved"] for name in expected} == expected
     assert expected["val_loss"] != run.metrics["val_loss"]
+
+
+def test_values_that_a_module_keeps_over_an_evaluation_are_those_of_one_model():
+    class Keeps(Lit):
+        def on_validation_epoch_start(self):
+            self.kept = []
+
+        def validation_step(self, batch, batch_idx):
+            self.kept.append(self.net(batch[0]).sum())
+
+        def on_validation_epoch_end(self):
+            self.log("batches", float(len(self.kept)))
+            self.log("sum", torch.stack(self.kept).sum())
+            self.kept.clear()
+
+    run = federated(Keeps(), Variant(), rounds=1)
+    assert run.metrics["batches"] == run.metrics["batches_halved"] == 3.0
+    assert run.metrics["sum"] != run.metrics["sum_halved"]
 
 
 def test_each_clients_own_model_is_evaluated_by_the_modules_own_steps():
