@@ -142,7 +142,7 @@ class ClientModule:
 
     def attach(self, run: Any) -> None:
         """Give the module its trainer, and collect what it logs."""
-        self._optimizer = None
+        self._optimizer, self._told, self._print = None, False, run.print
         self._plain = {name: value for name, value in self.module.hparams.items() if _is_plain(value)}
         others = [name for name in self.module.hparams if name not in self._plain]
         if others and run.trainer.state.fn == "fit":
@@ -318,6 +318,11 @@ class ClientModule:
         given = _LOG.bind(self, name, value, *args, **kwargs).arguments
         if self._loaders is not None and given.get("add_dataloader_idx", True):
             name = f"{name}/dataloader_idx_{self._loaders}"
+        if given.get("on_step") and self._sink is self._step and not self._told:
+            self._told = True
+            self._print(
+                "self.log(on_step=True): a round has one row, with the mean over the local steps of all clients"
+            )
         prog_bar, forked = given.get("prog_bar", False), bool(given.get("on_step") and given.get("on_epoch"))
         if isinstance(value, Metric):
             metric = next((path for path, known in self.metrics.metrics.items() if known is value), None)

@@ -92,8 +92,14 @@ class ConfiguredOptimizer:
             with warnings.catch_warnings():
                 # the module's own optimizer takes no steps
                 warnings.filterwarnings("ignore", ".*lr_scheduler.step.*before.*optimizer.step")
-                for _ in range(due - self._taken[number]):
-                    config.scheduler.step()  # type: ignore[call-arg]  # only ReduceLROnPlateau takes a metric
+                try:
+                    for _ in range(due - self._taken[number]):
+                        config.scheduler.step()  # type: ignore[call-arg]  # only ReduceLROnPlateau takes a metric
+                except ValueError as error:
+                    name = type(config.scheduler).__name__
+                    raise ConfigurationError(
+                        f"configure_optimizers: {name} ends before the run: {error}"
+                    ) from error
             self._taken[number] = due
         if self._schedulers:
             self._changed.add("lr")

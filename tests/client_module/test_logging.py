@@ -52,8 +52,10 @@ def values_of_steps(count=2, steps=2, batch_size=8):
         ({"reduce_fx": torch.min}, torch.min),
     ],
 )
-def test_a_logged_value_is_reduced_over_steps_and_clients(executor, settings, reduced):
+def test_a_logged_value_is_reduced_over_steps_and_clients(executor, settings, reduced, capsys):
     run = federated(Logs(**settings), rounds=1, executor=executor)
+    told = capsys.readouterr().out.count("self.log(on_step=True): a round has one row")
+    assert told == ("on_step" in settings)
     assert run.metrics["value"] == pytest.approx(float(reduced(values_of_steps())), abs=1e-12)
     assert float(run.fitted.callback_metrics["value"]) == pytest.approx(run.metrics["value"], rel=1e-6)
     assert ("value_epoch" in run.metrics) == ("on_step" in settings)

@@ -124,6 +124,31 @@ def test_checkpoints_load_into_the_users_class(tmp_path):
     assert config["model"]["model"]["init_args"] == {"lr": 0.03, "metrics": True, "optimizer": "sgd"}
 
 
+def test_a_module_may_keep_state_of_its_own_in_checkpoints(tmp_path):
+    class Remembers(Lit):
+        rounds = 0
+
+        def on_train_epoch_end(self):
+            self.rounds += 1
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["rounds"] = self.rounds
+
+        def on_load_checkpoint(self, checkpoint):
+            self.rounds = checkpoint["rounds"]
+
+    federated(Remembers(optimizer="plain"), SaveRounds(tmp_path), rounds=3)
+    module = Remembers(optimizer="plain")
+    federated(module, rounds=4, ckpt_path=tmp_path / "3.ckpt")
+    assert module.rounds == 4
+
+
+def test_a_schedule_that_ends_before_the_run_is_an_error(tmp_path):
+    federated(Lit(), SaveRounds(tmp_path), rounds=3)
+    with pytest.raises(ConfigurationError, match=r"OneCycleLR ends before the run: Tried to step 7 times"):
+        federated(Lit(), rounds=4, ckpt_path=tmp_path / "3.ckpt")
+
+
 class WithPath(Lit):
     def __init__(self, folder, lr=0.1):
         super().__init__(lr=lr)

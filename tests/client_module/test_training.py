@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, callbacks
+from fl_lightning import ClientFailures, ConfigurationError, FederatedCallback, FederatedDataModule, callbacks
 from fl_lightning.execution.vectorized import VectorizedExecutor
 
 pytestmark = pytest.mark.first_steps
@@ -150,9 +150,10 @@ class Rates(FederatedCallback):
 class Scheduled(Lit):
     def __init__(self, interval="step", frequency=1):
         super().__init__()
-        self.interval, self.frequency = interval, frequency
+        self.interval, self.frequency, self.configured = interval, frequency, 0
 
     def configure_optimizers(self):
+        self.configured += 1
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.001 * (count + 1))
         config = {"scheduler": schedule, "interval": self.interval, "frequency": self.frequency}
@@ -169,11 +170,17 @@ class Scheduled(Lit):
     ],
 )
 def test_a_schedule_counts_as_in_lightning(interval, frequency, counts):
-    """With unequal numbers of local steps, the schedule counts those of the longest client."""
+    """With unequal numbers of local steps, the schedule counts those of the longest client, whoever takes part."""
     data = FederatedDataModule([Site(0, train=8), Site(1, train=24)], server=Site(9))
     seen = Rates()
-    federated(Scheduled(interval, frequency), seen, data=data, rounds=3, local_epochs=1)
+    module = Scheduled(interval, frequency)
+    federated(module, seen, data=data, rounds=3, local_epochs=1)
     assert seen.rates == pytest.approx([0.001 * count for count in counts])
+    assert module.configured == 1
+    absent = Rates()
+    away = ClientFailures(schedule={1: [[1, 2]]})  # the longest client reports in round 3 only
+    federated(Scheduled(interval, frequency), absent, data=data, rounds=3, local_epochs=1, failures=away)
+    assert absent.rates == pytest.approx([0.001 * counts[place] for place in (0, 3, 6, 7, 8)])
 
     class Alone(Scheduled):
         def on_train_batch_start(self, batch, batch_idx):
