@@ -162,9 +162,8 @@ class ClientModule:
     @staticmethod
     def _of_evaluations(hook: Callable[..., Any], run: Any) -> Callable[..., Any]:
         def call(batch: Any, *args: Any) -> Any:
-            return (
-                batch if run.trainer.training else hook(batch, *args)
-            )  # Lightning's training batch is a round
+            # Lightning's own training batch stands for a round
+            return batch if run.trainer.training else hook(batch, *args)
 
         return call
 
@@ -194,7 +193,7 @@ class ClientModule:
     def loss(self, batch: Any) -> Tensor:
         """Return the loss that ``training_step`` returns for a batch."""
         self.metrics.reset()  # a method may have called this method outside of a local step
-        with self._logging(LoggedValues(), batch) as self._step:
+        with self.collecting(LoggedValues(), batch) as self._step:
             if self.overrides("on_train_batch_start") and (
                 self.module.on_train_batch_start(batch, self.local_step) == -1
             ):
@@ -235,7 +234,7 @@ class ClientModule:
         for client, (outputs, batch) in ended.items():
 
             def call(client: int = client, outputs: Any = outputs, batch: Any = batch) -> None:
-                with self._logging(self.by_client[client][0], batch):
+                with self.collecting(self.by_client[client][0], batch):
                     self.module.on_train_batch_end(outputs, batch, self.local_step)
 
             yield client, call
@@ -263,12 +262,6 @@ class ClientModule:
         values = self._round.numbers(self.metrics.metrics)
         return values, {name for name, logged in self._round.items() if logged.prog_bar}
 
-    @contextmanager
-    def collecting(self, values: LoggedValues) -> Iterator[None]:
-        """Add what hooks log within the ``with`` block to ``values``."""
-        with self._logging(values, None):
-            yield
-
     def evaluate(
         self, kind: str, batch: Any, batch_idx: int, loader: int | None, values: LoggedValues
     ) -> None:
@@ -282,7 +275,7 @@ class ClientModule:
             values: The values to which the logged values are added.
         """
         self._loaders = loader
-        with self._logging(values, batch):
+        with self.collecting(values, batch):
             place = (batch_idx, loader or 0)
             self.call(f"on_{kind}_batch_start", batch, *place)
             outputs = None
@@ -305,7 +298,8 @@ class ClientModule:
         return function(batch, *numbers)
 
     @contextmanager
-    def _logging(self, values: LoggedValues, batch: Any) -> Iterator[LoggedValues]:
+    def collecting(self, values: LoggedValues, batch: Any = None) -> Iterator[LoggedValues]:
+        """Add what the module logs within the ``with`` block to ``values``."""
         before = self._sink, self._batch
         self._sink, self._batch = values, batch
         try:

@@ -23,6 +23,7 @@ from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_module.client_module import ClientModule, ClientValues, client_module_of
 from fl_lightning.client_module.logged_values import LoggedValues
+from fl_lightning.client_module.metric_states import MetricObjects
 from fl_lightning.cohort.client_memory import locate, saved
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
@@ -481,6 +482,7 @@ class FederatedModule(Recorded, L.LightningModule):
             self.data.evaluates_clients = self.data.server is None
             self.client_module.call("setup", stage)
             self.client_module.call("configure_model")
+            self.client_module.metrics = MetricObjects(self.model)  # these hooks may have made some
         hooks.extend_model(self.model, self.federated_callbacks, self.seed)
         # convert before a checkpoint is loaded, because float32 tensors would round float64 weights
         self.trainer.precision_plugin.convert_module(self)

@@ -183,6 +183,20 @@ def test_losses_that_a_method_asks_for_are_not_logged():
         assert plain[name] == asked[name]
 
 
+def test_metric_objects_may_be_made_in_setup():
+    class Later(Lit):
+        def setup(self, stage):
+            self.hparams.metrics = True
+            for name in ("train_acc", "val_acc"):
+                setattr(self, name, torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES))
+
+    start = Lit(metrics=True)
+    module = Later()
+    module.load_state_dict(start.state_dict())
+    expected, found = (federated(each, rounds=1).metrics for each in (start, module))
+    assert (found["train_acc"], found["val_acc"]) == (expected["train_acc"], expected["val_acc"])
+
+
 def test_metric_objects_are_refused_where_clients_share_a_pass():
     for settings, name in (({"executor": VectorizedExecutor()}, "VectorizedExecutor"), ({}, "FedTAN")):
         method = [] if settings else [callbacks.FedTAN()]
