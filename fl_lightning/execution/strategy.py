@@ -193,7 +193,9 @@ class CohortStrategy(ParallelStrategy):
         super().setup(trainer)
         if self.ranks.size > 1:
             assert self.model is not None
-            for tensor in filter(torch.is_tensor, self.model.state_dict().values()):  # not other extra state
+            frozen = [x.data for x in self.model.parameters() if not x.requires_grad]  # may not be saved
+            state = filter(torch.is_tensor, self.model.state_dict().values())  # not other extra state
+            for tensor in (*frozen, *state):
                 dist.broadcast(tensor, 0)
 
     def model_to_device(self) -> None:

@@ -22,6 +22,7 @@ from fl_lightning.batch_norm.swapping import evaluating, overriding_train, resto
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_module.client_module import ClientModule, ClientValues, client_module_of
+from fl_lightning.client_module.left_out import check_left_out, left_out
 from fl_lightning.client_module.logged_values import LoggedValues
 from fl_lightning.client_module.metric_states import MetricObjects
 from fl_lightning.cohort.client_memory import locate, saved
@@ -235,6 +236,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.weighting = weighting
         self.task = task or Classification(-100 if (label := ignored_label(loss)) is None else label)
         self.client_module = client_module
+        self.strict_loading = client_module is None or client_module.module.strict_loading
         own_step: Any = client_module and client_module.module.training_step
         self.loss = loss or own_step or self.task.loss
         self.task_metrics = check_names(metrics or {}, self.task)
@@ -270,6 +272,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self._modes: dict[nn.Module, bool] = {}
         self._eval_mode = ExitStack()
         self._resumed = False
+        self._left_out: dict[str, str] | None = None
         self._evaluate_every: int | None = None
 
     @property
@@ -644,7 +647,8 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the planned number of rounds, the run's record and the methods' client state."""
-        checkpoint["state_dict"] |= self.merged
+        state = checkpoint["state_dict"]
+        state |= {name: value for name, value in self.merged.items() if name in state}
         checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}))
         if self.client_module is not None:
             self.client_module.save(checkpoint)
@@ -652,6 +656,7 @@ class FederatedModule(Recorded, L.LightningModule):
             "total_rounds": self.total_rounds,
             "parts": self.parts,
             "record": self.record.state_dict(),
+            "left_out": {} if self.strict_loading else left_out(self.model, state, self.merged),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -668,6 +673,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.total_rounds, self._parts = state["total_rounds"], state.get("parts")
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])
+        self._left_out = state.get("left_out", {})
         if self._trainer is not None:
             self._check_data(checkpoint["global_step"])
         self._call_own("on_load_checkpoint", checkpoint)
@@ -696,8 +702,17 @@ class FederatedModule(Recorded, L.LightningModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a server model's state."""
-        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+        """Load a server model's state.
+
+        Raises:
+            ConfigurationError: Tensors that the loaded checkpoint leaves out differ from those of
+                the checkpoint's run.
+        """
+        result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+        known, self._left_out = self._left_out, None
+        if known is not None and not strict:
+            check_left_out(self.model, state_dict, known)
+        return result
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]  # keywords only
         """Log a metric of this round. A later value replaces an earlier value.
