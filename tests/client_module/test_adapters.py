@@ -10,6 +10,7 @@ from helpers import SaveRounds, States, distance
 from lightning.pytorch.callbacks import Checkpoint
 from lightning_sites import TRAINER, Site, federated
 from outcomes import assert_same
+from pages import PAGES, blocks
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -18,6 +19,7 @@ from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModul
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.models.weights import load_weights
 
 peft = pytest.importorskip("peft")
 timm = pytest.importorskip("timm")
@@ -194,6 +196,42 @@ def test_fedavg_is_the_mean_of_the_clients_adapters(kind, executor):
     assert all(torch.equal(found[name], start[name]) for name in frozen_names(module))
 
 
+def with_adapter(config):
+    class Other(Adapted):
+        def __init__(self):
+            L.LightningModule.__init__(self)
+            self.save_hyperparameters({"partial": False})
+            torch.manual_seed(0)
+            self.net = peft.get_peft_model(self.network(), config)
+
+    return Other()
+
+
+OTHERS = {
+    "dropout": lambda: peft.LoraConfig(
+        r=2, target_modules=["qkv"], lora_dropout=0.3, modules_to_save=["head"]
+    ),
+    "DoRA": lambda: peft.LoraConfig(r=2, target_modules=["qkv"], use_dora=True, modules_to_save=["head"]),
+    "IA3": lambda: peft.IA3Config(target_modules=["qkv", "fc2"], feedforward_modules=["fc2"]),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_executors_agree_on_other_adapters(make):
+    runs = [federated(with_adapter(make()), data=images(), rounds=2, executor=each) for each in EXECUTORS]
+    assert distance(*[copies(run.model) for run in runs]) < 1e-12
+    assert distance(copies(runs[0].model), copies(with_adapter(make()))) > 1e-4
+    trained = sum(p.numel() for p in runs[0].model.parameters() if p.requires_grad)
+    assert runs[0].metrics["comm/upload_bytes"] == 2 * 8 * trained
+
+
+def test_adapters_with_random_numbers_of_their_own_need_the_sequential_executor():
+    module = with_adapter(peft.LoHaConfig(r=2, target_modules=["qkv"]))
+    with pytest.raises(ConfigurationError, match="draws random numbers, which VectorizedExecutor"):
+        federated(deepcopy(module), data=images(), rounds=1, executor=VectorizedExecutor())
+    federated(module, data=images(), rounds=1)
+
+
 @pytest.mark.parametrize("kind", MODULES)
 def test_only_trained_parameters_and_float_buffers_are_counted(kind):
     module = kind()
@@ -276,6 +314,9 @@ def test_a_partial_checkpoint_has_only_what_is_trained(kind, tmp_path):
     with pytest.warns(UserWarning, match="keys that are in the model state dict but not in the checkpoint"):
         loaded = kind.load_from_checkpoint(tmp_path / "1.ckpt")
     assert distance(copies(loaded.double()), copies(module)) < 1e-6
+    start = kind(partial=True).double()
+    load_weights(start, str(tmp_path / "1.ckpt"))  # as the setting initial_weights
+    assert distance(copies(start), copies(module)) == 0
 
 
 def test_a_whole_checkpoint_has_no_digests(tmp_path):
@@ -286,9 +327,9 @@ def test_a_whole_checkpoint_has_no_digests(tmp_path):
     assert checkpoint["fl_lightning"]["left_out"] == {}
 
 
-def a_run(folder, rounds, seed=0):
+def a_run(folder, rounds, seed=0, module=None):
     return Run(
-        FederatedModule(Adapted(seed, partial=True), local_steps=2),
+        FederatedModule(module or Adapted(seed, partial=True), local_steps=2),
         images(),
         checkpoint=RoundCheckpoint(monitor="val_loss"),
         run_root=folder,
@@ -333,6 +374,18 @@ class FrozenNorm(WithBatchNorm):
 
     def state_dict(self):
         return {name: x for name, x in super().state_dict().items() if "running" not in name}
+
+
+@pytest.mark.parametrize("lost", ["running_mean", "lora_A"])
+def test_a_run_whose_checkpoints_would_lose_what_is_trained_is_refused_before_round_1(lost, tmp_path):
+    class Loses(WithBatchNorm):
+        def state_dict(self):
+            return {name: x for name, x in super().state_dict().items() if lost not in name}
+
+    run = a_run(tmp_path, 2, module=Loses(partial=True))
+    with pytest.raises(ConfigurationError, match=rf"state_dict\(\) of Loses loses: '.*{lost}"):
+        run.fit()
+    assert not run.module.record.samples
 
 
 class Unfrozen(Adapted):
@@ -449,3 +502,30 @@ def test_all_ranks_have_the_frozen_weights_of_the_first(tmp_path):
         )
         outcomes.append(seen.states)
     assert_same(*outcomes)
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_runs_and_gives_its_numbers(capsys):
+    page, written, runs = PAGES["docs/adapters.md"].read_text(), {"__name__": "__main__"}, []
+    adapters, norms, partial = blocks("docs/adapters.md", "python")
+    for block in (adapters, norms):
+        exec(block, written)  # noqa: S102  # our own page
+        runs.append(written["run"])
+    with pytest.warns(UserWarning, match="keys that are in the model state dict but not in the checkpoint"):
+        exec(partial, written)  # noqa: S102  # our own page
+    runs.append(written["run"])
+    models = [run.module.model for run in runs]
+    trained = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in models]
+    sent = [int(run.module.metrics["comm/upload_bytes"]) for run in runs]
+    sizes = [(run.path / "checkpoints" / "last.ckpt").stat().st_size / 1e6 for run in runs]
+    whole = sum(p.numel() for p in models[0].vit.unload().parameters())
+    assert sent == [4 * 3 * trained[0]] * 3
+    assert f"| all parameters | {whole:,} | {4 * 3 * whole:,} | {4 * whole / 1e6:.1f} MB |" in page
+    assert f"| {trained[0]:,} | {sent[0]:,} | {sizes[0]:.1f} MB |" in page
+    assert f"| {trained[2]:,} | {sent[2]:,} | {sizes[2]:.2f} MB |" in page
+    assert f"The {trained[1] - trained[0]:,} parameters of the norms" in page
+    assert f"{4 * 3 * trained[1]:,} bytes" in page
+    assert f"sends {sent[1]:,} bytes" in page
+    assert {"val_acc", "personal_val_acc"} <= runs[1].module.metrics.keys()
+    assert distance(written["trained"].state_dict(), models[2].state_dict()) == 0
+    assert distance(copies(written["trained"]), copies(models[2])) == 0
