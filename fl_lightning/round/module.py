@@ -656,7 +656,9 @@ class FederatedModule(Recorded, L.LightningModule):
             "total_rounds": self.total_rounds,
             "parts": self.parts,
             "record": self.record.state_dict(),
-            "left_out": {} if self.strict_loading else left_out(self.model, state, self.merged),
+            "left_out": {}
+            if self.strict_loading
+            else left_out(self.model, checkpoint["state_dict"], self.merged),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -319,6 +319,26 @@ def test_a_partial_checkpoint_has_only_what_is_trained(kind, tmp_path):
     assert distance(copies(start), copies(module)) == 0
 
 
+class LeavesOutAtSaving(Adapted):
+    """A module that leaves out frozen weights by a hook, in a new dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint):
+        frozen = frozen_names(self)
+        checkpoint["state_dict"] = {n: x for n, x in checkpoint["state_dict"].items() if n not in frozen}
+
+
+def test_a_hook_may_leave_out_frozen_weights(tmp_path):
+    whole = federated(LeavesOutAtSaving(), SaveRounds(tmp_path), data=images(), rounds=2)
+    checkpoint = torch.load(tmp_path / "1.ckpt", weights_only=True)
+    assert [*checkpoint["state_dict"]] == trained_names(whole.model)
+    resumed = federated(LeavesOutAtSaving(), data=images(), rounds=2, ckpt_path=tmp_path / "1.ckpt")
+    assert distance(copies(whole.model), copies(resumed.model)) == 0
+
+
 def test_a_whole_checkpoint_has_no_digests(tmp_path):
     module = Adapted()
     federated(module, SaveRounds(tmp_path), data=images(), rounds=1)
