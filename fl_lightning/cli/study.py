@@ -73,23 +73,22 @@ def main(args: Sequence[str]) -> None:
     """
     options, fit_options = study_options(args)
     study = read_study(shipped(options.file) or Path(options.file), options.scale)
-    accept_stale = options.accept_stale
-    cells = StudyCells(study, fit_options)
+    cells = StudyCells(study, fit_options, options.accept_stale)
     cells.check()
     if options.dry_run:
-        dry_run(cells, options.jobs or 1, accept_stale)
+        dry_run(cells, options.jobs or 1)
         return
     name = options.name or f"{study.name}-{study.scale_name}"
     folder = folder_below(cells.any.config["run_root"], f"studies/{name}")
     engine = make_engine(options.engine)
     jobs = options.jobs or _room(cells, engine)
     with StudyProgress(cells.needed_metrics, jobs, study.scale.cell_seconds) as progress:
-        runner = Runner(folder, engine, jobs, accept_stale, progress.show)
-        choices = cells.choose(runner.run, accept_stale, runner.diverged)
+        runner = Runner(folder, engine, jobs, progress.show)
+        choices = cells.choose(runner.run, runner.diverged)
         while True:
             table = cells.table(choices)
             runner.run([*cells.trial_cells, *table])
-            before, choices = choices, cells.choose(runner.run, accept_stale, runner.diverged)
+            before, choices = choices, cells.choose(runner.run, runner.diverged)
             # if the data have changed, the trials were run again, which may have changed the choice
             if choices == before:
                 break
@@ -97,7 +96,7 @@ def main(args: Sequence[str]) -> None:
         named = ["--name", options.name] if options.name else []
         command_line = ["study", options.file, "--scale", options.scale, *named, *fit_options]
         results = replace(
-            collect(cells.study, table, choices, runner.failed, accept_stale, runner.diverged),
+            collect(cells.study, table, choices, runner.failed, runner.diverged),
             command=f"python -m fl_lightning {shlex.join(command_line)}",
         )
         results.save(folder)
@@ -121,10 +120,11 @@ class StudyCells:
     Args:
         study: The study.
         fit_options: Settings of all cells as arguments of ``fit``.
+        accept_stale: Whether stale results count (default False).
     """
 
-    def __init__(self, study: Study, fit_options: Sequence[str]) -> None:
-        self.study, self._options = study, list(fit_options)
+    def __init__(self, study: Study, fit_options: Sequence[str], accept_stale: bool = False) -> None:
+        self.study, self._options, self._accept_stale = study, list(fit_options), accept_stale
         self._made: dict[tuple[Any, ...], Cell] = {}
         if not study.has():
             raise ConfigurationError(
@@ -177,7 +177,6 @@ class StudyCells:
     def choose(
         self,
         run: Callable[[list[Cell]], None] = lambda cells: None,
-        accept_stale: bool = False,
         diverged: Collection[Path] = (),
     ) -> list[Chosen]:
         """Return the choices of the study.
@@ -186,12 +185,11 @@ class StudyCells:
 
         Args:
             run: Function that runs the trials (default: run no trial).
-            accept_stale: Whether stale results count (default False).
             diverged: Keys of the cells that ended with a non-finite update.
         """
         while True:
             run(self.trial_cells)
-            choices = chosen(self.study, self.trials, accept_stale, diverged)
+            choices = chosen(self.study, self.trials, diverged)
             before, self.study = self.study, with_wider_grids(self.study, choices)
             if self.study is before:
                 return choices
@@ -214,7 +212,8 @@ class StudyCells:
             if self.study.definition.report != LAST:  # the value depends on how often the cell is evaluated
                 folder += f"-every-{config['trainer']['check_val_every_n_epoch']}"
             # the configuration is resolved once for all seeds
-            self._made[key] = Cell(labels, seed, {**config, "seed_everything": seed, "name": folder})
+            config = {**config, "seed_everything": seed, "name": folder}
+            self._made[key] = Cell(labels, seed, config, accept_stale=self._accept_stale)
         return self._made[key]
 
     def needed_metrics(self, cell: Cell) -> list[str]:
@@ -239,16 +238,16 @@ class StudyCells:
         return [self.cell(labels, seed) for labels in combinations for seed in self.study.seeds(labels)]
 
 
-def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
+def dry_run(cells: StudyCells, jobs: int) -> None:
     """Print the state of each cell and the estimated time."""
     # the first pass finds the newest data, and the second pass uses only trials on the newest data
     for _ in range(2):
-        choices = cells.choose(accept_stale=accept_stale)
+        choices = cells.choose()
         every = [*cells.trial_cells, *cells.table(choices)]
         unique = [*{cell.key: cell for cell in every}.values()]
-        expect_newest_data([cell.state(accept_stale) for cell in unique], unique)
+        expect_newest_data([cell.state() for cell in unique], unique)
     share_first_stages(unique)
-    states = [(cell, cell.state(accept_stale)) for cell in unique]
+    states = [(cell, cell.state()) for cell in unique]
     for cell, state in states:
         waits = cell.parent is not None and state.phase != "done"
         after = f", after round {cell.shared_rounds} of {cell.parent.name}" if cell.parent and waits else ""
@@ -261,7 +260,7 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
         names = ", ".join(dict.fromkeys(choice.axis for choice in choices))
         print(f"later    {len(later)} cells, when {names} is chosen by the trials above")
     done = sum(state.phase == "done" for _, state in states)
-    everything = [*states, *((cell, cell.state(accept_stale)) for cell in later.values())]
+    everything = [*states, *((cell, cell.state()) for cell in later.values())]
     seconds = time_left(everything, jobs, cells.study.scale.cell_seconds)
     known = f"about {in_words(seconds)} left with --jobs {jobs}" if seconds is not None else ""
     print(f"{done} of {len(everything)} cells are done; {known or 'no cell has been timed yet'}")

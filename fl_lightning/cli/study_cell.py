@@ -46,17 +46,17 @@ def main(args: Sequence[str]) -> None:
     """
     file, options = args[0], json.loads(args[1])
     config = plain_yaml(Path(file).read_text())
-    cell = Cell({}, config["seed_everything"], config, data=options["data"])
+    cell = Cell({}, config["seed_everything"], config, options["accept_stale"], data=options["data"])
     with ExitStack() as held:
         with suppress(OSError):  # on a file system without locks, train without a lock
             cell.key.parent.mkdir(parents=True, exist_ok=True)
             lock = cell.key.parent / f".{cell.key.name}.lock"
             held.enter_context(locked(lock))
-        while (phase := cell.state(options["accept_stale"]).phase) == "running":
+        while (phase := cell.state().phase) == "running":
             time.sleep(_PAUSE)
         if phase == "done":
             return
-        start = cell.checkpoint(options["accept_stale"]) or options["branch"]
+        start = cell.checkpoint() or options["branch"]
         for from_checkpoint in ([f"--ckpt_path={start}"] if start else [], []):
             fit = ["fit", f"--config={file}", *from_checkpoint]
             print("python -m fl_lightning", *fit, flush=True)

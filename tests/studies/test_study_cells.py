@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_a_cell_is_done_where_this_source_has_computed_it():
     finish(one, provenance=[{**one.now, "source": "0ld"}])
     state = one.state()
     assert (state.phase, state.why) == ("stale", f"source 0ld, now {one.now['source']}")
-    assert one.state(accept_stale=True).phase == "done"
+    assert replace(one, accept_stale=True).state().phase == "done"
     finish(one, ".2", provenance=[])
     assert one.state().why == "the result does not name its source code and versions"
     finish(one, ".3")
@@ -141,7 +142,7 @@ def test_a_stopped_cell_goes_on_from_its_checkpoint_of_the_same_source_only():
     assert one.checkpoint() == folder / "checkpoints" / "last.ckpt"
     checkpoint("0ld")
     assert (one.state().phase, one.checkpoint()) == ("missing", None)
-    assert one.state(accept_stale=True).phase == "stopped"
+    assert replace(one, accept_stale=True).state().phase == "stopped"
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ class Cell:
         labels: Label of each axis.
         seed: Seed of the run.
         config: Resolved configuration.
+        accept_stale: Whether a stale result counts as ``done`` (default False).
         parent: Cell that trains the first ``shared_rounds`` rounds for this cell, or None.
         shared_rounds: Number of rounds shared with the parent.
         keep_rounds: Rounds whose checkpoints are kept because other cells continue from them.
@@ -75,6 +76,7 @@ class Cell:
     labels: dict[str, str]
     seed: int
     config: Config
+    accept_stale: bool = False
     parent: "Cell | None" = None
     shared_rounds: int = 0
     keep_rounds: set[int] = field(default_factory=set)
@@ -118,12 +120,8 @@ class Cell:
         """Planned number of rounds; 0 if a budget of epochs determines the number."""
         return max(int(self.config["trainer"]["max_epochs"]), 0)
 
-    def state(self, accept_stale: bool = False) -> State:
-        """Return the cell's state, read from its run directories.
-
-        Args:
-            accept_stale: Whether a stale result counts as ``done``.
-        """
+    def state(self) -> State:
+        """Return the cell's state, read from its run directories."""
         stale: State | None = None
         damaged = ""
         attempts, origin = self._attempts()
@@ -137,7 +135,7 @@ class Cell:
             if not result["rounds"] == result["planned_rounds"] == (self.rounds or result["rounds"]):
                 continue
             why = differences(result.get("provenance", []), self.now) or self._other_data(result)
-            if not why or accept_stale:
+            if not why or self.accept_stale:
                 return State("done", attempt, result, why, int(result["rounds"]))
             stale = stale or State("stale", attempt, result, why)
         if not attempts:
@@ -149,17 +147,17 @@ class Cell:
             return stale
         if newest.error.exists():
             return State("failed", newest, why=newest.last_error(), round=last)
-        if self._resumable(newest, accept_stale):
+        if self._resumable(newest):
             return State("stopped", newest, round=last)
         return State("missing", newest, why=damaged, round=last)
 
-    def checkpoint(self, accept_stale: bool = False) -> Path | None:
+    def checkpoint(self) -> Path | None:
         """Return the newest attempt's checkpoint, from which the cell can be resumed.
 
         Return None if the checkpoint is missing or stale, or if the attempt has a result.
         """
         newest = next(iter(self._attempts()[0]), None)
-        if newest is None or not self._resumable(newest, accept_stale):
+        if newest is None or not self._resumable(newest):
             return None
         return newest.checkpoints / "last.ckpt"
 
@@ -174,13 +172,13 @@ class Cell:
         counted = [attempt for attempt, origin in zip(every, origins, strict=True) if not origin]
         return counted, next(filter(None, origins), "")
 
-    def branch(self, accept_stale: bool = False) -> Path | None:
+    def branch(self) -> Path | None:
         """Return the parent's checkpoint after the shared rounds, or None.
 
         The parent is the cell that trains the shared rounds. If the checkpoint is damaged, print a
         message and return None. The cell then trains the shared rounds itself.
         """
-        if self.parent is None or (state := self.parent.state(accept_stale)).attempt is None:
+        if self.parent is None or (state := self.parent.state()).attempt is None:
             return None
         path = state.attempt.checkpoints / f"round_{self.shared_rounds}.ckpt"
         if state.phase != "done" or not path.is_file():
@@ -200,9 +198,9 @@ class Cell:
         names = [name for name, digest in (self.data or {}).items() if digests.get(name) != digest]
         return f"other data than newer cells: {', '.join(names)}" if names else ""
 
-    def _resumable(self, attempt: Attempt, accept_stale: bool) -> bool:
+    def _resumable(self, attempt: Attempt) -> bool:
         record = None if attempt.result.exists() else _record(attempt)
-        return record is not None and (accept_stale or not differences(record["provenance"], self.now))
+        return record is not None and (self.accept_stale or not differences(record["provenance"], self.now))
 
 
 def _origins(attempt: Attempt) -> list[Origin]:

@@ -75,9 +75,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
     return cells_of_choices
 
 
-def chosen(
-    study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
-) -> list[Chosen]:
+def chosen(study: Study, cells: Sequence[Sequence[Cell]], diverged: Collection[Path] = ()) -> list[Chosen]:
     """Return each choice with the chosen label: the label with the best validation metric.
 
     The best loss is the smallest loss. The best accuracy is the largest accuracy. Among equal
@@ -89,7 +87,6 @@ def chosen(
     Args:
         study: The study.
         cells: Trial cells of each choice.
-        accept_stale: Whether stale results count (default False).
         diverged: Keys of the cells that ended with a non-finite update.
 
     Raises:
@@ -100,7 +97,7 @@ def chosen(
         for key, combinations in trials(study, choice).items():
             by = dict(zip(choice.by, key, strict=True))
             metric = metric_of(study, choice, combinations)
-            states = {cell: cell.state(accept_stale) for cell in own_cells if matches(cell.labels, by)}
+            states = {cell: cell.state() for cell in own_cells if matches(cell.labels, by)}
             known_best = next((x.result.get("best", {}) for x in states.values() if x.result), {})
             direction = best_is(metric, known=known_best)
             worst = inf if direction == "min" else -inf

@@ -27,7 +27,6 @@ def collect(
     cells: Sequence[Cell],
     choices: list[Chosen],
     failed: Mapping[Path, str],
-    accept_stale: bool = False,
     diverged: Collection[Path] = (),
 ) -> StudyFrame:
     """Return the results of a study, from which tables, figures and the report are made.
@@ -37,7 +36,6 @@ def collect(
         cells: Cells of the table.
         choices: Labels chosen on validation data.
         failed: Error of each failed cell, keyed by the cell's key.
-        accept_stale: Whether stale results count (default False).
         diverged: Keys of the cells that ended with a non-finite update.
 
     Raises:
@@ -45,7 +43,7 @@ def collect(
             label sets.
     """
     definition, rows, values = study.definition, [], []
-    states = {cell: cell.state(accept_stale) for cell in cells}
+    states = {cell: cell.state() for cell in cells}
     results = {cell: state.result for cell, state in states.items() if state.phase == "done" and state.result}
     known = dict.fromkeys(name for result in results.values() for name in metric_values(result))
     local = {name: words for name, words in local_metrics(definition.metrics).items() if name in known}

@@ -50,7 +50,6 @@ class Runner:
         folder: Folder of the study. The runner writes the cells' configurations and output to it.
         engine: Engine that runs the cells.
         jobs: Largest number of cells that run at a time, including cells that other processes run.
-        accept_stale: Whether stale results count as done (default False).
         show: Function that is called repeatedly with all cells and their states. An error in this
             function ends the runner.
     """
@@ -60,11 +59,9 @@ class Runner:
         folder: Path,
         engine: Engine,
         jobs: int,
-        accept_stale: bool = False,
         show: Callable[[Sequence[tuple[Cell, State]]], None] = lambda cells: None,
     ) -> None:
-        self.folder, self.engine, self.jobs = folder, engine, jobs
-        self.accept_stale, self.show = accept_stale, show
+        self.folder, self.engine, self.jobs, self.show = folder, engine, jobs, show
         self.failed: dict[Path, str] = {}
         self.diverged: set[Path] = set()
         self._done: dict[Cell, State] = {}
@@ -95,7 +92,6 @@ class Runner:
         """
         outdated = expect_newest_data([self._state(cell) for cell in unique], unique)
         stale = [cell for cell in outdated if cell not in tried and cell.key not in self.failed]
-        stale = [] if self.accept_stale else stale
         shown = {cell.family for cell in tried if cell.key not in self.failed}
         first = {cell.family: cell for cell in sorted(stale, key=lambda cell: cell.parent is None)}
         return [cell for cell in stale if cell.family in shown or cell is first[cell.family]]
@@ -147,7 +143,7 @@ class Runner:
         return True
 
     def _state(self, cell: Cell) -> State:
-        state = self._done.get(cell) or cell.state(self.accept_stale)
+        state = self._done.get(cell) or cell.state()
         if state.phase == "done":
             self._done[cell] = state
         return state
@@ -163,11 +159,11 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        branch = cell.branch(self.accept_stale)
+        branch = cell.branch()
         options = {
             "branch": branch and str(branch.resolve()),
             "data": cell.data,
-            "accept_stale": self.accept_stale,
+            "accept_stale": cell.accept_stale,
         }
         arguments = [str(file.resolve()), json.dumps(options)]
         gpus = self.engine.gpus if config["trainer"]["accelerator"] != "cpu" else 0
