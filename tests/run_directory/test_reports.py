@@ -37,9 +37,6 @@ class Counts(Report, FederatedCallback):
     def tables(self):
         return {"counted": Table(["round", "name"], [[number, f"the, {number}"] for number in self.rounds])}
 
-    def histograms(self):
-        return {"spread": [float(number) for number in self.rounds], "nothing": []}
-
     def result(self):
         return {"counted_rounds": float(len(self.rounds))}
 
@@ -72,8 +69,6 @@ def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
     assert line.split() == ["counted", "3", "rounds"]
     found = media(attempt, cli.model)
     assert found["counted_table"].data == [[1, "the, 1"], [2, "the, 2"], [3, "the, 3"]]
-    assert sum(found["spread"].histogram) == 3
-    assert "nothing" not in found
     assert "counted" in found
 
 
