@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from fl_lightning.cli.options import Refusal, study_options
+from fl_lightning.cli.options import study_options
 from fl_lightning.cli.user_settings import Given, place_in, read_given, with_shipped_configs
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.files import shipped
@@ -35,10 +35,7 @@ def check_files(arguments: Sequence[str]) -> None:
         # imported late, because pydantic is slow
         from fl_lightning.experiments.studies.reading import read_study
 
-        try:
-            options, fit_options = study_options(arguments[1:])
-        except Refusal as refusal:
-            raise ConfigurationError(refusal.line) from None
+        options, fit_options = study_options(arguments[1:])
         read_study(shipped(options.file) or Path(options.file), options.scale)
     given = read_given(with_shipped_configs(fit_options))
     _check_names([entry for entry in given if entry.file])

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import fl_lightning
-from fl_lightning.cli.options import Refusal
 from fl_lightning.errors import ConfigurationError, missing_module
 from fl_lightning.experiments.run.interruption import stoppable
 from fl_lightning.experiments.run.training import quiet_host
@@ -34,6 +33,23 @@ _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
 
 The mistakes are a missing metric and duplicate callbacks.
 """
+
+
+class Refusal(SystemExit):
+    """Exception that ends a command with a one-line message.
+
+    It is no ``ValueError``, because jsonargparse catches these.
+
+    Attributes:
+        line: Line to print.
+        code: Exit status.
+    """
+
+    code: int
+
+    def __init__(self, line: str) -> None:
+        super().__init__(ConfigurationError.exit_status)
+        self.line = line
 
 
 def one_line(text: str) -> str:

@@ -16,23 +16,8 @@ Run the cells of a study that have no result yet, and print its table. The same 
 options are settings of every cell, such as --data.data_dir data/cifar10 or --trainer.accelerator gpu."""
 
 
-class Refusal(SystemExit):
-    """Exception that ends a command with a one-line message.
-
-    Attributes:
-        line: Line to print.
-        code: Exit status.
-    """
-
-    code: int
-
-    def __init__(self, line: str) -> None:
-        super().__init__(ConfigurationError.exit_status)
-        self.line = line
-
-
 class CommandParser(ArgumentParser):
-    """Parser of a command's options. Errors are printed in one line. No option can be abbreviated.
+    """Parser of a command's options. An error has one line. No option can be abbreviated.
 
     Args:
         command: Name of the command.
@@ -50,8 +35,8 @@ class CommandParser(ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise :class:`Refusal` with the parser's message."""
-        raise Refusal(message)
+        """Raise a ``ConfigurationError`` with the parser's message."""
+        raise ConfigurationError(message)
 
 
 def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:

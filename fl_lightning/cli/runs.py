@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 from tabulate import tabulate
 
-from fl_lightning.cli.options import CommandParser, Refusal
+from fl_lightning.cli.options import CommandParser
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run_directory.runs_frame import COLUMNS, runs_frame
 from fl_lightning.files import user_file, user_path, write_text
@@ -26,7 +26,8 @@ def main(args: Sequence[str]) -> None:
         args: Arguments after ``runs``.
 
     Raises:
-        ConfigurationError: The folder has no run, or a column does not exist.
+        ConfigurationError: An option is not valid, the folder has no run, or a column does not
+            exist.
     """
     parser = CommandParser("runs", _DESCRIPTION)
     parser.add_argument("folder", metavar="DIR", nargs="?", default="runs", help="folder (default: runs)")
@@ -35,10 +36,7 @@ def main(args: Sequence[str]) -> None:
     words = "show only runs with this value; several options must all hold"
     parser.add_argument("--where", metavar="COLUMN=VALUE", action="append", default=[], help=words)
     parser.add_argument("--csv", metavar="FILE", help="write the runs with all columns to a CSV file")
-    try:
-        options = parser.parse_args(args)
-    except Refusal as refusal:
-        raise ConfigurationError(refusal.line) from None
+    options = parser.parse_args(args)
     folder, file = user_path("runs", options.folder), options.csv and user_file("csv", options.csv)
     wanted = [_wanted(text) for text in options.where]
     named = [name for name in (*(name for name, _ in wanted), options.sort) if name]

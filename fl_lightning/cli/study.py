@@ -2,7 +2,7 @@
 
 import io
 import shlex
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import cache, cached_property
@@ -84,11 +84,11 @@ def main(args: Sequence[str]) -> None:
     jobs = options.jobs or _room(cells, engine)
     with StudyProgress(cells.needed_metrics, jobs, study.scale.cell_seconds) as progress:
         runner = Runner(folder, engine, jobs, progress.show)
-        choices = cells.choose(runner.run, runner.diverged)
+        choices = cells.choose(runner.run)
         while True:
             table = cells.table(choices)
             runner.run([*cells.trial_cells, *table])
-            before, choices = choices, cells.choose(runner.run, runner.diverged)
+            before, choices = choices, cells.choose(runner.run)
             # if the data have changed, the trials were run again, which may have changed the choice
             if choices == before:
                 break
@@ -96,19 +96,21 @@ def main(args: Sequence[str]) -> None:
         named = ["--name", options.name] if options.name else []
         command_line = ["study", options.file, "--scale", options.scale, *named, *fit_options]
         results = replace(
-            collect(cells.study, table, choices, runner.failed, runner.diverged),
+            collect(cells.study, table, choices, runner.failed),
             command=f"python -m fl_lightning {shlex.join(command_line)}",
         )
         results.save(folder)
         write_tables(folder, results)
         write_figures(folder, results)
         print_results(results, folder)
-    worst = runner.diverged - {cell.key for cell in table}
-    for cell in {cell.key: cell for cell in (*cells.trial_cells, *table)}.values():
-        if cell.key in runner.failed:
-            what = "failed, and counted as the worst trial" if cell.key in worst else "failed"
-            print(f"{what}: {cell.name}: {runner.failed[cell.key]}")
-    if failed := runner.failed.keys() - worst:
+    unique = {cell.key: cell for cell in (*cells.trial_cells, *table)}
+    failed = [cell for key, cell in unique.items() if key in runner.failed]
+    in_table = {cell.key for cell in table}
+    worst = {cell for cell in failed if cell.state().diverged and cell.key not in in_table}
+    for cell in failed:
+        what = "failed, and counted as the worst trial" if cell in worst else "failed"
+        print(f"{what}: {cell.name}: {runner.failed[cell.key]}")
+    if failed := [cell for cell in failed if cell not in worst]:
         raise ConfigurationError(
             f"study: {len(failed)} cell{'s' * (len(failed) > 1)} failed; fix the errors above and run the same command again"
         )
@@ -174,22 +176,17 @@ class StudyCells:
         """Trial cells of all choices, as a single list."""
         return [cell for trial in self.trials for cell in trial]
 
-    def choose(
-        self,
-        run: Callable[[list[Cell]], None] = lambda cells: None,
-        diverged: Collection[Path] = (),
-    ) -> list[Chosen]:
+    def choose(self, run: Callable[[list[Cell]], None] = lambda cells: None) -> list[Chosen]:
         """Return the choices of the study.
 
         While the chosen learning rate is at the edge of its grid, the grid is extended.
 
         Args:
             run: Function that runs the trials (default: run no trial).
-            diverged: Keys of the cells that ended with a non-finite update.
         """
         while True:
             run(self.trial_cells)
-            choices = chosen(self.study, self.trials, diverged)
+            choices = chosen(self.study, self.trials)
             before, self.study = self.study, with_wider_grids(self.study, choices)
             if self.study is before:
                 return choices

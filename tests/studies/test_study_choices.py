@@ -1,5 +1,6 @@
 """What is chosen on validation data: by which metric, of which trials, and what no trial can decide."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -86,22 +87,24 @@ def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_a
         axes={"model.client_optimizer.lr": [0.1, 0.2]}, choose=[{"axis": "model.client_optimizer.lr"}]
     )
     (first, second), *_ = cells.trials
-    failed = {one.key for one in (first, second) if worst is None}
-    if worst is not None:
-        finish(first, **worst)
-    assert [one.chosen for one in chosen(cells.study, cells.trials, diverged={first.key} & failed)] == [None]
+
+    def end_worst(one):
+        if worst is not None:
+            finish(one, **worst)
+        else:
+            one.key.mkdir(parents=True)
+            (one.key / "config.yaml").write_text("")
+            (one.key / "error.txt").write_text("Diverged: round 3: the update is not finite\n")
+
+    end_worst(first)
+    assert [one.chosen for one in chosen(cells.study, cells.trials)] == [None]
     finish(second)
-    (choice,) = chosen(cells.study, cells.trials, diverged={first.key} & failed)
+    (choice,) = chosen(cells.study, cells.trials)
     assert choice.chosen == "0.2"
     assert choice.values == {"0.1": float("-inf"), "0.2": 0.5}
-    if worst is not None:
-        (second.key / "result.json").unlink()
-        second.key.rmdir()
-        finish(second, **worst)
-        (choice,) = chosen(cells.study, cells.trials)
-    else:
-        (second.key / "result.json").unlink()
-        (choice,) = chosen(cells.study, cells.trials, diverged=failed)
+    shutil.rmtree(second.key)
+    end_worst(second)
+    (choice,) = chosen(cells.study, cells.trials)
     assert "val/accuracy of seed 1000, the first, since all diverged (" in choice_in_words(choice)
     assert choice.chosen == "0.1"
     assert len(cells.table([choice])) == 2

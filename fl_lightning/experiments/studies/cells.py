@@ -57,6 +57,11 @@ class State(NamedTuple):
     why: str = ""
     round: int = 0
 
+    @property
+    def diverged(self) -> bool:
+        """Whether a non-finite update ended the attempt."""
+        return self.phase == "failed" and self.why.startswith("Diverged: ")
+
 
 @dataclass(eq=False)
 class Cell:

@@ -1,8 +1,7 @@
 """Choice of a setting, such as a learning rate, by its metric on validation data."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
-from pathlib import Path
 from typing import Literal
 
 from fl_lightning.errors import ConfigurationError
@@ -75,7 +74,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
     return cells_of_choices
 
 
-def chosen(study: Study, cells: Sequence[Sequence[Cell]], diverged: Collection[Path] = ()) -> list[Chosen]:
+def chosen(study: Study, cells: Sequence[Sequence[Cell]]) -> list[Chosen]:
     """Return each choice with the chosen label: the label with the best validation metric.
 
     The best loss is the smallest loss. The best accuracy is the largest accuracy. Among equal
@@ -87,7 +86,6 @@ def chosen(study: Study, cells: Sequence[Sequence[Cell]], diverged: Collection[P
     Args:
         study: The study.
         cells: Trial cells of each choice.
-        diverged: Keys of the cells that ended with a non-finite update.
 
     Raises:
         ConfigurationError: It is not known whether large or small values of the metric are best.
@@ -104,7 +102,7 @@ def chosen(study: Study, cells: Sequence[Sequence[Cell]], diverged: Collection[P
             values: dict[str, float | None] = {}
             for cell, state in states.items():
                 value = _value(state.result if state.phase == "done" else None, metric, worst)
-                values[cell.labels[choice.axis]] = worst if value is None and cell.key in diverged else value
+                values[cell.labels[choice.axis]] = worst if state.diverged else value
             known = {label: value for label, value in values.items() if value is not None}
             if known and direction is None:
                 raise ConfigurationError(

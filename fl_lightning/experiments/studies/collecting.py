@@ -27,7 +27,6 @@ def collect(
     cells: Sequence[Cell],
     choices: list[Chosen],
     failed: Mapping[Path, str],
-    diverged: Collection[Path] = (),
 ) -> StudyFrame:
     """Return the results of a study, from which tables, figures and the report are made.
 
@@ -36,7 +35,6 @@ def collect(
         cells: Cells of the table.
         choices: Labels chosen on validation data.
         failed: Error of each failed cell, keyed by the cell's key.
-        diverged: Keys of the cells that ended with a non-finite update.
 
     Raises:
         ConfigurationError: No run has the metric of a column, or a run lacks the metric that a
@@ -60,7 +58,7 @@ def collect(
                 "published": published.get("value"),
                 "published_deviation": published.get("deviation"),
                 "learning_rate": (optimizer.get("init_args") or {}).get("lr"),
-                **run_row(cell.seed, state, cell.key, failed.get(cell.key, ""), cell.key in diverged),
+                **run_row(cell.seed, state, cell.key, failed.get(cell.key, "")),
             }
         )
         if (result := results.get(cell)) is not None and state.attempt is not None:
@@ -104,9 +102,7 @@ def _read(study: Study, cell: Cell, local: Sequence[str], metrics: Collection[st
     return {name: of_run for name, of_run in read.items() if of_run in metrics}
 
 
-def run_row(
-    seed: int, state: State, place: Path, error: str = "", diverged: bool = False
-) -> dict[str, object]:
+def run_row(seed: int, state: State, place: Path, error: str = "") -> dict[str, object]:
     """Return the columns of ``StudyFrame.cells`` that describe a run: its state and costs.
 
     Args:
@@ -114,7 +110,6 @@ def run_row(
         state: State of the cell.
         place: Folder of the first attempt. It is named if no attempt exists.
         error: Error that ended the run in this study.
-        diverged: Whether a non-finite update ended the run.
     """
     row = {
         "seed": seed,
@@ -123,7 +118,7 @@ def run_row(
         "why": error or state.why,
     }
     if state.phase != "done" or state.result is None or state.attempt is None:
-        return row | ({"diverged": True, "diverged_round": state.round + 1} if diverged else {})
+        return row | ({"diverged": True, "diverged_round": state.round + 1} if state.diverged else {})
     loaded = state.result.get("loaded")
     exchanges = sum(line.get("comm/exchanges", 0) for line in read_metrics(state.attempt.metrics))
     of_result = {name: x for name, x in state.result.items() if name in (*COSTS, *FROM_RESULT)}

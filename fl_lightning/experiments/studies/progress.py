@@ -1,7 +1,6 @@
 """Progress of a running study on the terminal. The progress is read from run directories."""
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -33,8 +32,13 @@ class StudyProgress:
         self.needed, self.jobs, self.cell_seconds = needed, jobs, cell_seconds
         self._known: dict[Cell, str] = {}
         self._missing: set[str] = set()
-        self._live = (
-            Live(console=Console(), refresh_per_second=2, transient=True) if sys.stdout.isatty() else None
+        self._console = Console(emoji=False, markup=False, highlight=False, soft_wrap=True)
+        # without a terminal, only printed lines are shown
+        self._live = Live(
+            console=self._console,
+            auto_refresh=self._console.is_terminal,
+            refresh_per_second=2,
+            transient=True,
         )
 
     def show(self, cells: Sequence[tuple[Cell, State]]) -> None:
@@ -49,7 +53,7 @@ class StudyProgress:
         for cell, state in cells:
             before, self._known[cell] = self._known.get(cell), state.phase
             if before in (None, "done") and state.phase in ("stale", "missing") and state.why:
-                self._print(f"{state.phase}, runs again: {cell.name}: {state.why}")
+                self._console.print(f"{state.phase}, runs again: {cell.name}: {state.why}")
             if before in (None, state.phase) or state.phase not in ("done", "failed"):
                 continue
             metrics = metric_values(state.result) if state.result else {}
@@ -58,42 +62,33 @@ class StudyProgress:
                 for name, x in metrics.items()
                 if name.partition("/")[0] in ("val", "test") and name.partition("/")[2] in QUALITIES
             ]
-            self._print(
+            self._console.print(
                 f"[{len(done)}/{len(cells)}] {state.phase}: {cell.name}  {', '.join(numbers) or state.why}{words}"
             )
             for name in self.needed(cell) if metrics else ():
                 if name not in metrics and name not in self._missing:
                     self._missing.add(name)
                     known = ", ".join(metrics)
-                    self._print(
+                    self._console.print(
                         f"metrics: {cell.name} has no {name}{nearest(name, metrics)}; there are {known}"
                     )
-        if self._live is not None:
-            table = Table(box=None)
-            table.add_column("running")
-            table.add_column("round", justify="right")
-            for cell, state in cells:
-                if state.phase == "running":
-                    table.add_row(
-                        cell.name,
-                        f"{state.round:,} of {cell.rounds:,}" if cell.rounds else f"{state.round:,}",
-                    )
-            self._live.update(Group(f"{len(done)} of {len(cells)} cells{words}", table))
-
-    def _print(self, line: str) -> None:
-        if self._live is not None:
-            self._live.console.print(line, markup=False, highlight=False)
-        else:
-            print(line, flush=True)
+        table = Table(box=None)
+        table.add_column("running")
+        table.add_column("round", justify="right")
+        for cell, state in cells:
+            if state.phase == "running":
+                table.add_row(
+                    cell.name,
+                    f"{state.round:,} of {cell.rounds:,}" if cell.rounds else f"{state.round:,}",
+                )
+        self._live.update(Group(f"{len(done)} of {len(cells)} cells{words}", table))
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
+        self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live.stop()
 
 
 def time_left(

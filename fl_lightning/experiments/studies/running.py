@@ -13,7 +13,6 @@ from pathlib import Path
 
 import yaml
 
-from fl_lightning.errors import Diverged
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.studies.cells import Cell, State, expect_newest_data
 from fl_lightning.experiments.studies.engines.base import Engine, Job
@@ -63,7 +62,6 @@ class Runner:
     ) -> None:
         self.folder, self.engine, self.jobs, self.show = folder, engine, jobs, show
         self.failed: dict[Path, str] = {}
-        self.diverged: set[Path] = set()
         self._done: dict[Cell, State] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
@@ -71,7 +69,7 @@ class Runner:
 
         Cells with equal data settings and seed are a family. One cell of each family is rerun
         first, because its result records the present data. Afterwards, ``failed`` maps the keys of
-        failed cells to errors, and ``diverged`` contains the keys of diverged cells.
+        failed cells to errors.
         """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
@@ -138,8 +136,6 @@ class Runner:
             return False
         if states[cell].phase != "running" and (status or states[cell].phase != "done"):
             self.failed[cell.key] = self._error(cell, status, states[cell])
-            if status == Diverged.exit_status:
-                self.diverged.add(cell.key)
         return True
 
     def _state(self, cell: Cell) -> State:

@@ -128,9 +128,10 @@ def state_of(attempt: Attempt) -> State:
         if attempt.result.is_file():
             return State("failed", attempt, why=str(error))
         rounds = read_metrics(attempt.metrics)[-1:] if attempt.metrics.is_file() else []
-    why = f"no result.json; the last logged round is {rounds[0]['round']}" if rounds else "no round is logged"
+    last = int(rounds[0]["round"]) if rounds else 0
     if attempt.error.is_file():
-        return State("failed", attempt, why=attempt.last_error())
+        return State("failed", attempt, why=attempt.last_error(), round=last)
+    why = f"no result.json; the last logged round is {last}" if rounds else "no round is logged"
     return State("running" if attempt.is_locked() else "stopped", attempt, why=why)
 
 
