@@ -59,6 +59,19 @@ def test_a_label_that_is_read_by_a_metric_of_its_own_has_its_own_curve(tmp_path)
     assert [list(line.get_ydata()) for line in curves.lines] == [[0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
 
 
+def test_curves_of_a_name_that_a_lightning_module_has_logged_keep_the_name(tmp_path):
+    place = write_run(tmp_path / "a-s0")
+    rows = [{"round": r, "val_acc": 0.25 * r} for r in range(3)]
+    write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    found = runs_as_study([place])
+    found = replace(found, metrics={"val_acc": "validation accuracy"})
+    curves = next(picture for picture in pictures(found) if picture.name == "curves")
+    assert curves.caption.startswith("val_acc over communication rounds")
+    (axes,) = curves.draw().axes
+    assert axes.get_ylabel() == "val_acc"
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0.0, 0.25, 0.5]]
+
+
 def test_a_map_of_differences_has_0_in_the_middle(tmp_path):
     """What is not there has no colour, and what one method has more is as dark as what it has less."""
     rows = [

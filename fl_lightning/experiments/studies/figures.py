@@ -314,4 +314,6 @@ def _finite(row: Row, results: StudyFrame) -> pd.Series:
 
 def _in_words(metric: str) -> str:
     split, _, name = metric.partition("/")
+    if split not in SPLITS:
+        return metric  # the name that a LightningModule has logged
     return f"{SPLITS[split][0].partition(':')[0]} {QUALITIES.get(name, name.replace('_', ' '))}"
