@@ -8,6 +8,7 @@ import yaml
 from command_line import main
 from helpers import write_cifar10_folders
 from layouts import write_feddrive, write_femnist, write_tiny_imagenet
+from pages import take_examples
 from street_scenes import write_scenes
 from sweeps import SWEEPS, command_line, grid
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -149,7 +150,8 @@ def test_overlays_attack_and_defend_a_configuration(name, attack, defence):
 
 
 @pytest.mark.parametrize("name", SWEEPS)
-def test_the_command_of_a_sweep_takes_its_parameters(name, capsys):
+def test_the_command_of_a_sweep_takes_its_parameters(name, capsys, monkeypatch):
+    take_examples(monkeypatch)
     assert len(grid(name)) >= 6
     words = command_line(name, grid(name)[-1])
     assert words[:6] == ["/usr/bin/env", "python", "-m", "fl_lightning", "fit", "--config"]

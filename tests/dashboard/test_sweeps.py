@@ -6,6 +6,7 @@ import signal
 import pytest
 import yaml
 from command_line import run
+from pages import take_examples
 from sweeps import SWEEPS, command_line, grid
 from wandb_files import offline_runs, read_run, run_id
 
@@ -26,6 +27,7 @@ def agent(name, values, *more):
 @pytest.mark.parametrize("name", SWEEPS)
 def test_agent_runs_what_the_sweep_says(name, offline, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
+    take_examples(monkeypatch)
     runs = []
     for values in (grid(name)[0], grid(name)[1]):
         cli = agent(name, values)
@@ -33,8 +35,9 @@ def test_agent_runs_what_the_sweep_says(name, offline, monkeypatch):
         assert cli.model.seed == given.pop("seed_everything")
         ((setting, value),) = given.items()
         saved = yaml.safe_load(cli.attempt.config.read_text())
-        places = (saved["model"]["client_optimizer"], *(saved["trainer"]["callbacks"] or ()))
-        assert value in [place["init_args"].get(setting) for place in places]
+        model = saved["model"]
+        places = (model["client_optimizer"], model["model"], *(saved["trainer"]["callbacks"] or ()))
+        assert value in [place["init_args"].get(setting) for place in places if place]
         assert cli.attempt.path.parent.name == name.removesuffix(".yaml")
         runs.append(read_run(offline_runs(cli.attempt)[0]))
     assert runs[0].run.run_group == runs[1].run.run_group

@@ -1,6 +1,8 @@
 """The README and the pages below ``docs/``, as their reader has them."""
 
 import re
+import shutil
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +25,16 @@ def blocks(name, language):
 def methods_of(name):
     """What a reader of a page and of the README has in ``methods.py``: the Python blocks that run nothing themselves."""
     written = [block for each in dict.fromkeys(["README.md", name]) for block in blocks(each, "python")]
-    return "\n\n".join(block for block in written if "trainer.fit" not in block and ".write_" not in block)
+    runs = ("trainer.fit", ".write_", "Run(")
+    return "\n\n".join(block for block in written if not any(word in block for word in runs))
+
+
+def take_examples(monkeypatch):
+    """Copy the examples into the working directory, from where a run reads and imports them."""
+    shutil.copytree(ROOT / "examples", "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "examples"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def commands(name):

@@ -7,8 +7,9 @@ import yaml
 
 import fl_lightning
 
-FOLDER = Path(fl_lightning.__file__).parents[1] / "configs" / "sweeps"
-SWEEPS = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+ROOT = Path(fl_lightning.__file__).parents[1]
+FILES = [*sorted(ROOT.glob("configs/sweeps/*.yaml")), *sorted(ROOT.glob("examples/*/*_sweep.yaml"))]
+SWEEPS = {path.name: yaml.safe_load(path.read_text()) for path in FILES}
 """The shipped sweeps by the names of their files."""
 
 
