@@ -1,5 +1,6 @@
 """Settings of every test: one thread, no network, no accelerator, no W&B but in its own tests."""
 
+import gc
 import os
 from collections import defaultdict
 from zlib import crc32
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(items):
         drawn = crc32(test.encode()) % len(of_test)
         for item in of_test[:drawn] + of_test[drawn + 1 :]:
             item.add_marker("slow")
+
+
+def pytest_collection_finish():
+    """What is imported and collected by now stays to the end: nothing looks for garbage in it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """What an installation holds, and how it lives beside a user's own packages of the same names."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -120,27 +121,66 @@ def installed(request, tmp_path_factory):
     return place
 
 
-def started(code, place, folder):
-    """Run code in a folder with an installation."""
+BARE_PYTHON = """\
+import json, os, site, sys
+sys.path.append(sys.argv[1])
+import lightning.pytorch.cli, pandas, torchvision
+for line in sys.stdin:
+    code, place, folder, log = json.loads(line)
+    child = os.fork()
+    if not child:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(folder)
+        sys.path[:0] = ["", place]
+        site.addsitedir(place)
+        exec(code, {"__name__": "__main__"})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""A process that has imported libraries, and runs each code in a copy of itself."""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Run code in a folder with an installation, and return its exit status and what it prints."""
     libraries = sysconfig.get_paths()["purelib"]  # -S: without what is installed there in editable form
-    paths = f"import site, sys; sys.path[:0] = ['', {str(place)!r}]; sys.path.append({libraries!r}); site.addsitedir({str(place)!r})\n"
-    command = [sys.executable, "-S", "-c", paths + code]
+    command = [sys.executable, "-S", "-c", BARE_PYTHON, libraries]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    log, pipe = tmp_path_factory.mktemp("log") / "log.txt", subprocess.PIPE
+    folder = tmp_path_factory.mktemp("elsewhere")
+    with subprocess.Popen(command, cwd=folder, env=clean, stdin=pipe, stdout=pipe, text=True) as process:
+
+        def run(*where):
+            print(json.dumps([*map(str, where), str(log)]), file=process.stdin, flush=True)
+            return int(process.stdout.readline()), log.read_text()
+
+        yield run
 
 
-def python(code, place, folder):
+@pytest.fixture
+def python(started):
     """Run code in a folder with an installation, and return what it prints."""
-    done = started(code, place, folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+    def run(code, place, folder):
+        status, printed = started(code, place, folder)
+        assert status == 0, printed
+        return printed
+
+    return run
 
 
-def failure(code, place, folder):
+@pytest.fixture
+def failure(started):
     """Run code that fails, and return the last line of the message."""
-    done = started(code, place, folder)
-    assert done.returncode != 0
-    return done.stderr.splitlines()[-1]
+
+    def run(code, place, folder):
+        status, printed = started(code, place, folder)
+        assert status != 0
+        return printed.splitlines()[-1]
+
+    return run
 
 
 @pytest.fixture
@@ -155,7 +195,7 @@ def project(tmp_path):
 
 @pytest.mark.slow
 def test_each_kind_of_installation_gives_one_package_beside_the_users_own(
-    installed, project, tmp_path_factory
+    installed, python, project, tmp_path_factory
 ):
     assert str(ROOT) not in python(IN_A_PROJECT, installed, project)
     python(ALONE, installed, tmp_path_factory.mktemp("empty"))
@@ -169,7 +209,7 @@ MY_STUDY = {
 
 
 @pytest.mark.slow
-def test_shipped_configurations_are_found_from_an_empty_folder(installed, tmp_path):
+def test_shipped_configurations_are_found_from_an_empty_folder(installed, python, tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(MY_STUDY))
     commands = (["list", "configs"], ["list", "studies"], ["study", "mine.yaml", "--dry-run"])
     code = f"from fl_lightning.__main__ import main\nfor command in {commands}: main(command)"
@@ -179,15 +219,15 @@ def test_shipped_configurations_are_found_from_an_empty_folder(installed, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_checkout_imports_its_folders_as_the_same_objects(checkout):
+def test_a_checkout_imports_its_folders_as_the_same_objects(checkout, python):
     python(IN_A_CHECKOUT, checkout, checkout)
 
 
 @pytest.mark.slow
-def test_half_a_checkout_is_one_line_and_never_takes_another_copy(checkout, tmp_path):
+def test_half_a_checkout_is_one_line_and_never_takes_another_copy(checkout, failure, tmp_path):
     half = shutil.copytree(checkout, tmp_path / "half", symlinks=True)
     shutil.rmtree(half / "callbacks")
-    finder = f"sys.path.append({str(ROOT)!r})\n"
+    finder = f"import sys; sys.path.append({str(ROOT)!r})\n"
     code = finder + "import fl_lightning.callbacks"
     line = f"fl_lightning in {half} is incomplete: its folder callbacks is missing; copy the whole repository"
     assert failure(code, half, tmp_path) == f"fl_lightning.errors.ConfigurationError: {line}"

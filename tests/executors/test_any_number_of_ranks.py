@@ -65,10 +65,10 @@ def test_every_method_gives_the_same_bits_on_any_number_of_ranks(row, settings):
         module.pop("local_epochs", None)
     row = row._replace(module=module)
     one, remembered = left_behind(row, 1, settings)
-    for ranks in (2, 3):
-        several, memory = left_behind(row, ranks, settings)
-        assert_same(one, several)
-        assert repr(remembered) == repr(memory)  # NaN equals NaN
+    # on two ranks every method is certified in test_contract.py; three have unequal numbers of clients
+    several, memory = left_behind(row, 3, settings)
+    assert_same(one, several)
+    assert repr(remembered) == repr(memory)  # NaN equals NaN
 
 
 def test_batches_of_different_shape_and_dropout_change_no_bit():

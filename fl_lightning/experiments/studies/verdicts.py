@@ -15,6 +15,8 @@ from itertools import pairwise
 from math import inf, isclose, isfinite
 from typing import NamedTuple
 
+import pandas as pd
+
 from fl_lightning.experiments.studies.claims import Claim, paired, read_claim
 from fl_lightning.experiments.studies.study_frame import Row, StudyFrame, Verdict
 
@@ -251,21 +253,23 @@ def _tests(claim: Claim, results: StudyFrame) -> list[Comparison] | str:
         if not pairs:
             return f"no pair of runs of {claim.sides[number]} and {claim.sides[number + 1]}"
         for row, other in pairs:
-            for reason in _reasons(row, other, results.first):
+            values, others = row.of(results.first), other.of(results.first)
+            for reason in _reasons((row, values), (other, others)):
                 return reason
-            differences = (row.of(results.first) - other.of(results.first)).dropna()
-            tests.append(Comparison.of([*differences], claim.margin))
+            tests.append(Comparison.of([*(values - others).dropna()], claim.margin))
     return tests
 
 
-def _reasons(row: Row, other: Row, metric: str) -> Iterator[str]:
-    """Yield the reasons why no comparison is possible."""
-    for run in (*row.runs, *other.runs):
-        if run["phase"] != "done":
-            yield f"{run['directory']} " + ("diverged" if run.get("diverged") else f"is {run['phase']}")
-    for side in (row, other):
-        if seeds := [f"{seed}" for seed, value in side.of(metric).items() if not isfinite(value)]:
-            words = " ".join(f"{axis}={label}" for axis, label in side.labels.items())
+def _reasons(*sides: tuple[Row, pd.Series]) -> Iterator[str]:
+    """Yield the reasons why no comparison of two rows with their values by seed is possible."""
+    for row, _ in sides:
+        for run in row.runs if (row.cells["phase"] != "done").any() else ():
+            if run["phase"] != "done":
+                yield f"{run['directory']} " + ("diverged" if run.get("diverged") else f"is {run['phase']}")
+    for row, values in sides:
+        if seeds := [f"{seed}" for seed, value in values.items() if not isfinite(value)]:
+            words = " ".join(f"{axis}={label}" for axis, label in row.labels.items())
             yield f"{words} has no finite number with seed {', '.join(seeds)}"
-    if not {*row.of(metric).index} & {*other.of(metric).index}:
+    (_, values), (_, others) = sides
+    if not {*values.index} & {*others.index}:
         yield "no pair of finished runs with numbers"
