@@ -24,13 +24,12 @@ from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.experiments.studies.axis_labels import in_words, short
 from fl_lightning.experiments.studies.figures import Picture, pictures
-from fl_lightning.experiments.studies.report_rule import rule_in_words
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
 from fl_lightning.experiments.studies.table_columns import check_columns
 from fl_lightning.experiments.studies.tables import (
     COMPUTED,
-    seeds_of,
+    caption,
     spread_table,
     whole_table,
     write_tables,
@@ -38,16 +37,6 @@ from fl_lightning.experiments.studies.tables import (
 from fl_lightning.files import write_text
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import rendered
-
-SCALES = {
-    "quick": "A declared subset that shows in minutes that everything works; its results are no evidence for or against a paper.",
-    "reduced": "Smaller than the paper, see the settings below; orderings of methods can be compared, numbers cannot.",
-    "full": "The paper's setting except for what the title says, or the largest setting of a study of our own.",
-}
-"""Meaning of each scale.
-
-The key is the first part of a scale's name, such as ``full`` in ``full_lenet``.
-"""
 
 _SETTINGS = {
     "data": "data",
@@ -135,9 +124,7 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
     tables = {by_spread: spread_table(results), "All values": whole_table(results)}
     return {
         "results": results,
-        "seeds": seeds_of(results),
-        "rule": rule_in_words(results.report),
-        "scale": SCALES.get(results.scale.partition("_")[0], ""),
+        "caption": caption(results),
         "published": bool(cells["published"].notna().any()),
         "tables": {name: table for name, table in tables.items() if table is not None},
         "figures": [*_drawn(results)],
@@ -196,16 +183,12 @@ def _run(run: Mapping[str, Any], label: str, home: Path) -> dict[str, object]:
     """Return what the template needs for a run: its columns, its label, and links."""
     place = Path(run["directory"])
     shown = {path.name: _link(path, home) for name in _LINKS if (path := place / name).is_file()}
-    identity = place / "wandb_id"
-    offline = sorted(place.glob("wandb/offline-run-*"))
     return {
         **run,
         "label": label,
         "place": f"{place.parent.name}/{place.name}",
         "link": _link(place, home) if place.is_dir() else "",
         "links": shown,
-        "wandb": identity.read_text().strip() if identity.is_file() else "",
-        "offline": _link(offline[-1], home) if offline else "",
     }
 
 
