@@ -172,6 +172,12 @@ def test_a_main_metric_outside_0_to_1_lies_within_its_axis(quality, values):
     assert max(values) <= high
 
 
+def test_a_curve_has_the_main_metric_of_a_task_first_and_the_others_that_the_rows_have():
+    rows = rows_of(3, val_mae=lambda r: r / 2, val_r2=lambda r: r / 4)
+    figure = learning_curve_figure(rows, {}, TITLE, "r2", ["mae", "bias"])
+    assert [axes.get_ylabel() for axes in figure.axes] == ["r2", "mae", "loss"]
+
+
 @pytest.mark.parametrize(("last", "log"), [(0.001, True), (0.0, False), (0.5, False), (-1.0, False)])
 def test_loss_over_decades_is_on_a_log_scale_that_is_named(last, log):
     rows = rows_of(3, train_loss=[2.0, 1.0, last].__getitem__)

@@ -1,6 +1,5 @@
 """``report``: one HTML page about studies and runs, made from their files alone."""
 
-import json
 import re
 from functools import partial
 from html.parser import HTMLParser
@@ -16,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.figures import write_figures
 from fl_lightning.experiments.studies.report import write_report
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
-from fl_lightning.files import write_json, write_text
+from fl_lightning.files import write_text
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -66,7 +65,7 @@ def test_a_page_has_all_that_a_study_has_found(tmp_path):
     for text in (
         "Layers and local steps",
         "A paper, Table 9",
-        "quick A declared subset",
+        "Scale: quick, seed 0 (1 row) and seeds 0, 1 (3 rows). Values: after the last round. A declared subset",
         "undecided GN > BN",
     ):
         assert text in page.text
@@ -174,25 +173,16 @@ def test_runs_without_a_result_are_shown_as_what_they_are(tmp_path):
     assert page.tags.count("svg") == 1  # what it has logged
 
 
-def test_a_single_run_shows_its_own_pictures(tmp_path):
+def test_a_single_run_shows_its_own_pictures_and_its_curve_first(tmp_path):
     place = write_run(tmp_path / "a-s0")
-    write_json(place / "policy.json", {"mean": [[1, "averaged"], [2, "frozen"]]})
     (place / "class_accuracy.png").write_bytes(b"\x89PNG")
     page = page_of(tmp_path, place)
-    assert ("img", "src", "data:image/png;base64,iVBORw==") in page.addresses
-    assert "BN running mean frozen from round 2" in page.text  # the legend of its learning curve
-
-
-def test_the_curve_of_a_single_run_has_all_its_metrics(tmp_path):
-    place = write_run(tmp_path / "a-s0")
-    write_json(place / "policy.json", {})
-    names = ("r2", "loss", "mean_error")  # of a user's task, the main metric first
-    write_json(place / "run.json", {"metrics": {name: {"label": name, "best": "max"} for name in names}})
-    rows = [{"round": r, **{f"val/{name}": r / 4 for name in names}} for r in range(3)]
-    write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert page.tags.count("svg") == 1  # its picture is not drawn yet
+    (place / "learning_curve.png").write_bytes(b"PNG")
     page = page_of(tmp_path, place)
-    assert "validation: 0.5000 after round 2" in page.text
-    assert [page.text.count(label) for label in ("r2", "mean error")] == [1, 1]
+    pictures = [source for tag, name, source in page.addresses if (tag, name) == ("img", "src")]
+    assert pictures == ["data:image/png;base64,UE5H", "data:image/png;base64,iVBORw=="]
+    assert "svg" not in page.tags
 
 
 def test_the_same_files_give_the_same_page(tmp_path):

@@ -1,13 +1,10 @@
 """HTML report on studies and runs. The page needs no other file and no network."""
 
-import json
 import os
 import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,34 +17,21 @@ from fl_lightning import __version__
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
-from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.experiments.studies.axis_labels import in_words, short
-from fl_lightning.experiments.studies.figures import Picture, pictures
-from fl_lightning.experiments.studies.report_rule import rule_in_words
+from fl_lightning.experiments.studies.figures import pictures
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
 from fl_lightning.experiments.studies.table_columns import check_columns
 from fl_lightning.experiments.studies.tables import (
     COMPUTED,
-    seeds_of,
+    caption,
     spread_table,
     whole_table,
     write_tables,
 )
 from fl_lightning.files import write_text
-from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import rendered
-
-SCALES = {
-    "quick": "A declared subset that shows in minutes that everything works; its results are no evidence for or against a paper.",
-    "reduced": "Smaller than the paper, see the settings below; orderings of methods can be compared, numbers cannot.",
-    "full": "The paper's setting except for what the title says, or the largest setting of a study of our own.",
-}
-"""Meaning of each scale.
-
-The key is the first part of a scale's name, such as ``full`` in ``full_lenet``.
-"""
 
 _SETTINGS = {
     "data": "data",
@@ -135,9 +119,7 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
     tables = {by_spread: spread_table(results), "All values": whole_table(results)}
     return {
         "results": results,
-        "seeds": seeds_of(results),
-        "rule": rule_in_words(results.report),
-        "scale": SCALES.get(results.scale.partition("_")[0], ""),
+        "caption": caption(results),
         "published": bool(cells["published"].notna().any()),
         "tables": {name: table for name, table in tables.items() if table is not None},
         "figures": [*_drawn(results)],
@@ -153,28 +135,21 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
 def _drawn(results: StudyFrame) -> Iterator[tuple[Markup, str]]:
     """Yield each figure as HTML, with its caption.
 
-    For a single run, yield the pictures in the run directory.
+    For a single run with a learning curve, yield the pictures in the run directory.
     """
-    place, single, metrics = Path(results.cells["directory"].iloc[0]), len(results.cells) == 1, list[str]()
-    drawable = pictures(results)
-    if single and (place / "policy.json").is_file() and (place / "metrics.jsonl").is_file():
-        rows, policy = read_metrics(place / "metrics.jsonl"), json.loads((place / "policy.json").read_text())
-        with suppress(OSError, ValueError):
-            identity = json.loads(Attempt(place).identity.read_text())
-            metrics = [*(identity.get("metrics") or ())]
-        further = [name for name in metrics[1:] if name != "loss"]
-        draw = partial(learning_curve_figure, rows, policy, [], quality="".join(metrics[:1]), further=further)
-        drawable = [Picture("learning_curve", "learning curve", draw)]
-    for picture in drawable:
+    place = Path(results.cells["directory"].iloc[0])
+    curve = Attempt(place).learning_curve
+    if len(results.cells) == 1 and curve.is_file():
+        for path in sorted(place.glob("*.png"), key=lambda path: (path != curve, path)):
+            source = b64encode(path.read_bytes()).decode()
+            words = path.stem.replace("_", " ")
+            yield Markup('<img alt="{}" src="data:image/png;base64,{}">').format(words, source), words
+        return
+    for picture in pictures(results):
         try:
             yield _inline(rendered(picture.draw(), "svg").decode()), picture.caption
         except Exception as error:  # noqa: BLE001  # a failed figure must not end the report
             yield Markup("<p>{}</p>").format(f"not drawn: {type(error).__name__}: {error}"), picture.caption
-    for path in sorted(place.glob("*.png")) if single else []:
-        if path.name != "learning_curve.png":
-            source = b64encode(path.read_bytes()).decode()
-            words = path.stem.replace("_", " ")
-            yield Markup('<img alt="{}" src="data:image/png;base64,{}">').format(words, source), words
 
 
 def _inline(svg: str) -> Markup:
@@ -196,16 +171,12 @@ def _run(run: Mapping[str, Any], label: str, home: Path) -> dict[str, object]:
     """Return what the template needs for a run: its columns, its label, and links."""
     place = Path(run["directory"])
     shown = {path.name: _link(path, home) for name in _LINKS if (path := place / name).is_file()}
-    identity = place / "wandb_id"
-    offline = sorted(place.glob("wandb/offline-run-*"))
     return {
         **run,
         "label": label,
         "place": f"{place.parent.name}/{place.name}",
         "link": _link(place, home) if place.is_dir() else "",
         "links": shown,
-        "wandb": identity.read_text().strip() if identity.is_file() else "",
-        "offline": _link(offline[-1], home) if offline else "",
     }
 
 

@@ -292,7 +292,8 @@ def caption(results: StudyFrame) -> str:
     }.get(results.scale, "")
     paper = f" ({results.paper})" if results.paper else ""
     rule = f" Values: {rule_in_words(results.report)}."
-    head = f"{results.title}{paper}. Scale: {results.scale}, {seeds_of(results)}."
+    scale = f"Scale: {results.scale}, " * bool(results.scale)
+    head = f"{results.title}{paper}. {scale}{seeds_of(results)}."
     return " ".join(f"{head}{rule}{_unlike(results)}{subset}".split())
 
 
