@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -18,7 +19,7 @@ from fl_lightning.client_module.client_trainer import ClientTrainer, refuse
 from fl_lightning.client_module.configured_optimizer import ConfiguredOptimizer
 from fl_lightning.client_module.logged_values import Logged, LoggedValues, reduction
 from fl_lightning.client_module.metric_states import MetricObjects, MetricStates
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import CannotVectorize, ConfigurationError
 
 _NEVER_CALLED = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
@@ -118,8 +119,6 @@ class ClientModule:
     @property
     def one_by_one(self) -> str | None:
         """Reason why clients' steps cannot share a forward pass; None if they can."""
-        if self.metrics.metrics:
-            return f"the metric object {next(iter(self.metrics.metrics))!r}"
         return next((hook for hook in _BY_CLIENT if self.overrides(hook)), None)
 
     @property
@@ -210,7 +209,16 @@ class ClientModule:
         return loss
 
     def logged(self) -> dict[str, Tensor]:
-        """Return the values that the last :meth:`loss` has logged, so that vmap can stack them."""
+        """Return the values that the last :meth:`loss` has logged, so that vmap can stack them.
+
+        Raises:
+            CannotVectorize: The step has updated a metric object for several clients at once.
+        """
+        if peek_interpreter_stack() is not None and (name := self.metrics.updated):
+            raise CannotVectorize(
+                f"model: training_step of {type(self.module).__name__} updates the metric object {name!r}, which cannot be done for several "
+                "clients at once; use SequentialExecutor and no joint forward pass (FedTAN), or update it in validation_step only"
+            )
         return self._step.totals()
 
     def keep(self, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
@@ -310,6 +318,10 @@ class ClientModule:
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Collect a value. The arguments are those of ``LightningModule.log``."""
         given = _LOG.bind(self, name, value, *args, **kwargs).arguments
+        if name == "round":
+            raise ConfigurationError(
+                "self.log('round'): each row has the number of its round under this name; use another"
+            )
         if self._loaders is not None and given.get("add_dataloader_idx", True):
             name = f"{name}/dataloader_idx_{self._loaders}"
         if given.get("on_step") and self._sink is self._step and not self._told:

@@ -39,8 +39,9 @@ class ConfiguredOptimizer:
             optimizers, schedulers, monitor = _configure_optimizers(module.configure_optimizers())  # type: ignore[arg-type]  # None is refused
             self._schedulers = _configure_schedulers_automatic_opt(schedulers, monitor)
         except MisconfigurationException as error:
+            reason = str(error).splitlines()[0].partition(" Output from")[0]
             raise ConfigurationError(
-                f"{place}: {str(error).splitlines()[0]} Return one optimizer."
+                f"{place}: {reason} Return an optimizer, alone or with schedulers."
             ) from error
         if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
             raise ConfigurationError(

@@ -26,6 +26,11 @@ class MetricObjects:
     def __init__(self, module: nn.Module) -> None:
         self.metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
 
+    @property
+    def updated(self) -> str | None:
+        """Name of a metric that has been updated since the last reset; None if there is none."""
+        return next((name for name, metric in self.metrics.items() if metric.update_called), None)
+
     def reset(self) -> None:
         """Reset all metrics."""
         for metric in self.metrics.values():

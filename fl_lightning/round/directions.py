@@ -22,6 +22,8 @@ def best_is(metric: str, known: Mapping[str, str] = MappingProxyType({})) -> Lit
         metric of personal models or of clients has the direction of the server model's metric. A
         variance has no direction.
     """
+    if metric in known:
+        return "min" if known[metric] == "min" else "max"
     name = re.sub("^(personal|own|client)_", "", metric.rpartition("/")[2])
     if name.endswith("_variance"):
         return None

@@ -108,6 +108,7 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
         for group in part.optimizer.param_groups:
             group["lr"] = rate
         part.take_step()
+        run.end_steps(part)
     return rate
 
 
@@ -140,6 +141,7 @@ def _by_torch(
         drawn = pickle.dumps((random.getstate(), np.random.get_state()))
         with doing("plain PyTorch, in the check of the first steps"):
             client_losses(run, copied(batch.batches()[row]))[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+        run.keep_logged([client], {name: value[None] for name, value in run.logged().items()})
         draws = pickle.dumps((random.getstate(), np.random.get_state())) != drawn
         if draws and (executor := run.joint_method or type(run.executor).__name__) != "SequentialExecutor":
             raise ConfigurationError(
@@ -148,6 +150,8 @@ def _by_torch(
             )
         optimizer.step()
         optimizer.zero_grad()
+        for _, call in run.client_module.steps_that_ended() if run.client_module else ():
+            call()
 
 
 @contextmanager

@@ -911,6 +911,6 @@ class FederatedModule(Recorded, L.LightningModule):
         if (reason and together) or isinstance(self.executor, GraphExecutor):
             raise ConfigurationError(
                 f"model.executor: {self.joint_method or type(self.executor).__name__} cannot compute {reason or 'what is logged in'} of "
-                f"{type(self.model).__name__} for several clients at once; use SequentialExecutor, or update metrics in validation_step only"
+                f"{type(self.model).__name__} for several clients at once; use SequentialExecutor, and no joint forward pass (FedTAN)"
             )
         client.call("on_fit_start")

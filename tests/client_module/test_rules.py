@@ -1,5 +1,7 @@
 """Hooks of a LightningModule are called at their places of a round, or refused by name; nothing is ignored."""
 
+from copy import deepcopy
+
 import lightning as L
 import pytest
 import torch
@@ -175,6 +177,33 @@ def test_batch_hooks_see_the_clients_state_and_log():
     assert run.metrics["moved"] == 1.0
     assert run.metrics["same_loss"] == pytest.approx(run.metrics["train_loss"], abs=1e-12)
     assert torch.equal(run.model.net[1].running_mean, torch.full((5,), 3.0, dtype=torch.float64))
+
+
+@pytest.mark.first_steps
+def test_a_hook_that_changes_what_clients_share_is_refused():
+    class Teacher(Lit):
+        def __init__(self):
+            super().__init__()
+            self.teacher = deepcopy(self.net).requires_grad_(False)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            for own, trained in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.data.mul_(0.5).add_(0.5 * trained.data)
+
+    with pytest.raises(
+        ConfigurationError, match=r"changes 'teacher.0.weight' of the server's model, .* make it a buffer"
+    ):
+        federated(Teacher(), rounds=1)
+
+
+@pytest.mark.first_steps
+def test_a_hook_may_change_what_a_client_trains():
+    class Clips(Lit):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            with torch.no_grad():
+                self.net[0].weight.clamp_(-0.01, 0.01)
+
+    assert federated(Clips(), rounds=1).model.net[0].weight.detach().abs().max() <= 0.01
 
 
 def test_minus_one_of_on_train_batch_start_is_refused():

@@ -177,6 +177,8 @@ def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> s
     no label sets a metric, it is ``choice.metric``.
     """
     metric = next((x for labels in combinations if (x := study.metric(labels))), None)
+    if metric and "/" not in metric:  # the full name of a LightningModule's metric
+        return metric.replace("test", "val", 1)
     return f"val/{metric.partition('/')[2]}" if metric else choice.metric
 
 

@@ -1,6 +1,7 @@
 """Run directories as the results of a study. Runs that differ only in seed are a row of its table."""
 
 import json
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -157,9 +158,11 @@ def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
     Frequent metrics come first, and losses come last.
     """
     counts = Counter(name for result in results for name in result)
-    for split, words in {"test/": "test ", "val/": "validation "}.items():
-        names = [name for name in counts if name.startswith(split)]
+    for split, words in {"test": "test ", "val": "validation "}.items():
+        # a LightningModule may log test_acc, whose clients' own mean is own_test_acc
+        names = [name for name in counts if re.search(f"(^|_){split}[/_]", name)]
         if names:
             names.sort(key=lambda name: (best_is(name) == "min", -counts[name]))
-            return {name: words + name.removeprefix(split).replace("_", " ") for name in names}
+            short = {name: re.sub(f"{split}[/_]", "", name, count=1) for name in names}
+            return {name: words + short[name].replace("_", " ") for name in names}
     return {"test/accuracy": "test accuracy"}
