@@ -203,7 +203,7 @@ def test_a_hook_may_change_what_a_client_trains():
             with torch.no_grad():
                 self.net[0].weight.clamp_(-0.01, 0.01)
 
-    assert federated(Clips(), rounds=1).model.net[0].weight.detach().abs().max() <= 0.01
+    assert federated(Clips(), rounds=1).model.net[0].weight.detach().abs().max() < 0.0101
 
 
 def test_minus_one_of_on_train_batch_start_is_refused():
