@@ -12,7 +12,7 @@ import yaml
 from naming import named
 
 from fl_lightning import FederatedModule
-from fl_lightning.cli import main
+from fl_lightning.cli.command_line import main
 from fl_lightning.experiments.run import training
 from fl_lightning.experiments.run_directory.config_digest import (
     OUTSIDE_THE_HASH,
