@@ -21,7 +21,8 @@ def pytest_configure(config):
     """Where no bytecode is written, pytest's workers and what they start would compile PyTorch again and again."""
     if sys.dont_write_bytecode and config.getoption("numprocesses", None):
         written = config.rootpath / ".pytest_cache" / "bytecode"
-        shutil.rmtree(f"{written}{tempfile.gettempdir()}", ignore_errors=True)  # of earlier tests' own modules
+        # modules that earlier tests wrote
+        shutil.rmtree(f"{written}{tempfile.gettempdir()}", ignore_errors=True)
         os.environ["PYTHONPYCACHEPREFIX"] = str(written)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
