@@ -2,22 +2,37 @@
 
 import gc
 import os
+import shutil
+import sys
+import tempfile
 from collections import defaultdict
+from functools import cache
 from zlib import crc32
+
+import pytest
 
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # also for what tests start; and runs stay in one process unless they ask for more
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from functools import cache
 
-import pytest
-import torch
-from lightning.fabric.utilities import registry
+def pytest_configure(config):
+    """Where no bytecode is written, pytest's workers and what they start would compile PyTorch again and again."""
+    if sys.dont_write_bytecode and config.getoption("numprocesses", None):
+        written = config.rootpath / ".pytest_cache" / "bytecode"
+        # modules that earlier tests wrote
+        shutil.rmtree(f"{written}{tempfile.gettempdir()}", ignore_errors=True)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(written)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# every Trainer asks all installed packages for callbacks of theirs
-registry.entry_points = cache(registry.entry_points)
+
+@pytest.fixture(scope="session", autouse=True)
+def plugins_of_lightning_are_looked_up_once():
+    """Every Trainer asks all installed packages for callbacks of theirs."""
+    from lightning.fabric.utilities import registry
+
+    registry.entry_points = cache(registry.entry_points)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,6 +56,8 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def single_thread():
+    import torch  # not above: with workers, pytest's own process needs no torch
+
     torch.set_num_threads(1)
 
 

@@ -199,7 +199,7 @@ def test_charts_are_drawn_from_written_results():
     main(
         ["--workloads", "W3", "--images", "200", "--rounds", "1", "--threads", "1", *few, "--json", "a.json"]
     )
-    main(["scale", "--factors", "local_steps", "--images", "200", "--budget", "60", *few, "--json", "b.json"])
+    main(["scale", "--factors", "local_steps", "--images", "200", "--budget", "5", *few, "--json", "b.json"])
     for name in ("a", "b"):
         main(["chart", "--results", f"{name}.json", "--picture", f"{name}.png"])
         picture = imread(f"{name}.png")[..., :3]
