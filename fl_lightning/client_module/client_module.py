@@ -15,6 +15,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.client_module.client_trainer import ClientTrainer, refuse
 from fl_lightning.client_module.configured_optimizer import ConfiguredOptimizer
 from fl_lightning.client_module.logged_values import Logged, LoggedValues, reduction
@@ -142,6 +143,7 @@ class ClientModule:
     def attach(self, run: Any) -> None:
         """Give the module its trainer, and collect what it logs."""
         self._optimizer, self._told, self._print = None, False, run.print
+        self._round.clear()
         self._plain = {name: value for name, value in self.module.hparams.items() if _is_plain(value)}
         others = [name for name in self.module.hparams if name not in self._plain]
         if others and run.trainer.state.fn == "fit":
@@ -185,9 +187,22 @@ class ClientModule:
         return self.module.on_after_batch_transfer(batch, 0)
 
     def start_round(self) -> None:
-        """Discard what the steps of the last round have logged."""
-        self._round, self.by_client, self._pooled = LoggedValues(), {}, {}
-        self._sink = self._round
+        """Call ``on_train_epoch_start``.
+
+        Raises:
+            ConfigurationError: The hook freezes parameters or BN layers, or the reverse.
+        """
+        self.by_client, self._pooled = {}, {}
+        modes = {layer: layer.training for layer in batch_norm_layers(self.module).values()}
+        self.call("on_train_epoch_start")
+        trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        changed = [*(trained ^ self.optimizer.groups.keys())]
+        changed += [type(layer).__name__ for layer, training in modes.items() if layer.training != training]
+        if changed:
+            raise ConfigurationError(
+                f"model: {type(self.module).__name__}.on_train_epoch_start freezes or trains {changed[0]!r}, but clients train the same state "
+                "in all rounds; freeze by a method, such as FixBN, or in configure_optimizers"
+            )
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss that ``training_step`` returns for a batch."""
@@ -268,7 +283,9 @@ class ClientModule:
         self.metrics.put(self._pooled)
         self.call("on_train_epoch_end")
         values = self._round.numbers(self.metrics.metrics)
-        return values, {name for name, logged in self._round.items() if logged.prog_bar}
+        shown = {name for name, logged in self._round.items() if logged.prog_bar}
+        self._round.clear()
+        return values, shown
 
     def evaluate(
         self, kind: str, batch: Any, batch_idx: int, loader: int | None, values: LoggedValues

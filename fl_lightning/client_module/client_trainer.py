@@ -40,7 +40,7 @@ class ClientTrainer:
     @property
     def estimated_stepping_batches(self) -> int:
         """Number of local steps of the run."""
-        return int(self._client.local_steps * self._run.planned_rounds)
+        return int(self._client.local_steps * (self._run.total_rounds or 1))
 
     @property
     def is_last_batch(self) -> bool:

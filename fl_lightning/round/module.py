@@ -591,7 +591,6 @@ class FederatedModule(Recorded, L.LightningModule):
         """Request an evaluation in the last round, whatever ``check_val_every_n_epoch`` is."""
         if self.client_module is not None:
             self.client_module.start_round()
-            self.client_module.call("on_train_epoch_start")
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1

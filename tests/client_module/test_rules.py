@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning_sites import Lit, Site, federated, sites
 
-from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 
@@ -204,6 +204,41 @@ def test_a_hook_may_change_what_a_client_trains():
                 self.net[0].weight.clamp_(-0.01, 0.01)
 
     assert federated(Clips(), rounds=1).model.net[0].weight.detach().abs().max() < 0.0101
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda module: module.net[0].requires_grad_(False), "net.0"),
+        (lambda module: module.net[1].eval(), "BatchNorm1d"),
+    ],
+)
+def test_freezing_from_some_round_on_is_refused(change, named):
+    class Freezes(Lit):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                change(self)
+
+    with pytest.raises(ConfigurationError, match=rf"Freezes.on_train_epoch_start freezes or trains '{named}"):
+        federated(Freezes(), rounds=2)
+    federated(Freezes(), rounds=1)
+
+
+def test_values_logged_before_the_first_round_are_in_its_row():
+    class Early(Lit):
+        def on_train_start(self):
+            self.log("early", 3.0)
+
+    class Rowwise(FederatedCallback):
+        rows = ()
+
+        def on_round_start(self, trainer, pl_module, cohort):
+            self.rows = (*self.rows, dict(pl_module.metrics))
+
+    seen = Rowwise()
+    run = federated(Early(), seen, rounds=2)
+    assert seen.rows[1]["early"] == 3.0
+    assert "early" not in run.metrics
 
 
 def test_minus_one_of_on_train_batch_start_is_refused():
