@@ -67,7 +67,8 @@ class MetricObjects:
         for part in parts:
             earlier = self.take()
             self.put({**earlier, **part})
-            for name in earlier.keys() & part.keys():
+            # a wrapper of other metrics has no state of its own
+            for name in (name for name, state in earlier.items() if state and name in part):
                 try:
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore", UserWarning)

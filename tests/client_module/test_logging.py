@@ -164,6 +164,32 @@ def test_metric_objects_are_pooled_over_the_clients_of_a_round(participation):
         assert run.metrics[name] == pytest.approx(float(value), abs=1e-6), name
 
 
+def test_metrics_that_wrap_a_metric_are_pooled():
+    class Wrapped(Lit):
+        def __init__(self):
+            super().__init__()
+            recall = torchmetrics.Recall(task="multiclass", num_classes=CLASSES, average=None)
+            self.by_class, self.seen = torchmetrics.ClasswiseWrapper(recall), []
+
+        def training_step(self, batch, batch_idx):
+            scores = self(batch[0])
+            self.by_class.update(scores, batch[1])
+            self.seen.append((scores.detach(), batch[1]))
+            return cross_entropy(scores, batch[1])
+
+        def on_train_epoch_end(self):
+            self.log_dict(self.by_class.compute())
+
+    module = Wrapped()
+    run = federated(module, rounds=2, check_first_steps=False)
+    scores, targets = (torch.cat([pair[i] for pair in module.seen[-4:]]) for i in range(2))
+    expected = torchmetrics.functional.recall(
+        scores, targets, "multiclass", num_classes=CLASSES, average=None
+    )
+    found = [run.metrics[f"multiclassrecall_{label}"] for label in range(CLASSES)]
+    assert found == pytest.approx(expected.tolist(), abs=1e-6)
+
+
 class AsksForLosses(FederatedCallback):
     """Computes losses outside of local steps, as methods do that measure statistics."""
 

@@ -193,6 +193,18 @@ def test_a_schedule_counts_as_in_lightning(interval, frequency, counts):
     assert alone.rates == pytest.approx(seen.rates)
 
 
+def test_each_group_with_a_schedule_of_its_own_has_its_rate_in_the_metrics():
+    class TwoLambdas(Lit):
+        def configure_optimizers(self):
+            groups = [{"params": self.net[0].parameters()}, {"params": self.net[3].parameters()}]
+            optimizer = torch.optim.SGD(groups, lr=0.1)
+            halved, constant = lambda epoch: 0.5**epoch, lambda epoch: 1.0
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, [halved, constant])]
+
+    metrics = federated(TwoLambdas(), rounds=3).metrics
+    assert (metrics["client/lr"], metrics["client/lr_weights_1"]) == (0.025, 0.1)
+
+
 def test_parameters_in_no_group_are_frozen():
     class OnlyTheHead(Lit):
         def configure_optimizers(self):
