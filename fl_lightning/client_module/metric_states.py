@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torchmetrics import Metric
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from fl_lightning.errors import ConfigurationError
 
@@ -40,7 +41,7 @@ class MetricObjects:
         """Return the state of each updated metric, and reset all metrics."""
         # copy lists, because reset empties them in place
         states = {
-            name: {key: [*x] if isinstance(x, list) else x for key, x in metric.metric_state.items()}
+            name: {key: [*x] if isinstance(x, list) else x for key, x in _state(metric).items()}
             for name, metric in self.metrics.items()
             if metric.update_called
         }
@@ -67,7 +68,6 @@ class MetricObjects:
         for part in parts:
             earlier = self.take()
             self.put({**earlier, **part})
-            # a wrapper of other metrics has no state of its own
             for name in (name for name, state in earlier.items() if state and name in part):
                 try:
                     with warnings.catch_warnings():
@@ -80,3 +80,8 @@ class MetricObjects:
                         f"full_state_update = False in {kind} if its states add up, or update it in validation_step only"
                     ) from error
         return self.take()
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    # a wrapper has the state of the metric that it wraps, which is another metric of the module
+    return {} if isinstance(metric, WrapperMetric) else metric.metric_state

@@ -60,10 +60,10 @@ def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
     adds ``client/lr_<group>``. A further group of the server optimizer adds ``server/lr_<number>``.
     Client rates include the schedule's factor.
     """
-    rates = {}
+    rates: dict[str, float] = {}
     for group, rate in cohort.learning_rates().items():
-        differs = {"lr", "lr_scale"} & cohort.parameter_groups.get(group, {}).keys()
-        differs = differs or rates.get("client/lr", rate) != rate  # by a schedule for each group
+        differs = not {"lr", "lr_scale"}.isdisjoint(cohort.parameter_groups.get(group, {}))
+        differs |= rates.get("client/lr", rate) != rate  # by a schedule for each group
         rates[f"client/lr_{group}" if differs else "client/lr"] = rate
     for number, settings in enumerate(run.trainer.optimizers[0].param_groups):
         rates[f"server/lr_{number}" if number else "server/lr"] = float(settings["lr"])
