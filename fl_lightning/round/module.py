@@ -50,7 +50,7 @@ from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.metrics import MetricSetting, check_names, keep_states_apart, make_metrics
-from fl_lightning.round.module_evaluation import ModuleEvaluation, ModuleTask
+from fl_lightning.round.module_evaluation import ModuleEvaluation, _ModuleTask
 from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
 from fl_lightning.round.policy import check_together, declared_parts, resolve_policy
@@ -215,9 +215,11 @@ class FederatedModule(Recorded, L.LightningModule):
                     f"{setting}: {type(model).__name__} has a training_step and a configure_optimizers of its own, which "
                     "decide this; leave the setting out"
                 )
-            client_optimizer, task = client_module.make_optimizer, ModuleTask()
+            client_optimizer, task = client_module.make_optimizer, _ModuleTask()
         elif client_optimizer is None:
-            raise ConfigurationError("client_optimizer: give one, such as partial(torch.optim.SGD, lr=0.1)")
+            raise ConfigurationError(
+                "model.client_optimizer: required, as the model has no training_step of its own; use SGD with lr: 0.1, or another"
+            )
         else:
             check_elementwise(client_optimizer)
             check_overrides(client_optimizer, parameter_groups or {})

@@ -19,7 +19,7 @@ _LARGE = "acc|accuracy|f1|auc|auroc|ap|map|precision|recall|iou|miou|dice|r2|psn
 _SMALL = "loss|error|err|mse|mae|rmse|nll|perplexity|ece|brier"
 
 
-class ModuleTask(Task):
+class _ModuleTask(Task):
     """Task of a LightningModule that computes its own loss and metrics.
 
     Attributes:
@@ -43,11 +43,7 @@ class ModuleTask(Task):
         )
 
     def learn(self, names: Mapping[str, bool | None]) -> None:
-        """Add the names of logged metrics.
-
-        Args:
-            names: Whether large values are best, by name; None if unknown.
-        """
+        """Add the names of logged metrics."""
         for name, large in names.items():
             words = re.split("[_/]", name.lower())
             if large is None and any(re.fullmatch(_SMALL, word) for word in words):
@@ -155,7 +151,6 @@ class ModuleEvaluation(ServerEvaluation):
         self._parts.append(self._values.numbers(metrics))
         self.shown |= {name for name, logged in self._values.items() if logged.prog_bar}
         large = {n: metrics[x.metric].higher_is_better if x.metric else None for n, x in self._values.items()}
-        assert isinstance(self._run.task, ModuleTask)
         self._run.task.learn(large)
         self._client.call(f"on_{self._kind}_end")
         self._client.metrics.put(self._held)

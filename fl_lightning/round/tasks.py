@@ -53,6 +53,13 @@ class Task(Recorded, ABC):
         declared = {name: metric.higher_is_better for name, metric in self.measured.items()}
         return known | {name: "max" if x else "min" for name, x in declared.items() if x is not None}
 
+    def learn(self, names: Mapping[str, bool | None]) -> None:
+        """Take note of metrics that a LightningModule logs. By default, nothing happens.
+
+        Args:
+            names: Whether large values are best, by name; None if unknown.
+        """
+
     @property
     def class_metric(self) -> str:
         """Name of the metric that :meth:`classes` returns for each class.

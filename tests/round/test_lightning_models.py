@@ -65,7 +65,9 @@ def test_a_federated_module_is_no_model():
 
 
 def test_a_network_needs_a_client_optimizer():
-    with pytest.raises(ConfigurationError, match="client_optimizer: give one, such as"):
+    with pytest.raises(
+        ConfigurationError, match="client_optimizer: required, as the model has no training_step"
+    ):
         FederatedModule(small_cnn(), local_steps=1)
 
 

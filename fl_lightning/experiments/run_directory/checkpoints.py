@@ -21,7 +21,6 @@ from fl_lightning.files import atomic_write, unwritable
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.directions import best_is
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.module_evaluation import ModuleTask
 
 
 class RoundCheckpoint(Recorded, Checkpoint):
@@ -171,7 +170,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """
         if isinstance(pl_module, FederatedModule):
             pl_module.prepare_metrics()
-            if isinstance(pl_module.task, ModuleTask) and self.monitor:
+            if self.monitor:
                 pl_module.task.learn({self.monitor: None})
             self._best = pl_module.task.best
         if stage == "fit" and self._active(trainer) and self.monitor and self._best_is() is None:
