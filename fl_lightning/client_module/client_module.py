@@ -45,7 +45,7 @@ _OF_SERVER = {
 _LOG = inspect.signature(L.LightningModule.log)
 
 ClientValues = dict[int, tuple[LoggedValues, MetricStates]]
-"""What the steps of a round have logged, by client: values, and states of metric objects."""
+"""Logged values and states of metric objects in a round, by client."""
 
 
 def client_module_of(model: nn.Module) -> "ClientModule | None":
@@ -169,7 +169,7 @@ class ClientModule:
         return call
 
     def detach(self, run: Any) -> None:
-        """Make the module and the run again as they were before :meth:`attach`."""
+        """Undo :meth:`attach`."""
         for hook in (*_PASSED_ON, *_TRANSFER):
             vars(run).pop(hook, None)
         for name in ("log", *_OF_SERVER):
@@ -196,7 +196,7 @@ class ClientModule:
         modes = {layer: layer.training for layer in batch_norm_layers(self.module).values()}
         self.call("on_train_epoch_start")
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        changed = [*(trained ^ self.optimizer.groups.keys())]
+        changed = sorted(trained ^ self.optimizer.groups.keys())
         changed += [type(layer).__name__ for layer, training in modes.items() if layer.training != training]
         if changed:
             raise ConfigurationError(

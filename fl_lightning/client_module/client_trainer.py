@@ -14,8 +14,8 @@ _REFUSED = {
 class ClientTrainer:
     """The run's trainer, with the counts of a client.
 
-    ``current_epoch`` is the round minus 1. The counts are those of the client with the most local
-    steps E: ``global_step`` is (round - 1) E + k in local step k, ``num_training_batches`` is E, and
+    ``current_epoch`` is the round minus 1. E is the largest number of local steps that a client takes
+    in a round. ``global_step`` is (round - 1) E + k in local step k. ``num_training_batches`` is E.
     ``estimated_stepping_batches`` is E times the planned rounds. Everything else is the trainer's.
 
     Args:

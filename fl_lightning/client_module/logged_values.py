@@ -35,8 +35,16 @@ class Logged:
     metric: str | None = None
 
     def joined(self, later: "Logged") -> "Logged":
-        """Return the value of two logs of the same name."""
-        if self.total is None or later.total is None or self.reduce != later.reduce:
+        """Return the value of two logs of the same name.
+
+        Raises:
+            ConfigurationError: The logs differ in the reduction or the metric object.
+        """
+        if (self.reduce, self.metric) != (later.reduce, later.metric):
+            raise ConfigurationError(
+                "self.log: a name is logged with two reductions or metric objects; give each a name of its own"
+            )
+        if self.total is None or later.total is None:
             return later
         total = _JOIN[self.reduce](self.total, later.total.to(self.total.device))
         return replace(later, total=total, weight=self.weight + later.weight)
@@ -66,7 +74,7 @@ class LoggedValues(dict[str, Logged]):
         return {name: logged.total for name, logged in self.items() if logged.total is not None}
 
     def with_totals(self, totals: Mapping[str, Tensor]) -> "LoggedValues":
-        """Return the same values with other totals, such as those of one client."""
+        """Return the same values with the totals of one client."""
         return LoggedValues({n: replace(x, total=totals[n]) if n in totals else x for n, x in self.items()})
 
     def numbers(self, metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -85,6 +85,16 @@ def test_another_reduction_is_refused(settings, message):
         federated(Logs(**settings), rounds=1)
 
 
+def test_a_name_with_two_reductions_is_refused():
+    class Wrong(Lit):
+        def training_step(self, batch, batch_idx):
+            self.log("x", 1.0, reduce_fx=("mean", "max")[batch_idx])
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ConfigurationError, match=r"self.log: a name is logged with two reductions"):
+        federated(Wrong(), rounds=1)
+
+
 def test_the_number_of_the_round_is_no_logged_value():
     class Wrong(Lit):
         def on_train_epoch_end(self):

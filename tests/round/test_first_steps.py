@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from helpers import ArrayClient, blobs, client_batch, fit, small_cnn
+from helpers import ArrayClient, blobs, client_batch, distance, fit, small_cnn, train
 from outcomes import outcome, same
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -965,3 +965,19 @@ def test_attributes_that_change_no_number_are_accepted(model):
     data = blobs()
     data.clients[1].batch_size = 4
     fit(module_of(model(), SequentialExecutor), data, 1)
+
+
+def test_a_layer_may_keep_its_last_output_under_vmap():
+    """Nothing but the layer reads this attribute, which every forward pass writes again."""
+
+    class KeepsOutput(nn.Module):
+        def forward(self, inputs):
+            self.last = inputs * 2
+            return self.last
+
+    network = small_cnn()
+    states = [
+        train(nn.Sequential(KeepsOutput(), copy.deepcopy(network)), blobs(), 2, executor=executor)
+        for executor in (SequentialExecutor(), VectorizedExecutor())
+    ]
+    assert distance(*states) < 1e-12
