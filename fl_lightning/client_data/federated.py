@@ -224,10 +224,10 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Set up the server's data once per stage. For ``"fit"``, also set up the clients."""
-        if stage in self._prepared:
-            return
         for datamodule in (*self._clients, *([self.server] if self.server else [])):
             datamodule.trainer = self.trainer
+        if stage in self._prepared:
+            return
         if self.server is not None:
             self.server.setup(stage)
         if stage == "fit":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning_sites import Lit, Site, federated, sites
 
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule, Run
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 
@@ -370,10 +370,17 @@ def test_a_compiled_module_is_refused():
         FederatedModule(torch.compile(Lit()), local_steps=1)
 
 
-def test_data_modules_know_the_trainer():
+def test_data_modules_know_the_trainer(tmp_path):
     class Asks(Site):
+        def setup(self, stage):
+            assert self.trainer.max_epochs == 1
+            super().setup(stage)
+
         def train_dataloader(self):
             assert self.trainer.max_epochs == 1
             return super().train_dataloader()
 
+    # ranks share the data, which are set up before Lightning's fit
+    data, ranks = FederatedDataModule([Asks(0)], server=Asks(9)), {"devices": 2, "strategy": "cohort"}
+    Run(FederatedModule(Lit(), local_steps=1), data, run_root=tmp_path, max_epochs=1, **ranks).fit()
     federated(Lit(), data=FederatedDataModule([Asks(0)], server=Asks(9)), rounds=1)

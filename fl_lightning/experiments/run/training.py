@@ -119,6 +119,7 @@ class Prepared:
         """
         strategy = self.trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
+            self.data.trainer = self.trainer  # Lightning sets it later, in fit
             ranks = useful_ranks(self.module, self.data)
             if self.chooses_ranks and strategy.num_nodes == 1:
                 strategy.limit(ranks)
