@@ -4,6 +4,7 @@ import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -111,6 +112,7 @@ class ClientModule:
         self._loaders: int | None = None
         self._pooled: MetricStates = {}
         self._ended: dict[int, tuple[Any, Any]] = {}
+        self._number = ""  # name of a logged value that is no tensor
         self._optimizer: ConfiguredOptimizer | None = None
 
     def overrides(self, hook: str) -> bool:
@@ -207,6 +209,7 @@ class ClientModule:
     def loss(self, batch: Any) -> Tensor:
         """Return the loss that ``training_step`` returns for a batch."""
         self.metrics.reset()  # a method may have called this method outside of a local step
+        self._number = ""
         with self.collecting(LoggedValues(), batch) as self._step:
             if self.overrides("on_train_batch_start") and (
                 self.module.on_train_batch_start(batch, self.local_step) == -1
@@ -236,17 +239,24 @@ class ClientModule:
             )
         return self._step.totals()
 
-    def keep(self, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
-        """Keep what the step of some clients has logged.
+    def keeper(self) -> Callable[[Sequence[int], Mapping[str, Tensor]], None]:
+        """Return a function that keeps the values of :meth:`logged`, each ``[len(clients)]``."""
+        return partial(self._keep, self._step)
 
-        Args:
-            clients: The clients that share the last call of :meth:`loss`.
-            logged: The values of :meth:`logged`, each ``[len(clients)]``.
-        """
+    def cannot_replay(self) -> str | None:
+        """Return why the last :meth:`loss` needs its Python code in every step; None if it does not."""
+        name = type(self.module).__name__
+        if self.metrics.updated:
+            return f"training_step of {name} updates the metric object {self.metrics.updated!r}"
+        if self._number:
+            return f"training_step of {name} logs {self._number!r}, which is no tensor"
+        return None
+
+    def _keep(self, step: LoggedValues, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
         states = self.metrics.take()
         for number, client in enumerate(clients):
             values, metrics = self.by_client.setdefault(client, (LoggedValues(), {}))
-            values.add_all(self._step.with_totals({n: x[number].detach() for n, x in logged.items()}))
+            values.add_all(step.with_totals({n: x[number].detach() for n, x in logged.items()}))
             self.by_client[client] = values, self.metrics.merged([metrics, states]) if states else metrics
             if self.overrides("on_train_batch_end"):
                 self._ended[client] = self._outputs
@@ -357,7 +367,7 @@ class ClientModule:
             return
         if not isinstance(value, Tensor):
             try:
-                value = torch.tensor(float(value), device=self.module.device)
+                self._number, value = name, torch.tensor(float(value), device=self.module.device)
             except TypeError:
                 raise ConfigurationError(
                     f"self.log({name!r}): a {type(value).__name__}; log a number, a tensor with one element or a metric"

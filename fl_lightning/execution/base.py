@@ -62,8 +62,15 @@ class ClientTask(Protocol):
     def logged(self) -> dict[str, Tensor]:
         """Return the values that the last ``client_loss`` has logged."""
 
-    def keep_logged(self, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
-        """Keep the values that clients have logged in a local step, ``[len(clients)]`` by name."""
+    def keeper(self) -> Callable[[Sequence[int], Mapping[str, Tensor]], None]:
+        """Return a function (clients, logged) that keeps what clients log in a local step.
+
+        ``logged`` are values ``[len(clients)]`` by name, with the names, weights and reductions of
+        the last ``client_loss``.
+        """
+
+    def cannot_replay(self) -> str | None:
+        """Return why the last ``client_loss`` needs its Python code in every local step, or None."""
 
 
 class Executor(Recorded, ABC):

@@ -2,9 +2,10 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,8 @@ class _Graph:
     lane: int
     draws: bool
     unused: list[str]
+    logged: dict[str, Tensor]
+    keep: Callable[[Sequence[int], Mapping[str, Tensor]], None]
     uses: int = 0
 
 
@@ -136,6 +139,8 @@ class GraphExecutor(SequentialExecutor):
         self._lanes.join(sorted({graph.lane for graph in graphs}))
         for client, graph in zip(clients, graphs, strict=True):
             graph.uses += 1
+            # clone: the next replay writes to the same memory
+            graph.keep([cohort.client_ids[client.row]], {n: x.clone() for n, x in graph.logged.items()})
             if graph.unused:
                 cohort.leave_out([client.row], graph.unused)
         return torch.stack([graph.loss for graph in graphs])
@@ -182,19 +187,28 @@ class GraphExecutor(SequentialExecutor):
         row = client.row
         with _unchanged(cohort, client):
             self._lanes.seed(_seed(module, cohort, row))
-            loss = self._passes(module, cohort, row, client.batch).clone()
+            loss, logged = self._passes(module, cohort, row, client.batch)
+            keep = module.keeper()
+            if (reason := module.cannot_replay()) is not None:
+                raise NotRecordable(reason)
             draws = self._lanes.has_drawn()
+            places = [loss.clone(), *(x.clone() for x in logged.values())]
             # graphs that draw cannot overlap, because the generator's seed is at one place in memory
             lane = 0 if draws else row % LANES
             try:
-                replay = self._lanes.record(
-                    lambda: loss.copy_(self._passes(module, cohort, row, client.batch)), lane
-                )
+                replay = self._lanes.record(partial(self._fixed, module, cohort, client, places), lane)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 raise NotRecordable(cause_of(module.model, error)) from error
-        return _Graph(replay, loss, lane, draws, cohort.left_out(row))
+        named = dict(zip(logged, places[1:], strict=True))
+        return _Graph(replay, places[0], lane, draws, cohort.left_out(row), named, keep)
+
+    def _fixed(self, module: ClientTask, cohort: RoundCohort, client: _Client, places: list[Tensor]) -> None:
+        """Compute a client's passes, and write the loss and the logged values to fixed places."""
+        loss, logged = self._passes(module, cohort, client.row, client.batch)
+        for place, value in zip(places, [loss, *logged.values()], strict=True):
+            place.copy_(value)
 
     def _replay(self, module: ClientTask, cohort: RoundCohort, client: _Client, graph: _Graph) -> None:
         with self._lanes.lane(graph.lane):
@@ -206,16 +220,16 @@ class GraphExecutor(SequentialExecutor):
         """Compare a replay with a computation, for the current batch and state."""
         graph = self._graphs[client.key]
         with _unchanged(cohort, client):
+            self._lanes.seed(_seed(module, cohort, client.row))
             with doing(f"computing client {cohort.client_ids[client.row]}"):
-                loss = self._client(module, cohort, client.row, client.batch)
-            computed = [("losses", loss), *((n, x.clone()) for n, x in _results(cohort, client.row))]
+                loss, logged = self._passes(module, cohort, client.row, client.batch)
+            computed = [("losses", loss), *((f"{n!r}", x) for n, x in logged.items())]
+            computed += [(n, x.clone()) for n, x in _results(cohort, client.row)]
         with _unchanged(cohort, client):
             self._replay(module, cohort, client, graph)
             self._lanes.join([graph.lane])
-            replayed = [
-                ("losses", graph.loss.clone()),
-                *((n, x.clone()) for n, x in _results(cohort, client.row)),
-            ]
+            replayed = [("losses", graph.loss.clone()), *((n, x.clone()) for n, x in graph.logged.items())]
+            replayed += [(n, x.clone()) for n, x in _results(cohort, client.row)]
         norm = max(float(x.double().norm()) for name, x in computed if name == "gradients")
         for (name, first), (_, second) in zip(computed, replayed, strict=True):
             first, second = first.double(), second.double()

@@ -82,9 +82,14 @@ class SequentialExecutor(Executor):
         # seed the random numbers of layers such as stochastic depth
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, module.device)
-        return self._passes(module, cohort, row, batch)
+        loss, logged = self._passes(module, cohort, row, batch)
+        module.keeper()([cohort.client_ids[row]], logged)
+        return loss
 
-    def _passes(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
+    def _passes(
+        self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute a client's loss, gradients and buffers. Return the loss and the logged values."""
         state = cohort.row_state(row)
         with module.slots.filled(state.tensors):
             loss, objective = client_losses(module, batch)
@@ -94,5 +99,4 @@ class SequentialExecutor(Executor):
             updated = module.slots.read(state.tensors)
         cohort.take_up(row, updated)  # update after the backward pass, which may need the old tensors
         cohort.put_gradients(row, gradients)
-        module.keep_logged([cohort.client_ids[row]], logged)
-        return loss.detach()
+        return loss.detach(), logged

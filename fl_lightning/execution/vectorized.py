@@ -145,7 +145,7 @@ class VectorizedExecutor(Executor):
             cohort.grads.write(index, block, filled)
         for block in cohort.buffers.layout:
             cohort.buffers.write(index, block, updated)
-        module.keep_logged([cohort.client_ids[row] for row in rows], logged)
+        module.keeper()([cohort.client_ids[row] for row in rows], logged)
         return losses.detach()
 
 

@@ -142,7 +142,7 @@ def _by_torch(
         drawn = pickle.dumps((random.getstate(), np.random.get_state()))
         with doing("plain PyTorch, in the check of the first steps"):
             client_losses(run, copied(batch.batches()[row]))[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-        run.keep_logged([client], {name: value[None] for name, value in run.logged().items()})
+        run.keeper()([client], {name: value[None] for name, value in run.logged().items()})
         draws = pickle.dumps((random.getstate(), np.random.get_state())) != drawn
         if draws and (executor := run.joint_method or type(run.executor).__name__) != "SequentialExecutor":
             raise ConfigurationError(

@@ -32,7 +32,6 @@ from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.choice import Choice, choose_executor, decide_compilation
-from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.models.checks import check_layers
 from fl_lightning.models.dropout import convert_dropout
@@ -410,10 +409,13 @@ class FederatedModule(Recorded, L.LightningModule):
         """Return the values that a LightningModule's last ``training_step`` has logged."""
         return {} if self.client_module is None else self.client_module.logged()
 
-    def keep_logged(self, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
-        """Keep the values that clients have logged in a local step."""
-        if self.client_module is not None:
-            self.client_module.keep(clients, logged)
+    def keeper(self) -> Callable[[Sequence[int], Mapping[str, Tensor]], None]:
+        """Return a function that keeps what clients log in a local step."""
+        return self.client_module.keeper() if self.client_module else lambda clients, logged: None
+
+    def cannot_replay(self) -> str | None:
+        """Return why a LightningModule's step needs its Python code in every local step, or None."""
+        return self.client_module.cannot_replay() if self.client_module else None
 
     def begin_steps(self, cohort: RoundCohort) -> None:
         """Set the settings of the client optimizer that a LightningModule's schedulers change."""
@@ -909,9 +911,9 @@ class FederatedModule(Recorded, L.LightningModule):
         self.parameter_groups = client.optimizer.settings
         reason = client.one_by_one
         together = self.joint_method is not None or type(self.executor) is not SequentialExecutor
-        if (reason and together) or isinstance(self.executor, GraphExecutor):
+        if reason and together:
             raise ConfigurationError(
-                f"model.executor: {self.joint_method or type(self.executor).__name__} cannot compute {reason or 'what is logged in'} of "
+                f"model.executor: {self.joint_method or type(self.executor).__name__} cannot compute {reason} of "
                 f"{type(self.model).__name__} for several clients at once; use SequentialExecutor, and no joint forward pass (FedTAN)"
             )
         client.call("on_fit_start")

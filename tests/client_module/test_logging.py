@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
 
 IN_FLOAT = {"trainer": {"precision": "32-true"}}
+from recorded_calls import RecordingExecutor
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -41,7 +42,7 @@ def values_of_steps(count=2, steps=2, batch_size=8):
     return torch.tensor(found, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("executor", [None, VectorizedExecutor()])
+@pytest.mark.parametrize("executor", [None, VectorizedExecutor(), RecordingExecutor()])
 @pytest.mark.parametrize(
     ("settings", "reduced"),
     [
@@ -59,6 +60,46 @@ def test_a_logged_value_is_reduced_over_steps_and_clients(executor, settings, re
     assert run.metrics["value"] == pytest.approx(float(reduced(values_of_steps())), abs=1e-12)
     assert float(run.fitted.callback_metrics["value"]) == pytest.approx(run.metrics["value"], rel=1e-6)
     assert ("value_epoch" in run.metrics) == ("on_step" in settings)
+
+
+class LogsANumber(Lit):
+    def training_step(self, batch, batch_idx):
+        self.log("weight", 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 16)])
+def test_replayed_steps_log_what_computed_steps_log(sizes, caplog):
+    """Clients with batches of other sizes have other graphs and other weights."""
+
+    def trained(executor):
+        data = FederatedDataModule(
+            {f"site {seed}": Site(seed, size, size // 2) for seed, size in enumerate(sizes)}
+        )
+        return federated(deepcopy(start), data=data, rounds=4, local_steps=3, executor=executor)
+
+    start = Lit()
+    computed, replayed = trained(None), trained(RecordingExecutor())
+    for name in ("train_loss", "train_loss_epoch", "train/loss"):
+        assert computed.metrics[name] == replayed.metrics[name]
+    assert all(torch.equal(x, replayed.state_dict()[n]) for n, x in computed.state_dict().items())
+    assert "no CUDA graphs" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Lit(metrics=True), "training_step of Lit updates the metric object 'train_acc'"),
+        (LogsANumber(), "training_step of LogsANumber logs 'weight', which is no tensor"),
+    ],
+)
+def test_steps_that_need_their_python_code_are_not_replayed(module, reason, caplog):
+    start = deepcopy(module)
+    run = federated(module, executor=RecordingExecutor())
+    assert f"VectorizedExecutor computes the local steps: {reason}" in caplog.text
+    expected = federated(start, executor=VectorizedExecutor(where_possible=True)).metrics
+    logged = {name for name in expected if not name.startswith(("time/", "system/"))}
+    assert {n: run.metrics[n] for n in logged} == {n: expected[n] for n in logged}
 
 
 def test_a_mean_counts_samples():

@@ -356,11 +356,14 @@ def test_a_chosen_executor_that_cannot_compute_several_clients_is_replaced(monke
     assert type(federated(Lit(), rounds=1).executor).__name__ == "VectorizedExecutor"
 
 
-def test_a_graph_is_refused():
-    with pytest.raises(
-        ConfigurationError, match=r"model.executor: GraphExecutor cannot compute what is logged in of Lit"
-    ):
-        federated(Lit(), rounds=1, executor=GraphExecutor())
+def test_a_graph_of_a_step_with_hooks_is_refused():
+    class Hooked(Lit):
+        def on_train_batch_start(self, batch, batch_idx):
+            pass
+
+    words = "model.executor: GraphExecutor cannot compute on_train_batch_start of Hooked"
+    with pytest.raises(ConfigurationError, match=words):
+        federated(Hooked(), rounds=1, executor=GraphExecutor())
 
 
 def test_a_compiled_module_is_refused():

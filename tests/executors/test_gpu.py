@@ -3,9 +3,12 @@
 Run with ``CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu``; everywhere else these are skipped.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 from helpers import States, blobs, fit, small_cnn
+from lightning_sites import Lit, federated
 from torch import nn
 
 from fl_lightning import (
@@ -51,6 +54,21 @@ def test_a_gpu_computes_what_the_cpu_computes(executor, caplog):
     if executor == "chosen":
         assert isinstance(module.executor, GraphExecutor)
     assert "no CUDA graphs" not in caplog.text
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("executor", MAKERS)
+def test_a_lightning_module_on_a_gpu_trains_and_logs_as_on_a_cpu(executor, metrics):
+    start = Lit(metrics=metrics)
+    found = []
+    for make, trainer in ((SequentialExecutor, {}), (MAKERS[executor], {"accelerator": "gpu", "devices": 1})):
+        run = federated(deepcopy(start), rounds=4, executor=make(), trainer=trainer)
+        found.append((run.state_dict(), run.metrics))
+    (expected, logged), (state, metrics) = found
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name].cpu(), value, rtol=1e-8, atol=1e-10)
+    names = [name for name in logged if name.startswith(("train_", "val_", "train/loss"))]
+    assert {n: metrics[n] for n in names} == pytest.approx({n: logged[n] for n in names}, rel=1e-6)
 
 
 class NeverWaits(FederatedCallback):
