@@ -31,6 +31,7 @@ from fl_lightning.round.policy import resolve_policy
 _MOVE = 0.1  # norm of the first local step, divided by the norm of the parameters
 _TOLERANCE = 0.01  # allowed error of a tensor, relative to the change in two steps
 _NOISE = 20  # additional allowed error, relative to the measured effect of rounding
+_DRAWS = 8  # most measurements of this effect: in a trained model, few roundings turn a ReLU on or off
 
 
 def check_first_steps(run: RunContext) -> None:
@@ -84,12 +85,20 @@ def check_first_steps(run: RunContext) -> None:
                 written = [*_differing(run, attributes, _attributes(run))]
             if written:
                 _refuse_memory(run, written, [x for batch in batches for x in batch.batches()][:2])
-            with _restored(run):
-                _change_by_rounding(run)
-                _by_torch(run, cohort, row, batches, rate)
-                rounded = _tensors(run.model)
-            noise = {n: _distance(x, torchs[n]) for n, x in rounded.items() if x.shape == torchs[n].shape}
-            _compare(run, before, torchs, {**cohort.params.row(row), **cohort.buffers.row(row)}, noise)
+            noise = dict.fromkeys(torchs, 0.0)
+            executors = {**cohort.params.row(row), **cohort.buffers.row(row)}
+            for draw in range(_DRAWS):
+                with _restored(run):
+                    _change_by_rounding(run, draw)
+                    _by_torch(run, cohort, row, batches, rate)
+                    rounded = _tensors(run.model)
+                for name, x in rounded.items():
+                    if x.shape == torchs[name].shape:
+                        noise[name] = max(noise[name], _distance(x, torchs[name]))
+                if not (off := _too_far(run, before, torchs, executors, noise)):
+                    break
+            else:
+                _refuse_side_effects(run, off)
 
 
 def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
@@ -302,22 +311,27 @@ def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
             )
 
 
-def _change_by_rounding(run: RunContext) -> None:
-    """Change all parameters randomly, by about twice the rounding error of one operation."""
-    seed_global(derive_seed(run.seed, "rounding"), run.device)
+def _change_by_rounding(run: RunContext, draw: int) -> None:
+    """Change all parameters randomly, by about twice the rounding error of one operation.
+
+    Further draws change them by five times as much, as sums of many values are rounded.
+    """
+    seed_global(derive_seed(run.seed, "rounding", draw), run.device)
+    size = (10 if draw else 2) * _rounding(run)
     with torch.no_grad():
         for parameter in run.model.parameters():
             if parameter.is_floating_point():
-                parameter.mul_(1 + 2 * _rounding(run) * torch.randn_like(parameter))
+                parameter.mul_(1 + size * torch.randn_like(parameter))
 
 
-def _compare(
+def _too_far(
     run: RunContext,
     before: Mapping[str, Tensor],
     torchs: Mapping[str, Tensor],
     executors: Mapping[str, Tensor],
     noise: Mapping[str, float],
-) -> None:
+) -> dict[str, float]:
+    """Return the distances of tensors that differ by more than rounding, relative to their change."""
     rounding = _rounding(run)
     # a forward pass may have replaced a buffer by a single number
     torchs = {
@@ -346,18 +360,21 @@ def _compare(
         least = max(_TOLERANCE, 20 * rounding) * moved[name] + floor + 10 * rounding * size
         if far > least + _NOISE * noise.get(name, 0.0):
             off[name] = far / moved[name] if moved[name] else float("inf")
-    if off:
-        name, executor = max(off, key=lambda tensor: off[tensor]), type(run.executor).__name__
-        share = f" by {off[name]:.0%} of its change" if off[name] < float("inf") else ""
-        remedy = "keep what a forward pass changes in buffers, and change them in place"
-        if executor != "SequentialExecutor":
-            remedy = "use SequentialExecutor"
-        elif run.executor.compilation.compiled:
-            remedy = "set compile: false"
-        raise ConfigurationError(
-            f"model: after two local steps {name!r} differs from plain PyTorch{share} under {executor}, as the forward pass of "
-            f"{type(run.model).__name__} has side effects: {remedy} (model.check_first_steps: false trains without this check)"
-        )
+    return off
+
+
+def _refuse_side_effects(run: RunContext, off: Mapping[str, float]) -> None:
+    name, executor = max(off, key=lambda tensor: off[tensor]), type(run.executor).__name__
+    share = f" by {off[name]:.0%} of its change" if off[name] < float("inf") else ""
+    remedy = "keep what a forward pass changes in buffers, and change them in place"
+    if executor != "SequentialExecutor":
+        remedy = "use SequentialExecutor"
+    elif run.executor.compilation.compiled:
+        remedy = "set compile: false"
+    raise ConfigurationError(
+        f"model: after two local steps {name!r} differs from plain PyTorch{share} under {executor}, as the forward pass of "
+        f"{type(run.model).__name__} has side effects: {remedy} (model.check_first_steps: false trains without this check)"
+    )
 
 
 def _rounding(run: RunContext) -> float:

@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -23,6 +24,7 @@ from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.experiments.run_directory.config_digest import config_hash
 from fl_lightning.randomness import derive_seed, seed_everything
+from fl_lightning.round import first_steps
 
 pytestmark = [
     pytest.mark.first_steps,
@@ -789,6 +791,23 @@ def test_the_check_leaves_attributes_and_generators_as_they_were():
         fit(module, data(), rounds=1, precision="64-true")
         calls.append(CALLS[-2 * STEPS :])
     assert calls[0] == calls[1] == [0, *[8] * (2 * STEPS - 1)]
+
+
+@pytest.mark.parametrize("too_far", [3, 9])
+def test_a_difference_is_compared_with_further_measurements_of_rounding(monkeypatch, too_far):
+    """In a trained model, a rounding may turn a ReLU on or off, which few measurements show."""
+    noises = []
+
+    def compares(run, before, torchs, executors, noise):
+        noises.append(noise["body.0.weight"])
+        return {"body.0.weight": 0.01} if len(noises) < too_far else {}
+
+    monkeypatch.setattr(first_steps, "_too_far", compares)
+    refused = pytest.raises(ConfigurationError, match=r"body.0.weight' differs from plain PyTorch by 1%")
+    with refused if too_far > first_steps._DRAWS else nullcontext():
+        fit(module_of(made(Net), VectorizedExecutor), data(), rounds=1)
+    assert noises[:3] == sorted(noises[:3])
+    assert 0 < noises[0] < noises[1]
 
 
 def test_without_the_check_such_a_model_is_trained():
