@@ -27,6 +27,9 @@ PUBLISHED = {
 """Test accuracy of each method in FixBN's Table 4, the mean of three runs."""
 
 COLOURS = {"BN": VERMILLION, "GN": GREEN, "FixBN": BLUE, "BN centralised": "black"}
+STYLES = {0: ":", 1: "--", 3: (0, (5, 1, 1, 1, 1, 1)), 10: "-"}
+"""Line of each number of images of every other class, for seed 0."""
+
 LAST = 5
 """Number of evaluations at the end of a run that enter the column "mean of the last five".
 
@@ -160,41 +163,43 @@ def with_ten_images(partition: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw() -> None:
-    """Draw the test accuracy of each cell over the rounds.
+    """Draw the test accuracy of each cell over the rounds, random and consecutive pairs beside each other.
 
     Horizontal lines show the published values.
     """
     with paper_style():
-        figure = Figure(figsize=(7, 3.4), layout="constrained")
-        axes = figure.add_subplot()
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        sides = figure.subplots(1, 2, sharey=True)
         for name, cell in cells().items():
-            method, tail, seed = _method(cell), "tail10" in name, _seed(name)
+            method, seed = _method(cell), _seed(name)
             rounds, values = zip(*((row["round"], row["test/accuracy"]) for row in cell["rows"]), strict=True)
-            pairs = "two consecutive classes" if "consecutive" in name else "two classes only"
-            label = f"{method}, {'ten images of every class' if tail else pairs}"
-            label = method if "centralised" in method else label
+            label = method if "centralised" in method else f"{method}, {_images_of_others(name)} other images"
             label = label if seed == "0" else f"{label}, seed {seed}"
-            style = "-." if seed != "0" else "-" if tail else ":"
-            style = (0, (5, 1, 1, 1, 1, 1)) if "consecutive" in name else style
+            style = STYLES[_images_of_others(name)] if seed == "0" else "-."
+            axes = sides[int("consecutive" in name)]
             axes.plot(rounds, values, color=COLOURS[method], linestyle=style, label=label)
-        for method in METHODS:
-            axes.axhline(PUBLISHED[method], color=COLOURS[method], linewidth=0.8, linestyle="--", alpha=0.6)
-            place, side = (640, "right") if method == "FixBN" else (25, "left")  # where no curve is
-            axes.annotate(
-                f"{method}, published", (place, PUBLISHED[method]), ha=side, va="bottom", fontsize=7
-            )
-        axes.set_xlabel("communication round")
-        axes.set_ylabel("test accuracy")
-        axes.set_ylim(0, 0.92)
-        axes.legend(fontsize=7, loc="lower right", ncols=2)
+        for axes, pairs in zip(sides, ("two random classes", "two consecutive classes"), strict=True):
+            for method in METHODS:
+                axes.axhline(PUBLISHED[method], color=COLOURS[method], linewidth=0.8, alpha=0.5)
+                axes.annotate(f"{method}, published", (15, PUBLISHED[method]), va="bottom", fontsize=7)
+            axes.set_title(pairs)
+            axes.set_xlabel("communication round")
+            axes.legend(fontsize=7, loc="lower right", ncols=2)
+        sides[0].set_ylabel("test accuracy")
+        sides[0].set_ylim(0, 0.92)
         write_figure(FIGURES_FOLDER / "audit.png", figure)
 
 
 def _other_images(name: str, cell: dict[str, Any]) -> str:
     """Return the table's entry for the images beyond a client's two classes."""
-    if "consecutive" in name:
-        return "none, consecutive classes"
-    return _tail(None if "centralised" in _method(cell) else 10 if "tail10" in name else 0)
+    if "centralised" in _method(cell):
+        return _tail(None)
+    return _tail(_images_of_others(name)) + (", consecutive pairs" if "consecutive" in name else "")
+
+
+def _images_of_others(name: str) -> int:
+    """Return how many images of each other class a client has in a cell, such as 10 for bn_tail10_s0."""
+    return int("".join(filter(str.isdigit, name.split("_")[1])) or 0)
 
 
 def _tail(images: int | None) -> str:
