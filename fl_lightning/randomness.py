@@ -9,7 +9,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
 import numpy as np
@@ -69,9 +69,15 @@ def seed_everything(seed: int) -> None:
         torch.manual_seed(seed)
 
 
+def isolated() -> AbstractContextManager[None]:
+    """Restore all global random generators at the end of the ``with`` block."""
+    # whether there is a GPU is asked once: the answer takes a millisecond
+    return isolate_rng(include_cuda=_has_accelerator())
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed all global random generators for the block, and restore their states after it."""
-    with isolate_rng():
+    with isolated():
         seed_everything(seed)
         yield

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -17,7 +16,7 @@ from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.own_data import Adaptation, adapted_state, evaluate_client, formatted, mean_metrics
-from fl_lightning.randomness import permutation
+from fl_lightning.randomness import isolated, permutation
 from fl_lightning.round.evaluation import ServerEvaluation, finish_together
 from fl_lightning.round.module_evaluation import ModuleEvaluation
 
@@ -126,7 +125,7 @@ class VariantEvaluation(FederatedCallback):
     def _divide(
         self, pl_module: "FederatedModule", batch: Any, batch_idx: int, *, with_batch_statistics: bool
     ) -> None:
-        with isolate_rng():
+        with isolated():
             # the number of a variant in this loop decides which rank evaluates it
             for turn, (name, tensors) in enumerate(self._tensors.items()):
                 if (tensors is BATCH_STATISTICS) == with_batch_statistics:
@@ -139,7 +138,7 @@ class VariantEvaluation(FederatedCallback):
         if pl_module.client_module is not None:
             self._evaluate_by_module(pl_module, split)
         elif any(tensors is BATCH_STATISTICS for tensors in self._tensors.values()):
-            with isolate_rng():
+            with isolated():
                 batches = mixed_batches(getattr(pl_module.data, f"{split}_dataloader")(), self._batches)
                 for index, batch in enumerate(batches):
                     moved = pl_module.on_device(batch)
@@ -165,7 +164,7 @@ class VariantEvaluation(FederatedCallback):
                 loader = mixed_batches(loader, self._batches)
             return evaluation.all_batches(loader, partial(self.evaluate, pl_module, tensors))
 
-        with isolate_rng():
+        with isolated():
             found = pl_module.ranks.map(metrics_of, self._tensors)
         for evaluation, metrics in zip(self._evaluations.values(), found, strict=True):
             evaluation.metrics = metrics

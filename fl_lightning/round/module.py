@@ -11,7 +11,6 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -39,6 +38,7 @@ from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
 from fl_lightning.optimizers.client_lr import LRSchedule, lr_factor
 from fl_lightning.optimizers.settings import OptimizerCallable
+from fl_lightning.randomness import isolated
 from fl_lightning.ranks import Ranks
 from fl_lightning.recorded import Recorded
 from fl_lightning.round import hooks
@@ -803,7 +803,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate the server model on a batch of evaluation data."""
-        with isolate_rng():
+        with isolated():
             if isinstance(self.evaluation, ModuleEvaluation):
                 self.evaluation.step_of_loop(batch, batch_idx, dataloader_idx)
             elif dataloader_idx:

@@ -1,11 +1,9 @@
 """Communication round: FedAvg (McMahan et al. 2017) with FedOpt (Reddi et al. 2021)."""
 
-from lightning.pytorch.utilities.seed import isolate_rng
-
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import doing
 from fl_lightning.execution.joint import joint_executor
-from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.randomness import derive_seed, isolated, seed_global
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.hooks import call_skipped, end_round
 from fl_lightning.round.reports import log_round, log_skipped_round
@@ -31,7 +29,7 @@ def communication_round(run: RunContext) -> None:
         run.merge_logged(cohort.client_ids, [logged for _, logged in of_ranks])
         update_server(cohort, run.aggregator, run.statistics, strict=run.on_divergence == "error")
         mark_trained([run.model, *run.federated_callbacks])
-    with isolate_rng():  # random numbers of hooks must not affect the server optimizer
+    with isolated():  # random numbers of hooks must not affect the server optimizer
         run.call_hook("on_after_aggregate", cohort)
     with run.clock.part("aggregation"):
         run.server_step()
