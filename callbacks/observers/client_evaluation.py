@@ -1,13 +1,15 @@
-"""Quality of the server's model for each client."""
+"""Quality of each client's model, and of the server's model for each client."""
 
-from collections.abc import Mapping
-from math import ceil, isnan
-from statistics import fmean, pvariance
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import isnan
 
 import lightning as L
 
 from fl_lightning import FederatedCallback, FederatedModule, Report, Table
-from fl_lightning.methods import evaluate_client, formatted
+from fl_lightning.methods import PersonalEvaluation, evaluate_client, spread_over_clients
+from fl_lightning.methods.report import Drawing, Rows
+from fl_lightning.pictures import client_quality_figure
 
 
 class ClientEvaluation(Report, FederatedCallback):
@@ -31,14 +33,17 @@ class ClientEvaluation(Report, FederatedCallback):
     - ``client_accuracy_variance``: Variance over the clients, for accuracies in [0, 1].
     - ``client_loss``, ``client_loss_worst``, ``client_loss_variance``: The same three numbers for
       the loss. The worst clients have the highest losses.
+    - ``own_accuracy``, ``own_accuracy_worst`` and so on: The same numbers for the model that each
+      client uses. Under a method with a model for each client, such as FedBN, the method measures
+      these models. Under all other methods, each client uses the server's model.
 
     q-FFL has the same measures (Li et al., "Fair resource allocation in federated learning",
-    ICLR 2020, Table 1). After the run, ``clients.csv`` has each client's values of the last
-    evaluation, and W&B shows them as a table.
+    ICLR 2020, Table 1). After the run, ``clients.csv`` and ``clients.png`` have each client's name,
+    number of training samples, and values of the last evaluation. W&B shows them as well.
 
     Attributes:
-        values: ``accuracy`` and ``loss`` of each client in the last evaluation, by client id.
-            Unknown values are left out.
+        values: ``accuracy`` and ``loss`` of the server's model for each client in the last
+            evaluation, by client id. Unknown values are left out.
     """
 
     paper = "(an observer: measurement only)"
@@ -47,6 +52,18 @@ class ClientEvaluation(Report, FederatedCallback):
 
     def __init__(self) -> None:
         self.values: dict[int, dict[str, float]] = {}
+        self._personal: PersonalEvaluation | None = None
+        self._names: Sequence[str] = ()
+        self._main = ""
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
+        """Let a method with a model for each client log the worst clients and the variance."""
+        methods = pl_module.federated_callbacks
+        self._personal = next((x for x in methods if isinstance(x, PersonalEvaluation)), None)
+        if self._personal:
+            self._personal.measures_spread = True
+
+    on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # narrows pl_module
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Evaluate all clients and log the summary."""
@@ -55,14 +72,12 @@ class ClientEvaluation(Report, FederatedCallback):
         clients = range(pl_module.data.num_clients)
         values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
         self.values = dict(zip(clients, values, strict=True))
-        for metric, direction in pl_module.task.best.items():
-            known = [metrics[metric] for metrics in self.values.values() if metric in metrics]
-            if known:
-                worst = sorted(known, reverse=direction == "min")[: ceil(len(known) / 10)]
-                name = pl_module.metric_name(split, formatted("client_{}", metric))
-                pl_module.log(name, fmean(known))
-                pl_module.log(f"{name}_worst", fmean(worst))
-                pl_module.log(f"{name}_variance", pvariance(known))
+        self._names = pl_module.data.client_names or [str(client) for client in clients]
+        self._samples = [pl_module.data.num_examples(client) for client in clients]
+        self._main = pl_module.task.quality
+        for form in ("client_{}", *([] if self._personal else ["own_{}"])):
+            for name, value in spread_over_clients(values, pl_module.task.best, form).items():
+                pl_module.log(pl_module.metric_name(split, name), value)
 
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
@@ -82,7 +97,32 @@ class ClientEvaluation(Report, FederatedCallback):
         return {"clients": f"{', '.join(words)}, and are left out"} if words else {}
 
     def tables(self) -> Mapping[str, Table]:
-        """Return the table ``clients``: each client's values in the last evaluation."""
+        """Return the table ``clients``: each client's values in the last evaluation.
+
+        Columns such as ``own_accuracy`` are of the client's own model.
+        """
         metrics = sorted({metric for known in self.values.values() for metric in known})
-        rows = [[client, *(known.get(name, "") for name in metrics)] for client, known in self.values.items()]
-        return {"clients": Table(["client", *metrics], rows)} if metrics else {}
+        if not metrics:
+            return {}
+        own = self._personal.own_values if self._personal else {}
+        of_own = sorted({metric for known in own.values() for metric in known})
+        columns = ["client", "name", "samples", *metrics, *(f"own_{metric}" for metric in of_own)]
+        rows: list[list[float | str]] = []
+        for client, known in self.values.items():
+            values = [known.get(name, "") for name in metrics]
+            own_values = [own.get(client, {}).get(name, "") for name in of_own]
+            rows.append([client, self._names[client], self._samples[client], *values, *own_values])
+        return {"clients": Table(columns, rows)}
+
+    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
+        """Return the figure ``clients``: each client's values of the main metric."""
+        own, main = self._personal.own_values if self._personal else {}, self._main
+        models: dict[str, Mapping[int, Mapping[str, float]]]
+        models = {"the server's model": self.values, "the client's own model": own}
+        known = {
+            label: [values.get(client, {}).get(main) for client in self.values]
+            for label, values in models.items()
+            if any(main in metrics for metrics in values.values())
+        }
+        draw = partial(client_quality_figure, known, self._names, main)
+        return {"clients": draw} if known else {}

@@ -11,6 +11,7 @@ from fl_lightning.methods.own_data import (
     evenly_spaced,
     formatted,
     mean_metrics,
+    spread_over_clients,
     weighed_accuracy,
 )
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
@@ -53,5 +54,6 @@ __all__ = [
     "server_statistics",
     "set_server_statistics",
     "split_statistics",
+    "spread_over_clients",
     "weighed_accuracy",
 ]

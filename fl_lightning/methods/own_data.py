@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
+from math import ceil, isnan, nan
+from statistics import fmean, pvariance
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,6 +135,27 @@ def mean_metrics(
     names = [name for metrics in clients for name in metrics] if names is None else names
     known = {name: [metrics[name] for metrics in clients if name in metrics] for name in names}
     return {formatted(form, name): sum(values) / len(values) for name, values in known.items() if values}
+
+
+def spread_over_clients(
+    clients: Sequence[Mapping[str, float]], best: Mapping[str, str], form: str
+) -> dict[str, float]:
+    """Return each metric's mean over the clients, over the worst tenth, and its variance.
+
+    Args:
+        clients: Metrics of each client, by name. A client without a metric is left out.
+        best: For each metric, whether the best value is the largest (``"max"``) or smallest.
+        form: Format of the names in the result. ``"own_{}"`` gives ``own_accuracy``,
+            ``own_accuracy_worst`` and ``own_accuracy_variance``.
+    """
+    found: dict[str, float] = {}
+    for metric, direction in best.items():
+        known = [metrics[metric] for metrics in clients if not isnan(metrics.get(metric, nan))]
+        if known:
+            worst = sorted(known, reverse=direction == "min")[: ceil(len(known) / 10)]
+            name = formatted(form, metric)
+            found |= {name: fmean(known), f"{name}_worst": fmean(worst), f"{name}_variance": pvariance(known)}
+    return found
 
 
 def formatted(form: str, name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import ConfigurationError, check_number
-from fl_lightning.methods.own_data import evaluate_client, evenly_spaced, mean_metrics
+from fl_lightning.methods.own_data import evaluate_client, evenly_spaced, mean_metrics, spread_over_clients
 from fl_lightning.methods.variant_evaluation import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -31,11 +31,17 @@ class PersonalEvaluation(VariantEvaluation):
       These data come from the client's ``val_dataloader()`` or ``test_dataloader()``. A client
       without such a loader uses the server's evaluation data, with classes weighted as in the
       client's class histogram. Without a class histogram, the metric is left out.
+      With the observer ``ClientEvaluation``, ``own_accuracy_worst`` is the mean over the worst tenth
+      of the clients, and ``own_accuracy_variance`` the variance over the clients.
 
     Args:
         evaluate_clients: Number of clients whose models are evaluated, with evenly spaced ids.
             Default: all clients. Evaluating a client's model takes as long as evaluating the
             server's model.
+
+    Attributes:
+        own_values: Metrics of each evaluated client's model on the client's own data in the last
+            evaluation, by client id.
 
     Raises:
         ConfigurationError: ``evaluate_clients`` is below 1, or another method also gives clients
@@ -47,11 +53,15 @@ class PersonalEvaluation(VariantEvaluation):
         ...         return {"8.weight": 2 * pl_module.model[8].weight.detach()}
     """
 
+    measures_spread = False
+    """Whether metrics of the worst clients are logged. ``ClientEvaluation`` sets this to True."""
+
     def __init__(self, evaluate_clients: int | None = None) -> None:
         if evaluate_clients is not None:
             name = f"{type(self).__name__}.evaluate_clients"
             check_number(name, evaluate_clients, " (or null for all)", least=1)
         self.evaluate_clients = evaluate_clients
+        self.own_values: dict[int, Mapping[str, float]] = {}
 
     def evaluated_clients(self, pl_module: "FederatedModule") -> list[int]:
         """Return the ids of the clients whose models are evaluated."""
@@ -99,5 +109,9 @@ class PersonalEvaluation(VariantEvaluation):
         personal = [evaluation.metrics for evaluation in evaluations.values()]
         known = dict.fromkeys([task.quality, *task.measured, task.class_metric])
         names = None if pl_module.client_module else known
-        own = mean_metrics([metrics for metrics, _ in evaluated], names, "own_{}")
+        clients = [metrics for metrics, _ in evaluated]
+        self.own_values = dict(zip(map(int, evaluations), clients, strict=True))
+        own = mean_metrics(clients, names, "own_{}")
+        if self.measures_spread:
+            own = spread_over_clients(clients, task.best, "own_{}") | own
         return mean_metrics(personal, names, "personal_{}") | own

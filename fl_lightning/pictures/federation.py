@@ -1,11 +1,11 @@
 """Figures of clients and classes: the partition, and the server model's accuracy per class."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_lightning.pictures.style import BLACK, GREY, SKY, literal, new_figure, paper_style
+from fl_lightning.pictures.style import BLACK, GREY, SKY, VERMILLION, literal, new_figure, paper_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,6 +121,35 @@ def class_quality_figure(
         axes.set_yticks(range(count), labels, size=7)
         axes.tick_params(axis="y", length=0)
     axes.set(xlim=(0, 1.01), ylim=(count - 0.4, -0.6), xlabel=what)
+    return figure
+
+
+@paper_style()
+def client_quality_figure(
+    values: Mapping[str, Sequence[float | None]], names: Sequence[str], what: str, title: Sequence[str]
+) -> "Figure":
+    """Draw each client's values of a metric, one mark for each model. The last model sorts the clients.
+
+    Args:
+        values: Values of each client by model; None for a client without a value.
+        names: Names of the clients.
+        what: Name of the metric.
+        title: Lines of the title.
+    """
+    models = {model: np.array(known, dtype=np.float64) for model, known in values.items()}
+    order = np.argsort([*models.values()][-1], kind="stable")  # NaN comes last
+    labels = class_labels(names, len(order))
+    means = [f"mean over clients of {model} {np.nanmean(known):.4f}" for model, known in models.items()]
+    figure = new_figure(0.14 * min(len(order), _MAX_BARS) + 0.7, [*title, ", ".join(means)])
+    axes = figure.subplots()
+    for (model, known), colour in zip(models.items(), (GREY, VERMILLION), strict=False):
+        axes.plot(known[order], range(len(order)), "o", color=colour, markersize=4, label=model)
+    if len(order) <= _MAX_BARS:
+        axes.set_yticks(range(len(order)), [labels[client] for client in order], size=7)
+    else:
+        axes.set_ylabel("clients, sorted")
+    axes.set(ylim=(len(order) - 0.4, -0.6), xlabel=what)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

@@ -10,7 +10,7 @@ from helpers import ArrayClient, blobs, federated_run
 from lightning.pytorch import LightningDataModule
 from torch.nn.functional import cross_entropy
 
-from fl_lightning import Classification, FederatedDataModule
+from fl_lightning import Classification, FederatedDataModule, callbacks
 from fl_lightning.callbacks import ClientEvaluation
 
 
@@ -54,6 +54,60 @@ def test_without_own_data_the_classes_of_the_servers_are_weighed_as_the_clients_
     assert [int(row["client"]) for row in rows] == list(range(len(expected)))
     assert [float(row["accuracy"]) for row in rows] == pytest.approx(expected)
     assert [callback.values[client]["accuracy"] for client in range(len(expected))] == pytest.approx(expected)
+
+
+PERSONAL = {
+    "FedBN": callbacks.FedBN,
+    "SiloBN": callbacks.SiloBN,
+    "MTFL": callbacks.MTFL,
+    "FedPer": callbacks.FedPer,
+    "FedRep": callbacks.FedRep,
+    "FedBABU": callbacks.FedBABU,
+}
+NAMES = ["Oslo", "Rome", "Lima", "Bern"]
+
+
+@pytest.mark.parametrize("method", [*PERSONAL, "FedAvg"])
+def test_each_clients_own_model_and_the_servers_equal_a_hand_computation(method):
+    whole = blobs(4, (16, 24, 40, 32))
+    data = FederatedDataModule(dict(zip(NAMES, whole.clients, strict=True)), whole.server)
+    personal = [PERSONAL[method]()] if method in PERSONAL else []
+    observer = ClientEvaluation()
+    found = federated_run(observer, *personal, data=data, rounds=2, trainer={"limit_val_batches": 1.0})
+    module = found.module.eval()
+    own = dict(personal[0].variants(module.trainer, module)) if personal else {}
+    server = dict([*module.model.named_parameters(), *module.model.named_buffers()])
+    accuracies = {"accuracy": [], "own_accuracy": []}
+    for client, part in enumerate(data.clients):
+        inputs, targets = part.dataset.tensors
+        for name, state in (("accuracy", server), ("own_accuracy", {**server, **own.get(str(client), {})})):
+            with torch.no_grad():
+                outputs = torch.func.functional_call(module.model, state, (inputs,))
+            accuracies[name].append(float((outputs.argmax(1) == targets).double().mean()))
+    assert (accuracies["accuracy"] == accuracies["own_accuracy"]) == (not personal)
+    table = observer.tables()["clients"]
+    assert table.columns == [
+        "client",
+        "name",
+        "samples",
+        "accuracy",
+        "loss",
+        *["own_accuracy", "own_loss"] * bool(personal),
+    ]
+    columns = dict(zip(table.columns, zip(*table.rows, strict=True), strict=True))
+    assert columns["name"] == tuple(NAMES)
+    assert columns["samples"] == (16, 24, 40, 32)
+    for name, column in (("accuracy", "client_accuracy"), ("own_accuracy", "own_accuracy")):
+        values = torch.tensor(accuracies[name]).double()
+        if name in columns:
+            assert columns[name] == pytest.approx(accuracies[name])
+        logged = [module.metrics[f"val/{column}{what}"] for what in ("", "_worst", "_variance")]
+        assert logged == pytest.approx(
+            [float(values.mean()), float(values.min()), float(values.var(correction=0))]
+        )
+    drawn = observer.figures([])["clients"](["title"]).axes[0]
+    lowest_first = sorted(range(4), key=accuracies["own_accuracy"].__getitem__)
+    assert [tick.get_text() for tick in drawn.get_yticklabels()] == [NAMES[i] for i in lowest_first]
 
 
 class TrainsOnly(LightningDataModule):
