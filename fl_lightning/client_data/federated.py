@@ -279,7 +279,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         """
         batches = []
         for client_id, step in zip(client_ids, steps, strict=True):
-            with doing(f"drawing the batch of client {client_id}"):
+            with doing(f"drawing the batch of {self.named(client_id)}"):
                 batches.append(copied(self._source(client_id).train_batch(step)))
         return BatchStack(batches=batches)
 

@@ -62,6 +62,9 @@ class ClientTask(Protocol):
     def logged(self) -> dict[str, Tensor]:
         """Return the values that the last ``client_loss`` has logged."""
 
+    def named(self, client: int) -> str:
+        """Return words for a client, such as ``"client 3"``."""
+
     def keeper(self) -> Callable[[Sequence[int], Mapping[str, Tensor]], None]:
         """Return a function (clients, logged) that keeps what clients log in a local step.
 

@@ -221,7 +221,7 @@ class GraphExecutor(SequentialExecutor):
         graph = self._graphs[client.key]
         with _unchanged(cohort, client):
             self._lanes.seed(_seed(module, cohort, client.row))
-            with doing(f"computing client {cohort.client_ids[client.row]}"):
+            with doing(f"computing {module.named(cohort.client_ids[client.row])}"):
                 loss, logged = self._passes(module, cohort, client.row, client.batch)
             computed = [("losses", loss), *((f"{n!r}", x) for n, x in logged.items())]
             computed += [(n, x.clone()) for n, x in _results(cohort, client.row)]

@@ -64,7 +64,7 @@ class SequentialExecutor(Executor):
         with self._fast(module.model) if self.compilation.compiled else nullcontext():
             losses = []
             for row, client_batch in batches:
-                with doing(f"computing client {cohort.client_ids[row]}"):
+                with doing(f"computing {module.named(cohort.client_ids[row])}"):
                     losses.append(self._client(module, cohort, row, client_batch))
             return torch.stack(losses)
 

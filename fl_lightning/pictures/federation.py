@@ -23,13 +23,16 @@ def clients_figure(
 ) -> "Figure":
     """Draw the number of samples of each client, by class if the data have classes."""
     if record.get("class_histogram"):
-        return partition_figure(record["class_histogram"], class_names, title)
-    return client_sizes_figure(record["sizes"], title)
+        return partition_figure(record["class_histogram"], class_names, title, record.get("clients", ()))
+    return client_sizes_figure(record["sizes"], title, record.get("clients", ()))
 
 
 @paper_style()
 def partition_figure(
-    histogram: Sequence[Sequence[int]], class_names: Sequence[str] | None, title: Sequence[str]
+    histogram: Sequence[Sequence[int]],
+    class_names: Sequence[str] | None,
+    title: Sequence[str],
+    client_names: Sequence[str] = (),
 ) -> "Figure":
     """Draw a heat map of the number of samples, with a row per client and a column per class.
 
@@ -43,6 +46,8 @@ def partition_figure(
             ``partition.json``.
         class_names: Name of each class; None to show class numbers.
         title: Lines of the title.
+        client_names: Names of the clients; empty to show client ids. More than 25 clients have no
+            names in the picture.
     """
     from matplotlib.colors import PowerNorm
 
@@ -72,8 +77,10 @@ def partition_figure(
     lower = first[:-1] - 0.5 + gap / 2 * rows
     sizes.barh(lower, counts.sum(1), (1 - gap) * rows, align="edge", color=GREY)
     cells.locator_params(integer=True, nbins=_MAX_NAMED, min_n_ticks=1)
+    if client_names and clients <= _MAX_NAMED:
+        cells.set_yticks(range(clients), name_labels(client_names, clients))
     if class_names is not None and classes <= _MAX_NAMED:
-        names = class_labels(class_names, classes)
+        names = name_labels(class_names, classes)
         cells.set_xticks(range(classes), names, rotation=40, ha="right", rotation_mode="anchor")
     cells.set(xlabel="class", ylabel=label)
     sizes.set(xlabel="samples")
@@ -82,13 +89,18 @@ def partition_figure(
 
 
 @paper_style()
-def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
+def client_sizes_figure(
+    sizes: Sequence[int], title: Sequence[str], client_names: Sequence[str] = ()
+) -> "Figure":
     """Draw a bar with each client's number of training samples, for data without classes."""
     figure = new_figure(2.4, title)
     axes = figure.subplots()
     axes.bar(range(len(sizes)), sizes, 0.8 if len(sizes) <= 100 else 1.0, color=GREY)
     axes.set(xlabel="client", ylabel="training samples")
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    if client_names and len(sizes) <= _MAX_NAMED:
+        names = name_labels(client_names, len(sizes))
+        axes.set_xticks(range(len(sizes)), names, rotation=40, ha="right", rotation_mode="anchor")
     return figure
 
 
@@ -116,7 +128,7 @@ def class_quality_figure(
     axes.axvline(mean, color=BLACK, linestyle="--")
     if count <= _MAX_BARS:
         texts = ["no samples" if np.isnan(value) else f"{value:.3f}" for value in values]
-        names = class_labels(class_names, count)
+        names = name_labels(class_names, count)
         labels = [f"{name}   {text}" for name, text in zip(names, texts, strict=True)]
         axes.set_yticks(range(count), labels, size=7)
         axes.tick_params(axis="y", length=0)
@@ -138,7 +150,7 @@ def client_quality_figure(
     """
     models = {model: np.array(known, dtype=np.float64) for model, known in values.items()}
     order = np.argsort([*models.values()][-1], kind="stable")  # NaN comes last
-    labels = class_labels(names, len(order))
+    labels = name_labels(names, len(order))
     means = [f"mean over clients of {model} {np.nanmean(known):.4f}" for model, known in models.items()]
     figure = new_figure(0.14 * min(len(order), _MAX_BARS) + 0.7, [*title, ", ".join(means)])
     axes = figure.subplots()
@@ -153,8 +165,8 @@ def client_quality_figure(
     return figure
 
 
-def class_labels(names: Sequence[str] | None, count: int) -> list[str]:
-    """Return a label for each class. It is the start of the class's name, or the class number."""
+def name_labels(names: Sequence[str] | None, count: int) -> list[str]:
+    """Return a label for each class or client: the start of its name, or its number."""
     if names is None or len(names) != count:
         return [str(number) for number in range(count)]
     return [literal(" ".join(name.split())[:18]) or str(number) for number, name in enumerate(names)]

@@ -409,6 +409,10 @@ class FederatedModule(Recorded, L.LightningModule):
         """Return the values that a LightningModule's last ``training_step`` has logged."""
         return {} if self.client_module is None else self.client_module.logged()
 
+    def named(self, client: int) -> str:
+        """Return words for a client, such as ``"client 3"`` or ``"client 3 (Oslo)"``."""
+        return self.data.named(client)
+
     def keeper(self) -> Callable[[Sequence[int], Mapping[str, Tensor]], None]:
         """Return a function that keeps what clients log in a local step."""
         return self.client_module.keeper() if self.client_module else lambda clients, logged: None

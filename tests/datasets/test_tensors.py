@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import main, message_of
-from helpers import train
+from helpers import federated_run, train
 
 from fl_lightning import ConfigurationError
 from fl_lightning.client_data.batches import describe_batch
@@ -25,6 +25,7 @@ from fl_lightning.datamodules import (
     TensorData,
 )
 from fl_lightning.datamodules.tables import read_table
+from fl_lightning.experiments.run_directory.describe import clients_table
 
 
 def samples(count=60, classes=3):
@@ -455,8 +456,11 @@ def test_messages_name_the_clients_of_a_table(capsys):
         ConfigurationError, match=r"update of client 1 \(Oslo\) is not finite, first in layer"
     ):
         train(Breaks(4, 2), data, 1)
-    train(Breaks(4, 2), data, 1, on_divergence="drop")
+    module = federated_run(data=data, model=Breaks(4, 2).double(), rounds=1, on_divergence="drop").module
     assert "update of client 1 (Oslo) is not finite" in capsys.readouterr().out
+    columns, rows = clients_table(module)
+    assert columns[:2] == ["client", "name"]
+    assert [row[:3] for row in rows] == [[0, "Bergen", 11], [1, "Oslo", 19]]
 
 
 @pytest.mark.parametrize("attackers", [1, 2])

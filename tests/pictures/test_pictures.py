@@ -12,9 +12,10 @@ from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from fl_lightning.pictures.federation import (
-    class_labels,
     class_quality_figure,
     client_sizes_figure,
+    clients_figure,
+    name_labels,
     partition_figure,
 )
 from fl_lightning.pictures.learning_curve import learning_curve_figure, policy_changes
@@ -213,6 +214,14 @@ def test_cells_are_the_histogram_clients_down_classes_across():
     assert [bar.get_width() for bar in sizes.patches] == [9, 9]
 
 
+def test_clients_have_their_names():
+    record = {"class_histogram": HISTOGRAM, "sizes": [9, 9], "clients": ["Oslo", "Rome"]}
+    cells, *_ = clients_figure(record, None, TITLE).axes
+    assert names(cells.get_yticklabels()) == ["Oslo", "Rome"]
+    (sizes,) = clients_figure({**record, "class_histogram": []}, None, TITLE).axes
+    assert names(sizes.get_xticklabels()) == ["Oslo", "Rome"]
+
+
 def test_many_clients_are_sorted_by_their_most_frequent_class_and_a_row_is_the_mean_of_some():
     counts = np.zeros((1000, 4), dtype=int)
     counts[range(1000), np.arange(1000) % 4] = 8  # one class each, in turn
@@ -289,10 +298,10 @@ def test_texts_of_any_federation_do_not_overlap(clients, classes, largest, known
 
 
 def test_odd_names_are_drawn_without_a_warning():
-    labels = class_labels(ODD, len(ODD))
+    labels = name_labels(ODD, len(ODD))
     assert labels[3:6] == ["a" * 18, "4", "5"]
     assert labels[6:8] == ["señal de alto", "_hidden"]
-    assert class_labels(["a"], 2) == class_labels(None, 2) == ["0", "1"]
+    assert name_labels(["a"], 2) == name_labels(None, 2) == ["0", "1"]
     title = ["Метод_$\\frac{$ 猫", "x" * 2000, ""]
     png(partition_figure([list(range(10))] * 3, ODD, title))
     png(class_quality_figure([0.5] * 10, ODD, "test accuracy", title))

@@ -89,18 +89,20 @@ def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
 def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
     """Return the columns and the rows of a table with one row per client.
 
-    The columns are the numbers of samples, local steps and rounds, the last training loss, and the
+    The columns are the client's name if clients have names, the numbers of samples, local steps and rounds, the last training loss, and the
     number of samples of each class. The loss is the mean over the local steps of the client's last
     round, or None before the first round.
     """
     data = module.data
     histogram = data.partition_record().get("class_histogram") or [[]] * data.num_clients
     names = data.class_names or range(len(histogram[0]))
-    columns = ["client", "training examples", "local steps", "rounds", "last training loss"]
+    named = ["name"] if data.client_names else []
+    columns = ["client", *named, "training examples", "local steps", "rounds", "last training loss"]
     rows = []
     for client in range(data.num_clients):
         rounds, steps, loss = module.record.clients.get(client, (0, 0, None))
-        rows.append([client, data.num_examples(client), steps, rounds, loss, *histogram[client]])
+        name = data.client_names[client : client + 1]
+        rows.append([client, *name, data.num_examples(client), steps, rounds, loss, *histogram[client]])
     return [*columns, *(f"class {name}" for name in names if histogram[0])], rows
 
 
