@@ -1,5 +1,6 @@
 """Cells: what run directories say of them, what they share, and what computes them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -192,6 +193,25 @@ def test_all_columns_of_a_row_are_measured_with_the_same_statistics():
     assert [bn.of(name)[0] for name in metrics] == [0.5, 2.0, 0.75, 1.0]
     assert [silobn.of(name)[0] for name in names] == [0.125, 0.5, 0.1875]
     assert silobn.of("test/other").empty  # not measured with these statistics
+
+
+@pytest.mark.parametrize("personal", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_named_clients_are_judged_by_the_models_that_they_use(named, personal):
+    """Hospitals use their own models under FedBN, unless a label asks for the server's."""
+    measured = {"test/accuracy": 0.5, "test/own_accuracy": 0.75}
+    measured |= {"test/personal_accuracy": 0.25} if personal else {}
+    labels = {"FedBN": {}, "server": {"metric": "test/accuracy"}}
+    cells = study_cells(choose=[], axes={"method": labels}, metrics={"test/accuracy": "accuracy"})
+    table = cells.table([])
+    folder = finish(table[0], **measured)  # both labels have the same run
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "partition.json").write_text(json.dumps({"clients": ["Oslo"]} if named else {}))
+    results = collect(cells.study, table, [], {})
+    fedbn, server = results.rows
+    assert [row.of("test/accuracy")[0] for row in (fedbn, server)] == [0.75 if named else 0.5, 0.5]
+    line = "the server's model has the mean of the clients' local state, which no client uses"
+    assert (line in remarks(results)[0]) == personal
 
 
 def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):

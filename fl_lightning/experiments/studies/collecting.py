@@ -1,5 +1,6 @@
 """Collection of a study's results from the run directories of its cells."""
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fl_lightning.experiments.studies.study_frame import (
 )
 from fl_lightning.experiments.studies.table_columns import SERVER, local_metrics, models_of, of_same_models
 from fl_lightning.experiments.studies.verdicts import with_verdicts
+from fl_lightning.methods import formatted
 
 
 def collect(
@@ -46,7 +48,8 @@ def collect(
     known = dict.fromkeys(name for result in results.values() for name in metric_values(result))
     local = {name: words for name, words in local_metrics(definition.metrics).items() if name in known}
     server = SERVER + next(iter(definition.metrics))
-    if any(models_of(study.metric(cell.labels) or "") for cell in cells):
+    own = {cell: _own_metric(study, cell, state) for cell, state in states.items()}
+    if any(models_of(metric or "") for metric in own.values()):
         local[server] = local_metrics(definition.metrics)[server]
     for cell, state in states.items():
         published: Mapping[str, object] = study.published(cell.labels) or {}
@@ -54,7 +57,7 @@ def collect(
         rows.append(
             {
                 "labels": cell.labels,
-                "metric": study.metric(cell.labels),
+                "metric": own[cell],
                 "published": published.get("value"),
                 "published_deviation": published.get("deviation"),
                 "learning_rate": (optimizer.get("init_args") or {}).get("lr"),
@@ -63,7 +66,7 @@ def collect(
         )
         if (result := results.get(cell)) is not None and state.attempt is not None:
             log = read_metrics(state.attempt.metrics)
-            for name, read in _read(study, cell, [*local], metric_values(result)).items():
+            for name, read in _read(study, cell, own[cell], [*local], metric_values(result)).items():
                 value = reported(definition.report, read, result, log)
                 values.append({"labels": cell.labels, "seed": cell.seed, "metric": name, "value": value})
     for name in definition.metrics if results else ():
@@ -89,9 +92,26 @@ def collect(
     return with_verdicts(frame, [*definition.headline, *definition.claims], definition.headline)
 
 
-def _read(study: Study, cell: Cell, local: Sequence[str], metrics: Collection[str]) -> dict[str, str]:
+def _own_metric(study: Study, cell: Cell, state: State) -> str | None:
+    """Return the metric that replaces the table's first metric in a cell, or None.
+
+    This is the metric that a label sets. Otherwise, for clients with names, such as hospitals, it
+    is the metric of the model that each client uses, if the run has it.
+    """
+    own, first = study.metric(cell.labels), next(iter(study.definition.metrics))
+    if own or models_of(first) or state.phase != "done" or not state.result or not state.attempt:
+        return own
+    own, partition = formatted("own_{}", first), state.attempt.partition
+    if own not in metric_values(state.result) or not partition.exists():
+        return None
+    return own if "clients" in json.loads(partition.read_text()) else None
+
+
+def _read(
+    study: Study, cell: Cell, own: str | None, local: Sequence[str], metrics: Collection[str]
+) -> dict[str, str]:
     """Return the metric of the run that each column shows, keyed by the column's metric."""
-    (first, *others), own = [*study.definition.metrics], study.metric(cell.labels)
+    first, *others = study.definition.metrics
     if own is not None and own not in metrics and metrics:
         raise ConfigurationError(
             f"metric: the runs of {cell.name} have no {own}; there are {', '.join(metrics)}"

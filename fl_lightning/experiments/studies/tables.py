@@ -23,7 +23,6 @@ from fl_lightning.experiments.studies.table_columns import (
     TEXTS,
     UNITS,
     local_metrics,
-    models_of,
     of_any_model,
 )
 from fl_lightning.files import write_text
@@ -249,7 +248,8 @@ def _of_runs(row: Row) -> list[str]:
         lines += [f"seed {run['seed']} {origin}" for origin in run.get("origin", ())]
         if run in done and run["rounds"] != run.get("planned_rounds", run["rounds"]):
             lines.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")
-    if any(map(models_of, row.values["metric"])):
+    # own_accuracy alone is the server's model on the clients' own data
+    if any("/personal_" in metric for metric in row.values["metric"]):
         lines.append("the server's model has the mean of the clients' local state, which no client uses")
     sources = {json.dumps(run["provenance"], sort_keys=True) for run in runs if run.get("provenance")}
     lines += ["seeds of different source or versions"] * (len(sources) > 1)
