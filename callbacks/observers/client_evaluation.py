@@ -7,8 +7,7 @@ from math import isnan
 import lightning as L
 
 from fl_lightning import FederatedCallback, FederatedModule, Report, Table
-from fl_lightning.methods import PersonalEvaluation, evaluate_client, spread_over_clients
-from fl_lightning.methods.report import Drawing, Rows
+from fl_lightning.methods import Drawing, PersonalEvaluation, Rows, evaluate_client, spread_over_clients
 from fl_lightning.pictures import client_quality_figure
 
 

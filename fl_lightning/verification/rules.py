@@ -451,8 +451,8 @@ def traffic(trials: Trials) -> str:
 
     - Upload: a client gets different data, but sends unchanged weights, statistics and loss. The
       server must not change.
-    - Download: a tensor of at least 8 floats in the server's memory is changed. Local steps that
-      start from the same state must not change.
+    - Download: the rule changes a tensor of at least 8 floats in the server's memory. If the
+      clients start from the same state, their local steps must be the same.
     """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
@@ -524,8 +524,8 @@ def exchange_in_a_round(trials: Trials) -> str:
 def clients_own_state(trials: Trials) -> str:
     """Check that state which a client does not send affects neither the server nor other clients.
 
-    A client does not send local, frozen and reset state. A client sends optimizer state only if
-    ``extra_payload`` counts this state.
+    A client does not send local, frozen and reset state. If ``extra_payload`` counts the optimizer
+    state, the rule takes this state as sent.
     """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
