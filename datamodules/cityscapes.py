@@ -150,16 +150,12 @@ class Cityscapes(FederatedDataModule):
                 f"split_file: {twice[0]} is also evaluation data; leave it out of the split file, or its city out of "
                 "evaluation_cities"
             )
-        for name, pairs in clients.items():
-            if len(pairs) < self.batch_size:
-                raise ConfigurationError(
-                    f"batch_size={self.batch_size} is more than the {len(pairs)} images of client {name}; use a smaller one"
-                )
         augment = augmentation(*self._augmentation)
         shares = [self._images(pairs, augment) for pairs in clients.values()]
         self._clients = [StreamedClient(share, self.batch_size) for share in shares]
         self.evaluation_images = self._images(evaluated, None)
         self.client_names = list(clients)
+        self.note_small_clients([*map(len, clients.values())], self.batch_size)
         files = sorted({path for pair in sum(clients.values(), evaluated) for path in pair})
         self.loaded = files_digest(files, self.data_dir)
 
