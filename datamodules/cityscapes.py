@@ -125,11 +125,10 @@ class Cityscapes(FederatedDataModule):
         self._reading = {"mean": mean, "std": std, "threads": threads}
 
     def setup(self, stage: str) -> None:
-        """List the files at the first call; check the masks and the size of each client's data.
+        """List the files at the first call, and check the masks.
 
         Raises:
-            ConfigurationError: An image has no mask, a client has fewer images than a batch, or an
-                image of the split file is evaluation data.
+            ConfigurationError: An image has no mask, or an image of the split file is evaluation data.
         """
         if self._clients:
             return
