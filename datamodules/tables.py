@@ -205,7 +205,7 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
                 continue
             if len(odd := words[words.map(_LIKE_NUMBER.fullmatch).notna()] if wrong.all() else words[wrong]):
                 raise ConfigurationError(
-                    f"data.columns: {name} is no column of numbers, {_place(path, odd, [0])} has {odd.iloc[0]!r}; write a number, "
+                    f"data.columns: {name} is no column of numbers, {_place(path, odd, [0])} has {odd.iloc[0]!r}; write a number or leave the value empty, "
                     f"name {name} in data.categorical, or leave the column out of data.columns"
                 )
             if words.is_unique:

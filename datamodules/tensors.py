@@ -103,7 +103,8 @@ class TensorData(InMemorySamples):
             given = _read(user_path("data.features", str(features)), given, columns)
         if names := given.pop("class_names", None):
             self.class_names = names
-            self.notes.append(f"classes of {targets}: {', '.join(names)}")
+            shown = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
+            self.notes.append(f"classes of {targets}: {shown}")
         self.preprocessing = Preprocessing(impute=impute)
         if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
             path, table = Path(features), given["features"]

@@ -172,11 +172,11 @@ def test_scikit_learns_tables():
         ({"features": "table.csv", "targets": "outcom"}, r"data.targets: outcom is no column"),
         (
             {"features": "unknown.csv", "targets": "age", "columns": ["mixed"]},
-            r"data.columns: mixed is no column of numbers, line 3 of unknown.csv has '12O'; write a number, name mixed in",
+            r"data.columns: mixed is no column of numbers, line 3 of unknown.csv has '12O'; write a number or leave the value empty, name mixed in",
         ),
         (
             {"features": "unknown.csv", "targets": "age", "columns": ["day"]},
-            r"data.columns: day is no column of numbers, line 2 of unknown.csv has '1/2/2024'; write a number, name day in",
+            r"data.columns: day is no column of numbers, line 2 of unknown.csv has '1/2/2024'; write a number or leave the value empty, name day in",
         ),
         (
             {"features": "unknown.csv", "targets": "age", "columns": ["patient"]},

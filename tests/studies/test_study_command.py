@@ -158,7 +158,10 @@ def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
 @pytest.mark.slow
 def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
     write(
-        axes={"method": {"BN": {}, "broken": {"data.min_examples": 4000}}}, without=[], published=[], claims=[]
+        axes={"method": {"BN": {}, "broken": {"data.min_examples": 4000}}},
+        without=[],
+        published=[],
+        claims=[],
     )
     message = message_of(capsys, study)
     assert message == "error: study: 2 cells failed; fix the errors above and run the same command again\n"
