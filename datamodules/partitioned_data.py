@@ -1,8 +1,9 @@
 """Base class of data sets whose samples a partition assigns to clients and server."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -194,11 +195,9 @@ class PartitionedDataModule(FederatedDataModule):
             dealt = self._from_file(self.partition, labels, num_train, used, num_val)
         else:
             dealt = self._drawn(labels, num_train, used, num_val, train_groups, test_groups)
-        present = [
-            x for x in (train_groups, test_groups if "test" in self.drawn_splits else None) if x is not None
-        ]
-        everyone = torch.unique(torch.cat(present)).tolist() if present and dealt.groups else []
-        dealt = self.distribution = self._large_enough(dealt, everyone, group_names)
+        drawn = test_groups if "test" in self.drawn_splits else None
+        groups = [x.tolist() for x in (train_groups, drawn) if x is not None] if dealt.groups else []
+        dealt = self.distribution = self._large_enough(dealt, chain(*groups), group_names)
         if len(dealt.test) != len(test_labels) or bool((dealt.test < num_train).any()):
             # the test data are not fixed: the partition file moved samples into or out of them
             self.drawn_splits = ("val", "test")
@@ -273,24 +272,23 @@ class PartitionedDataModule(FederatedDataModule):
             )
 
     def _large_enough(
-        self, dealt: Distribution, groups: Sequence[int], group_names: Sequence[str]
+        self, dealt: Distribution, groups: Iterable[int], group_names: Sequence[str]
     ) -> Distribution:
         """Leave out clients with fewer than ``min_examples`` samples, and groups without a client."""
-        sizes = [*map(len, dealt.clients)]
-        kept = [client for client, size in enumerate(sizes) if size >= self.min_examples]
-        if not kept:
+        ids = dealt.groups or range(len(dealt.clients))
+        sizes = dict.fromkeys(groups, 0) | dict(zip(ids, map(len, dealt.clients), strict=True))
+        small = {x: size for x, size in sorted(sizes.items()) if size < self.min_examples}
+        if len(small) == len(sizes):
             raise ConfigurationError(
-                f"min_examples={self.min_examples} leaves no client; use at most {max(sizes)}, the most samples of a client"
+                f"min_examples={self.min_examples} leaves no client; use at most {max(sizes.values())}, the most samples of a client"
             )
-        numbers = dealt.groups or range(len(sizes))
-        small = dict.fromkeys(set(groups).difference(dealt.groups), 0)
-        small |= {numbers[client]: size for client, size in enumerate(sizes) if size < self.min_examples}
         if not small:
             return dealt
-        named = {group_names[x] if group_names and dealt.groups else str(x): small[x] for x in sorted(small)}
+        named = {group_names[x] if dealt.groups and group_names else str(x): small[x] for x in small}
         self.notes.append(
             f"left out, as they have fewer training samples than min_examples={self.min_examples}: {counted(named)}"
         )
+        kept = [client for client, x in enumerate(ids) if x not in small]
         own = {split: [parts[client] for client in kept] for split, parts in dealt.own.items()}
-        groups_kept = [dealt.groups[client] for client in kept] if dealt.groups else []
-        return replace(dealt, clients=[dealt.clients[x] for x in kept], own=own, groups=groups_kept)
+        kept_groups = [x for x in dealt.groups if x not in small]
+        return replace(dealt, clients=[dealt.clients[x] for x in kept], own=own, groups=kept_groups)

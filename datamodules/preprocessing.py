@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.client_data.federated import counted
-from fl_lightning.datamodules.tables import read_features
-from fl_lightning.errors import ConfigurationError, check_choice
-
-STRATEGIES = ("mean", "median", "most_frequent")
-"""Values of ``impute``, with the meaning of scikit-learn's ``SimpleImputer``."""
+from fl_lightning.datamodules.tables import read_column
+from fl_lightning.errors import ConfigurationError
 
 
 @dataclass
@@ -26,7 +24,7 @@ class Preprocessing:
         columns: Names of the feature columns of a table. Empty for tensors.
         categories: Categories of each categorical column. A category that no training sample has is
             None; its input is always 0, as for unknown categories.
-        impute: Strategy that fills missing values; None if missing values are refused.
+        impute: Strategy of scikit-learn's ``SimpleImputer`` that fills missing values; None if missing values are refused.
         fill: Value that replaces a missing value, in the shape of a sample. For a categorical
             column, the position of the category. None: nothing is filled.
         mean: Mean of the training samples, in the shape of a sample. None: features are not scaled.
@@ -39,10 +37,6 @@ class Preprocessing:
     fill: Any = None
     mean: Any = None
     std: Any = None
-
-    def __post_init__(self) -> None:
-        if self.impute is not None:
-            check_choice("data.impute", self.impute, STRATEGIES)
 
     def transform(self, table: Any, path: Path) -> Tensor:
         """Return the inputs ``[N, inputs]`` for the rows of a table.
@@ -61,11 +55,12 @@ class Preprocessing:
 
         A missing value is NaN. A category is its position in ``categories``, or -1 if it is unknown.
         """
-        return read_features(path, table, self.columns, self.categories, self.impute is not None)
-
-    def width(self, features: Tensor) -> int:
-        """Return the number of inputs of a sample of raw features ``[N, ...]``."""
-        return features[0].numel() + sum(len(names) - 1 for names in self.categories.values())
+        if absent := [name for name in self.columns if name not in table]:
+            raise ConfigurationError(
+                f"data.columns: {absent[0]} is no column of {path}; it has {', '.join(map(str, table))}"
+            )
+        parts = [read_column(path, table[x], self.categories.get(x), bool(self.impute)) for x in self.columns]
+        return np.stack(parts, axis=1)
 
     def fit(self, train: Tensor, standardize: bool) -> None:
         """Fit all values on the raw features of the training samples, ``[n, ...]``.
@@ -104,9 +99,10 @@ class Preprocessing:
         for column, name in enumerate(self.columns):
             part = scaled[:, column : column + 1]
             if name in self.categories:
-                names = self.categories[name]
-                known = torch.tensor([x is not None for x in names])
-                part = ((features[:, column : column + 1] == torch.arange(len(names))) & known).to(part)
+                known = [
+                    -2 if x is None else i for i, x in enumerate(self.categories[name])
+                ]  # -2: in no sample
+                part = (features[:, column : column + 1] == torch.tensor(known)).to(part)
             parts.append(part)
         return torch.cat(parts, dim=1)
 
@@ -121,14 +117,12 @@ class Preprocessing:
         fill = SimpleImputer(strategy=self.impute).fit(train).statistics_
         if codes:
             fill[codes] = SimpleImputer(strategy="most_frequent").fit(train[:, codes]).statistics_
-        values = torch.from_numpy(fill)
-        if bool(values.isnan().any()):
-            column = int(values.isnan().nonzero()[0])
-            name = self.columns[column] if self.columns else f"feature {column}"
+        if len(empty := np.isnan(fill).nonzero()[0]):
+            name = self.columns[empty[0]] if self.columns else f"feature {empty[0]}"
             raise ConfigurationError(
                 f"data.impute: {self.impute} of {name} is not defined, because each training sample misses the value; leave the column out"
             )
-        return values.view(*shape).tolist()
+        return fill.reshape(shape).tolist()
 
     def describe(self, features: Tensor) -> list[str]:
         """Return sentences about the categories and the missing values of raw features ``[N, ...]``."""
@@ -137,9 +131,7 @@ class Preprocessing:
             sizes = {name: len(names) - names.count(None) for name, names in self.categories.items()}
             notes.append(f"one-hot columns and their numbers of categories: {counted(sizes)}")
         if self.fill is not None and self.columns:
-            missing = dict(zip(self.columns, features.isnan().sum(0).tolist(), strict=True))
-            notes.append(
-                f"missing values, replaced by {self.impute} of the training samples: "
-                f"{counted({name: count for name, count in missing.items() if count}) or 'none'}"
-            )
+            counts = zip(self.columns, features.isnan().sum(0).tolist(), strict=True)
+            missing = counted({name: count for name, count in counts if count}) or "none"
+            notes.append(f"missing values, replaced by {self.impute} of the training samples: {missing}")
         return notes

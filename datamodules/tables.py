@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from math import nan
 from pathlib import Path
@@ -16,6 +16,8 @@ from fl_lightning.errors import ConfigurationError
 MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
 _UNKNOWN = ("", "na", "n/a", "<na>", "#n/a", "nan", "null", "?")
 """Words for missing values, in lower case."""
+_MAYBE = ("none", "-", ".")
+"""Words for missing values in a column of numbers."""
 _LIKE_NUMBER = re.compile(r"[\d\s.,:/'_+-]+")
 """Numbers in other notations, and dates."""
 
@@ -78,7 +80,7 @@ def missing_word(names: Iterable[Any]) -> str | None:
 def _missing(names: Iterable[Any]) -> list[str]:
     words = [str(name) for name in names]
     missing = [word for word in words if word.lower() in _UNKNOWN]
-    maybe = [word for word in words if word.lower() in ("none", "-", ".")]
+    maybe = [word for word in words if word.lower() in _MAYBE]
     others = [word for word in words if word not in (*maybe, *missing)]
     with suppress(ValueError):  # these words may be names, unless all others are numbers
         list(map(float, others))
@@ -139,12 +141,8 @@ def _separator(path: Path) -> str:
         ValueError: A line has another number of values than the header.
     """
     with path.open(newline="", encoding="utf-8-sig") as file:
-        widths = {
-            mark: len(next(csv.reader([header], delimiter=mark), []))
-            for header in [file.readline()]
-            for mark in ",;\t|"
-        }
-        separator = max(widths, key=widths.__getitem__)
+        header = file.readline()
+        separator = max(",;\t|", key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
         file.seek(0)
         # pandas would fill a line that lost a comma, so that its values are of other columns
         rows = csv.reader(file, delimiter=separator, skipinitialspace=True)
@@ -191,11 +189,10 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
         ConfigurationError: A column is missing, mixes words and numbers, or has another word in
             each sample.
     """
-    for name in categorical:
-        if name not in table:
-            raise ConfigurationError(
-                f"data.categorical: {name} is no feature column of {path}; use some of {', '.join(table)}"
-            )
+    if others := set(categorical).difference(table):
+        raise ConfigurationError(
+            f"data.categorical: {min(others)} is no feature column of {path}; use some of {', '.join(table)}"
+        )
     categories: dict[str, list[str | None]] = {}
     for name in table:
         words = table[name][~table[name].isin(_missing(table[name].unique()))]
@@ -217,52 +214,36 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
     return categories
 
 
-def read_features(
-    path: Path,
-    table: Any,
-    columns: Sequence[str],
-    categories: Mapping[str, Sequence[str | None]],
-    may_miss: bool,
+def read_column(
+    path: Path, values: Any, categories: Sequence[str | None] | None, may_miss: bool
 ) -> NDArray[np.float64]:
-    """Return the numbers in the columns of a table, ``[N, columns]``.
-
-    A missing value is NaN. A category is its position in ``categories``, or -1 if it is unknown.
+    """Return the numbers in a feature column. A missing value is NaN.
 
     Args:
         path: File of the table, for messages.
-        table: The table, a ``pandas.DataFrame``.
-        columns: Names of the feature columns.
-        categories: Categories of each categorical column.
+        values: The column, a ``pandas.Series``.
+        categories: Categories of the column. The number of a value is its position in this list, or
+            -1 if the list does not contain the value. None: the values are numbers.
         may_miss: Whether values may be missing.
 
     Raises:
-        ConfigurationError: A column or a value is missing, or a value is no number.
+        ConfigurationError: A value is missing, or is no number.
     """
-    parts = []
-    for name in columns:
-        if name not in table:
-            raise ConfigurationError(
-                f"data.columns: {name} is no column of {path}; it has {', '.join(map(str, table))}"
-            )
-        words = table[name].astype(object).where(table[name].notna(), "").map(str).str.strip()
-        missing = words.isin(_missing(words.unique())).to_numpy()
-        if missing.any() and not may_miss:
-            raise ConfigurationError(
-                f"data.columns: {_place(path, words, missing)} has no value for {name}; set data.impute, for example to median, or "
-                "leave the sample or the column out"
-            )
-        if name in categories:
-            position = {category: i for i, category in enumerate(categories[name]) if category is not None}
-            numbers = words.map(_category).map(position).fillna(-1).to_numpy(np.float64)
-        else:
-            numbers = _floats(words)
-            wrong = np.isnan(numbers) & ~missing
-            if wrong.any():
-                raise ConfigurationError(
-                    f"data.columns: {name} is no column of numbers, {_place(path, words, wrong)} has {words[wrong].iloc[0]!r}; write a number"
-                )
-        parts.append(np.where(missing, nan, numbers))
-    return np.stack(parts, axis=1)
+    words = values.astype(object).where(values.notna(), "").map(str).str.strip()
+    position = {category: i for i, category in enumerate(categories or ()) if category is not None}
+    known = _floats(words) if categories is None else words.map(_category).map(position).to_numpy(np.float64)
+    missing = np.isnan(known) & words.str.lower().isin((*_UNKNOWN, *_MAYBE)).to_numpy()
+    wrong = np.isnan(known) & ~missing
+    if missing.any() and not may_miss:
+        raise ConfigurationError(
+            f"data.columns: {_place(path, words, missing)} has no value for {values.name}; set data.impute, for example to median, "
+            "or leave the sample or the column out"
+        )
+    if wrong.any() and categories is None:
+        raise ConfigurationError(
+            f"data.columns: {values.name} is no column of numbers, {_place(path, words, wrong)} has {words[wrong].iloc[0]!r}; write a number"
+        )
+    return np.where(wrong, -1, known)
 
 
 def _names(path: Path, setting: str, values: Any) -> list[str]:

@@ -15,7 +15,7 @@ from fl_lightning.datamodules.in_memory import InMemorySamples
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.datamodules.preprocessing import Preprocessing
 from fl_lightning.datamodules.tables import MISSING, find_categories, missing_word, read_table
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
 from fl_lightning.randomness import generator
@@ -105,11 +105,12 @@ class TensorData(InMemorySamples):
             self.class_names = names
             shown = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
             self.notes.append(f"classes of {targets}: {shown}")
+        if impute is not None:
+            check_choice("data.impute", impute, ("mean", "median", "most_frequent"))
         self.preprocessing = Preprocessing(impute=impute)
         if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
             path, table = Path(features), given["features"]
-            self.preprocessing.columns = [*table.columns]
-            self.preprocessing.categories = find_categories(path, table, categorical)
+            self.preprocessing = Preprocessing([*table], find_categories(path, table, categorical), impute)
             given["features"] = self.preprocessing.raw(table, path)
         elif categorical:
             raise ConfigurationError(
@@ -119,11 +120,7 @@ class TensorData(InMemorySamples):
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
         named = {name: x for name, x in given.items() if x is not None and "groups" in name}
-        data = {
-            name: _tensor(name, x, impute is not None and "features" in name)
-            for name, x in given.items()
-            if x is not None and name not in named
-        }
+        data = {n: _tensor(n, x, impute) for n, x in given.items() if x is not None and n not in named}
         numbers, self._group_names = _numbered(named)
         self._data = data | numbers
         _check_lengths(self._data)
@@ -148,7 +145,7 @@ class TensorData(InMemorySamples):
                     "least as many samples as classes, give names in a table, or floating-point targets if they are no classes"
                 )
             self.num_classes = highest + 1
-        self.in_features = self.preprocessing.width(self._data["features"])
+        self.in_features = self.preprocessing.inputs(self._data["features"][:1]).numel()
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of samples of class c at client i.
@@ -247,18 +244,17 @@ def _read(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -
     return {**given, **{name: content[name] for name in _PARTS if name in content}}
 
 
-def _tensor(name: str, given: Any, may_miss: bool) -> Tensor:
+def _tensor(name: str, given: Any, impute: str | None) -> Tensor:
     try:
         tensor = torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given).detach()
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"data.{name}: {type(given).__name__} is no tensor or array: {error}"
         ) from error
-    if tensor.is_floating_point() and not bool((tensor.isfinite() | (may_miss & tensor.isnan())).all()):
+    missing = tensor.isnan() if impute is not None and "features" in name else False
+    if tensor.is_floating_point() and not bool((tensor.isfinite() | missing).all()):
         remedy = "set data.impute: median for NaN" if "features" in name else "fill these values"
-        raise ConfigurationError(
-            f"data.{name}: some values are not finite; {remedy}, or leave out these samples"
-        )
+        raise ConfigurationError(f"data.{name}: some values are not finite; {remedy}, or leave samples out")
     if "targets" in name and tensor.dim() == 1 and not tensor.is_floating_point():
         tensor = tensor.long()
     return tensor.float() if tensor.dtype == torch.float64 else tensor

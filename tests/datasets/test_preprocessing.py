@@ -199,3 +199,13 @@ def test_a_run_names_classes_categories_and_missing_values():
         "one-hot columns and their numbers of categories: stage: 4, grade: 3",
         "missing values, replaced by median of the training samples: age: 15, dose: 15, stage: 15",
     ]
+
+
+def test_a_category_is_known_in_a_file_of_one_sample_although_its_word_may_stand_for_a_gap():
+    table = patients()
+    table["stage"] = table["stage"].replace("II", "none")
+    write(table, "comma", path := Path("table.csv"))
+    preprocessing = made(path, impute="mean").preprocessing
+    number = preprocessing.categories["stage"].index("none")
+    (inputs,) = preprocessing.transform(table[table.stage == "none"].head(1), path).tolist()
+    assert inputs[2 : 2 + len(preprocessing.categories["stage"])].index(1) == number
