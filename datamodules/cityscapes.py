@@ -125,11 +125,10 @@ class Cityscapes(FederatedDataModule):
         self._reading = {"mean": mean, "std": std, "threads": threads}
 
     def setup(self, stage: str) -> None:
-        """List the files at the first call; check the masks and the size of each client's data.
+        """List the files at the first call, and check the masks.
 
         Raises:
-            ConfigurationError: An image has no mask, a client has fewer images than a batch, or an
-                image of the split file is evaluation data.
+            ConfigurationError: An image has no mask, or an image of the split file is evaluation data.
         """
         if self._clients:
             return
@@ -150,16 +149,12 @@ class Cityscapes(FederatedDataModule):
                 f"split_file: {twice[0]} is also evaluation data; leave it out of the split file, or its city out of "
                 "evaluation_cities"
             )
-        for name, pairs in clients.items():
-            if len(pairs) < self.batch_size:
-                raise ConfigurationError(
-                    f"batch_size={self.batch_size} is more than the {len(pairs)} images of client {name}; use a smaller one"
-                )
         augment = augmentation(*self._augmentation)
         shares = [self._images(pairs, augment) for pairs in clients.values()]
         self._clients = [StreamedClient(share, self.batch_size) for share in shares]
         self.evaluation_images = self._images(evaluated, None)
         self.client_names = list(clients)
+        self.note_small_clients([*map(len, clients.values())], self.batch_size)
         files = sorted({path for pair in sum(clients.values(), evaluated) for path in pair})
         self.loaded = files_digest(files, self.data_dir)
 

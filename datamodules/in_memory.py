@@ -30,7 +30,8 @@ class InMemoryClient(ClientDataModule):
 
     The order of the samples in epoch e is a random permutation that depends only on (seed, client,
     e). An incomplete last batch is dropped. Local step s uses batch ``s % steps_per_epoch`` of
-    epoch ``s // steps_per_epoch``.
+    epoch ``s // steps_per_epoch``. If the client has fewer samples than a batch, all its samples are
+    one batch.
 
     Args:
         client_id: Id of the client, from 0.
@@ -54,11 +55,11 @@ class InMemoryClient(ClientDataModule):
         self.client_id = client_id
         self.images = images
         self.indices = indices
-        self.batch_size = batch_size
+        self.batch_size = min(batch_size, len(indices))
         self.horizontal_flip = horizontal_flip
         self.seed = seed
         self.num_examples = len(indices)
-        self.steps_per_epoch = len(indices) // batch_size
+        self.steps_per_epoch = len(indices) // self.batch_size
         self._epoch = -1
         self._draws = torch.empty(0)
 
@@ -109,12 +110,16 @@ class InMemorySamples(PartitionedDataModule):
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """Return one batch per client, stacked: inputs ``[C, b, ...]`` and targets ``[C, b, ...]``.
 
+        If the batches have different sizes, they are not stacked.
+
         Args:
             client_ids: The clients that take this local step.
             steps: Number of the local step of each client, counted from 0 over the whole training.
         """
         pairs = zip(client_ids, steps, strict=True)
         draws = [self._shares[client_id].step_draws(step) for client_id, step in pairs]
+        if len({len(draw) for draw in draws}) > 1:
+            return BatchStack(batches=[self.train_images.batch(draw) for draw in draws])
         return BatchStack(stack=self.train_images.batch(torch.stack(draws)))
 
     def keep_on(self, device: torch.device) -> None:

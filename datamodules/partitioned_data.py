@@ -1,14 +1,16 @@
 """Base class of data sets whose samples a partition assigns to clients and server."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
+from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord, counted
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.datamodules.images import Batch, balanced_subset
 from fl_lightning.datamodules.partition_file import Distribution, FromFile
@@ -27,7 +29,8 @@ class PartitionedDataModule(FederatedDataModule):
     Args:
         num_clients: Number of clients. Ignored with the partitions ``Natural`` and ``FromFile``.
         batch_size: Number of samples in a client's batch. The FixBN paper uses 20. Every batch is
-            complete: if the last samples of an epoch do not fill a batch, they are dropped.
+            complete: if the last samples of an epoch do not fill a batch, they are dropped. A client
+            with fewer samples trains on all its samples as one batch.
         partition: Partition of the training data over the clients. None: ``default_partition()``.
         val_fraction: Share of the training data, in [0, 1), that becomes the server's validation
             set. The draw is stratified and depends on the seed. With 0, the evaluation inside
@@ -37,6 +40,8 @@ class PartitionedDataModule(FederatedDataModule):
             augmentation.
         max_examples: Size of a stratified subset of the training data, for reduced runs. None: all
             training data.
+        min_examples: Minimum number of training samples of a client. Clients with fewer samples are
+            left out, and a run names them.
 
     Attributes:
         distribution: Samples of clients and server. It is known after ``setup``.
@@ -60,10 +65,11 @@ class PartitionedDataModule(FederatedDataModule):
         eval_batch_size: int = 500,
         seed: int = 0,
         max_examples: int | None = None,
+        min_examples: int = 1,
     ) -> None:
         super().__init__(seed=seed)
         check_at_least(1, num_clients=num_clients, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        check_at_least(1, max_examples=1 if max_examples is None else max_examples)
+        check_at_least(1, max_examples=1 if max_examples is None else max_examples, min_examples=min_examples)
         if not 0 <= val_fraction < 1:
             raise ConfigurationError(f"val_fraction must be in [0, 1), such as 0.1, found {val_fraction}")
         self.batch_size = batch_size
@@ -71,6 +77,7 @@ class PartitionedDataModule(FederatedDataModule):
         self.val_fraction = val_fraction
         self.eval_batch_size = eval_batch_size
         self.max_examples = max_examples
+        self.min_examples = min_examples
         self.fit_split: Literal["val", "test"] = "val" if val_fraction > 0 else "test"
         self._num_clients = num_clients
         self._class_histograms: list[list[int]] = []
@@ -83,20 +90,18 @@ class PartitionedDataModule(FederatedDataModule):
 
     def samples_per_step(self, client_id: int) -> float:
         """Return the number of training samples in a client's batch."""
-        return self.batch_size
+        return min(self.batch_size, len(self.distribution.clients[client_id]))
 
     def setup(self, stage: str) -> None:
         """Load and partition the data at the first call.
 
         Raises:
             ConfigurationError: The data are incomplete, the partition is impossible, or the
-                validation set would be empty. In the stage ``"fit"``: a client has fewer samples
-                than a batch.
+                validation set would be empty.
         """
         if not self.clients:
             self._make_clients()
-        if stage == "fit":
-            self._check_client_sizes()
+            self.note_small_clients([*map(len, self.distribution.clients)], self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """Return the server's validation data, or its test data if ``fit_split`` is ``"test"``."""
@@ -170,8 +175,8 @@ class PartitionedDataModule(FederatedDataModule):
             group_names: Names of the groups 0, 1, ...
 
         Raises:
-            ConfigurationError: The partition is impossible, the validation data would be empty, or
-                a label is not a class.
+            ConfigurationError: The partition is impossible, the validation data would be empty, a
+                label is not a class, or no client has ``min_examples`` samples.
         """
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
@@ -190,15 +195,9 @@ class PartitionedDataModule(FederatedDataModule):
             dealt = self._from_file(self.partition, labels, num_train, used, num_val)
         else:
             dealt = self._drawn(labels, num_train, used, num_val, train_groups, test_groups)
-        self.distribution = dealt
-        if dealt.groups and self.max_examples is None:
-            drawn = [test_groups] if "test" in self.drawn_splits else []
-            groups = torch.cat([x for x in (train_groups, *drawn) if x is not None])
-            if lost := set(groups.tolist()).difference(dealt.groups):
-                raise ConfigurationError(
-                    f"data.groups: the drawn test or validation data hold all samples of group {group_names[min(lost)] if group_names else min(lost)}; leave the group out, or use a "
-                    "smaller test_fraction or val_fraction"
-                )
+        drawn = test_groups if "test" in self.drawn_splits else None
+        groups = [x.tolist() for x in (train_groups, drawn) if x is not None] if dealt.groups else []
+        dealt = self.distribution = self._large_enough(dealt, chain(*groups), group_names)
         if len(dealt.test) != len(test_labels) or bool((dealt.test < num_train).any()):
             # the test data are not fixed: the partition file moved samples into or out of them
             self.drawn_splits = ("val", "test")
@@ -272,12 +271,24 @@ class PartitionedDataModule(FederatedDataModule):
                 f"0 to {self.num_classes - 1 if self.num_classes else '...'}; number the classes from 0, and set num_classes"
             )
 
-    def _check_client_sizes(self) -> None:
-        sizes = [sum(own) for own in self._class_histograms]
-        for client_id, size in enumerate(sizes):
-            if size < self.batch_size:
-                raise ConfigurationError(
-                    f"batch_size={self.batch_size} is more than the {size} samples of "
-                    f"{self.named(client_id)} in {self.describe_partition()}; "
-                    f"use batch_size <= {min(sizes)}, fewer clients or a more even partition"
-                )
+    def _large_enough(
+        self, dealt: Distribution, groups: Iterable[int], group_names: Sequence[str]
+    ) -> Distribution:
+        """Leave out clients with fewer than ``min_examples`` samples, and groups without a client."""
+        ids = dealt.groups or range(len(dealt.clients))
+        sizes = dict.fromkeys(groups, 0) | dict(zip(ids, map(len, dealt.clients), strict=True))
+        small = {x: size for x, size in sorted(sizes.items()) if size < self.min_examples}
+        if len(small) == len(sizes):
+            raise ConfigurationError(
+                f"min_examples={self.min_examples} leaves no client; use at most {max(sizes.values())}, the most samples of a client"
+            )
+        if not small:
+            return dealt
+        named = {group_names[x] if dealt.groups and group_names else str(x): small[x] for x in small}
+        self.notes.append(
+            f"left out, as they have fewer training samples than min_examples={self.min_examples}: {counted(named)}"
+        )
+        kept = [client for client, x in enumerate(ids) if x not in small]
+        own = {split: [parts[client] for client in kept] for split, parts in dealt.own.items()}
+        kept_groups = [x for x in dealt.groups if x not in small]
+        return replace(dealt, clients=[dealt.clients[x] for x in kept], own=own, groups=kept_groups)

@@ -71,12 +71,13 @@ class StreamedClient(L.LightningDataModule):
 
     Args:
         samples: The client's samples.
-        batch_size: Number of samples in a batch. Every batch is complete.
+        batch_size: Number of samples in a batch. Every batch is complete. If the client has fewer
+            samples, all its samples are one batch.
     """
 
     def __init__(self, samples: Dataset[Batch], batch_size: int) -> None:
         super().__init__()
-        self.samples, self.batch_size = samples, batch_size
+        self.samples, self.batch_size = samples, min(batch_size, len(samples))  # type: ignore[arg-type]  # a Dataset need not have a length
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Return a loader of shuffled batches."""

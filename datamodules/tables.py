@@ -1,7 +1,8 @@
 """Tables in CSV and parquet files."""
 
 import csv
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from math import nan
 from pathlib import Path
@@ -15,6 +16,10 @@ from fl_lightning.errors import ConfigurationError
 MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
 _UNKNOWN = ("", "na", "n/a", "<na>", "#n/a", "nan", "null", "?")
 """Words for missing values, in lower case."""
+_MAYBE = ("none", "-", ".")
+"""Words for missing values in a column of numbers."""
+_LIKE_NUMBER = re.compile(r"[\d\s.,:/'_+-]+")
+"""Numbers in other notations, and dates."""
 
 
 def read_table(
@@ -30,7 +35,7 @@ def read_table(
             groups.
 
     Returns:
-        ``features`` (float64, ``[N, columns]``), ``targets`` (int64 or float64, ``[N]`` or
+        ``features`` (``pandas.DataFrame`` of text), ``targets`` (int64 or float64, ``[N]`` or
         ``[N, targets]``), ``groups`` (list of text, or None) and ``class_names``. If the target
         column has words, each word is a class: ``targets`` has the positions in the sorted
         ``class_names``. Otherwise, ``class_names`` is None.
@@ -38,7 +43,7 @@ def read_table(
     Raises:
         ConfigurationError: The file cannot be read, or a column or value is missing or no number.
     """
-    table = _read(path)
+    table = read_frame(path)
     header = [*table.columns]
     names = [targets] if isinstance(targets, str) else [*(targets or ())]
     group = [groups] if groups is not None else []
@@ -58,10 +63,9 @@ def read_table(
                 raise ConfigurationError(
                     f"data.{setting}: {name} {what} of {path}; it has {', '.join(header)}"
                 )
-    features = [_numbers(path, table[name]) for name in used]
     numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
     return {
-        "features": np.stack(features, axis=1),
+        "features": table[used],
         "targets": numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1),
         "class_names": words[0] if len(words) == 1 else None,
         "groups": _names(path, "groups", table[groups]) if group else None,
@@ -70,18 +74,26 @@ def read_table(
 
 def missing_word(names: Iterable[Any]) -> str | None:
     """Return the first name that stands for a missing value, or None."""
+    return next(iter(_missing(names)), None)
+
+
+def _missing(names: Iterable[Any]) -> list[str]:
     words = [str(name) for name in names]
     missing = [word for word in words if word.lower() in _UNKNOWN]
-    maybe = [word for word in words if word.lower() in ("none", "-")]
+    maybe = [word for word in words if word.lower() in _MAYBE]
     others = [word for word in words if word not in (*maybe, *missing)]
-    with suppress(ValueError):  # these two may be names, unless all others are numbers
+    with suppress(ValueError):  # these words may be names, unless all others are numbers
         list(map(float, others))
         missing += maybe
-    return next(iter(missing), None)
+    return missing
 
 
-def _read(path: Path) -> Any:
-    """Return a table as a ``pandas.DataFrame`` of text. Its index are lines (CSV) or rows (parquet)."""
+def read_frame(path: Path) -> Any:
+    """Return a table as a ``pandas.DataFrame`` of text. Its index are lines (CSV) or rows (parquet).
+
+    The separator of a CSV file is a comma, semicolon, tab or vertical bar. If it is a semicolon, a
+    comma between digits is a decimal point.
+    """
     import pandas as pd  # only tables need pandas
 
     try:
@@ -90,9 +102,10 @@ def _read(path: Path) -> Any:
             table = typed.astype(object).where(typed.notna(), "").map(str)
             table.index += 1
         else:
-            _check_lengths(path)
+            separator = _separator(path)
             lines = pd.read_csv(
                 path,
+                sep=separator,
                 header=None,
                 dtype=str,  # not numbers: how pandas rounds them depends on its version
                 encoding="utf-8-sig",
@@ -102,6 +115,8 @@ def _read(path: Path) -> Any:
             )
             lines.index += 1
             table = lines.iloc[1:].set_axis(lines.iloc[0], axis=1)
+            if separator == ";":
+                table = table.replace(r"^\s*([-+]?\d+),(\d+)\s*$", r"\1.\2", regex=True)
     except ImportError as error:
         raise ConfigurationError(
             f"data.features: {path} needs the package pyarrow; pip install pyarrow"
@@ -119,14 +134,23 @@ def _read(path: Path) -> Any:
     return table.apply(lambda column: column.str.strip())
 
 
-def _check_lengths(path: Path) -> None:
-    # pandas would fill a line that lost a comma, so that its values are of other columns
+def _separator(path: Path) -> str:
+    """Return the character that divides the header into most columns.
+
+    Raises:
+        ValueError: A line has another number of values than the header.
+    """
     with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.reader(file, skipinitialspace=True)
+        header = file.readline()
+        separator = max(",;\t|", key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
+        file.seek(0)
+        # pandas would fill a line that lost a comma, so that its values are of other columns
+        rows = csv.reader(file, delimiter=separator, skipinitialspace=True)
         columns = len(next(rows, []))
         for row in rows:
             if len(row) != columns:
                 raise ValueError(f"line {rows.line_num} has {len(row)} values for {columns} columns")
+    return separator
 
 
 def _place(path: Path, values: Any, rows: Any) -> str:
@@ -145,16 +169,81 @@ def _floats(values: Any) -> NDArray[np.float64]:
     return np.fromiter(map(number, values.to_list()), np.float64, len(values))
 
 
-def _numbers(path: Path, values: Any) -> NDArray[np.float64]:
-    numbers = _floats(values)
-    wrong = np.isnan(numbers)
-    if wrong.any():
-        word, place = values[wrong].iloc[0], _place(path, values, wrong)
+def _category(word: str) -> str:
+    """Return the name of a category, so that 1 and 1.0 have one name."""
+    try:
+        return word if "_" in word else format(float(word), ".15g")
+    except ValueError:
+        return word
+
+
+def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dict[str, list[str | None]]:
+    """Return the sorted categories of each categorical column of a table of features.
+
+    Args:
+        path: File of the table, for messages.
+        table: ``pandas.DataFrame`` of text.
+        categorical: Names of categorical columns. Columns of words are categorical too.
+
+    Raises:
+        ConfigurationError: A column is missing, mixes words and numbers, or has another word in
+            each sample.
+    """
+    if others := set(categorical).difference(table):
         raise ConfigurationError(
-            f"data.columns: {values.name} is no column of numbers, {place} has {repr(word) if word else 'no value'}; fill in a number, "
-            "leave the sample out, or leave the column out of data.columns"
+            f"data.categorical: {min(others)} is no feature column of {path}; use some of {', '.join(table)}"
         )
-    return numbers
+    categories: dict[str, list[str | None]] = {}
+    for name in table:
+        words = table[name][~table[name].isin(_missing(table[name].unique()))]
+        wrong = np.isnan(_floats(words))
+        if name not in categorical:
+            if not wrong.any():
+                continue
+            if len(odd := words[words.map(_LIKE_NUMBER.fullmatch).notna()] if wrong.all() else words[wrong]):
+                raise ConfigurationError(
+                    f"data.columns: {name} is no column of numbers, {_place(path, odd, [0])} has {odd.iloc[0]!r}; write a number or leave the value empty, "
+                    f"name {name} in data.categorical, or leave the column out of data.columns"
+                )
+            if words.is_unique:
+                raise ConfigurationError(
+                    f"data.columns: {name} has another word in each of {len(words)} samples, as a name has; leave the column "
+                    "out of data.columns"
+                )
+        categories[name] = [*sorted({*map(_category, words)})]
+    return categories
+
+
+def read_column(
+    path: Path, values: Any, categories: Sequence[str | None] | None, may_miss: bool
+) -> NDArray[np.float64]:
+    """Return the numbers in a feature column. A missing value is NaN.
+
+    Args:
+        path: File of the table, for messages.
+        values: The column, a ``pandas.Series``.
+        categories: Categories of the column. The number of a value is its position in this list, or
+            -1 if the list does not contain the value. None: the values are numbers.
+        may_miss: Whether values may be missing.
+
+    Raises:
+        ConfigurationError: A value is missing, or is no number.
+    """
+    words = values.astype(object).where(values.notna(), "").map(str).str.strip()
+    position = {category: i for i, category in enumerate(categories or ()) if category is not None}
+    known = _floats(words) if categories is None else words.map(_category).map(position).to_numpy(np.float64)
+    missing = np.isnan(known) & words.str.lower().isin((*_UNKNOWN, *_MAYBE)).to_numpy()
+    wrong = np.isnan(known) & ~missing
+    if missing.any() and not may_miss:
+        raise ConfigurationError(
+            f"data.columns: {_place(path, words, missing)} has no value for {values.name}; set data.impute, for example to median, "
+            "or leave the sample or the column out"
+        )
+    if wrong.any() and categories is None:
+        raise ConfigurationError(
+            f"data.columns: {values.name} is no column of numbers, {_place(path, words, wrong)} has {words[wrong].iloc[0]!r}; write a number"
+        )
+    return np.where(wrong, -1, known)
 
 
 def _names(path: Path, setting: str, values: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,8 +13,9 @@ from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
 from fl_lightning.datamodules.partitions import Natural
-from fl_lightning.datamodules.tables import MISSING, missing_word, read_table
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.datamodules.preprocessing import Preprocessing
+from fl_lightning.datamodules.tables import MISSING, find_categories, missing_word, read_table
+from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
 from fl_lightning.randomness import generator
@@ -48,17 +49,26 @@ class TensorData(InMemorySamples):
             ``FromFile`` ignore groups and are refused.
         columns: Names of the feature columns of a table. Default: all columns that are neither
             targets nor groups.
+        categorical: Names of the feature columns of a table that are categories. Columns of words
+            are categories in any case. Each category of the training samples becomes an input that
+            is 0 or 1. For other categories, all these inputs are 0.
+        impute: Strategy that replaces missing values (NaN in a tensor) by a value of the training
+            samples: ``"mean"``, ``"median"`` or ``"most_frequent"``. Missing categories are
+            replaced by the most frequent category. None: missing values are refused.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
         test_targets: Test targets.
         test_groups: Group of each test sample. If it is given, each client has its own test data.
         test_fraction: Share of the samples, in (0, 1), that becomes the test data if no test data
             are given. The draw is stratified and the same for every seed.
         standardize: Whether features are scaled to mean 0 and standard deviation 1 over the
-            training samples. Constant features become 0.
+            training samples. Constant features become 0. Categories are not scaled.
         num_clients: Number of clients. Ignored if the partition decides this number.
         batch_size: Number of samples in a client's batch. Every batch is complete.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
+
+    Attributes:
+        preprocessing: Map from raw features to inputs. It is fitted after ``setup``.
 
     Raises:
         ConfigurationError: A file, column or tensor cannot be used.
@@ -73,6 +83,8 @@ class TensorData(InMemorySamples):
         *,
         groups: Any = None,
         columns: Sequence[str] | None = None,
+        categorical: Sequence[str] = (),
+        impute: Literal["mean", "median", "most_frequent"] | None = None,
         test_features: Any = None,
         test_targets: Any = None,
         test_groups: Any = None,
@@ -91,10 +103,24 @@ class TensorData(InMemorySamples):
             given = _read(user_path("data.features", str(features)), given, columns)
         if names := given.pop("class_names", None):
             self.class_names = names
+            shown = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
+            self.notes.append(f"classes of {targets}: {shown}")
+        if impute is not None:
+            check_choice("data.impute", impute, ("mean", "median", "most_frequent"))
+        self.preprocessing = Preprocessing(impute=impute)
+        if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
+            path, table = Path(features), given["features"]
+            self.preprocessing = Preprocessing([*table], find_categories(path, table, categorical), impute)
+            given["features"] = self.preprocessing.raw(table, path)
+        elif categorical:
+            raise ConfigurationError(
+                f"data.categorical: {', '.join(categorical)} are columns of a table; give a .csv or .parquet file in data.features, or "
+                "leave data.categorical out"
+            )
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
         named = {name: x for name, x in given.items() if x is not None and "groups" in name}
-        data = {name: _tensor(name, x) for name, x in given.items() if x is not None and name not in named}
+        data = {n: _tensor(n, x, impute) for n, x in given.items() if x is not None and n not in named}
         numbers, self._group_names = _numbered(named)
         self._data = data | numbers
         _check_lengths(self._data)
@@ -119,7 +145,7 @@ class TensorData(InMemorySamples):
                     "least as many samples as classes, give names in a table, or floating-point targets if they are no classes"
                 )
             self.num_classes = highest + 1
-        self.in_features = self._data["features"][0].numel()
+        self.in_features = self.preprocessing.inputs(self._data["features"][:1]).numel()
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of samples of class c at client i.
@@ -140,8 +166,9 @@ class TensorData(InMemorySamples):
         )
         features = torch.cat([parts["features"], parts["test_features"]])
         targets = torch.cat([parts["targets"], parts["test_targets"]])
-        if self.standardize:
-            features = _standardized(features, torch.unique(torch.cat(dealt.clients)))
+        self.preprocessing.fit(features[torch.unique(torch.cat(dealt.clients))], self.standardize)
+        self.notes += self.preprocessing.describe(features)
+        features = self.preprocessing.inputs(features)
 
         def samples(index: Tensor) -> Samples:
             return Samples(features[index], targets[index])
@@ -217,15 +244,17 @@ def _read(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -
     return {**given, **{name: content[name] for name in _PARTS if name in content}}
 
 
-def _tensor(name: str, given: Any) -> Tensor:
+def _tensor(name: str, given: Any, impute: str | None) -> Tensor:
     try:
         tensor = torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given).detach()
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"data.{name}: {type(given).__name__} is no tensor or array: {error}"
         ) from error
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-        raise ConfigurationError(f"data.{name}: some values are not finite; fill or leave out these samples")
+    missing = tensor.isnan() if impute is not None and "features" in name else False
+    if tensor.is_floating_point() and not bool((tensor.isfinite() | missing).all()):
+        remedy = "set data.impute: median for NaN" if "features" in name else "fill these values"
+        raise ConfigurationError(f"data.{name}: some values are not finite; {remedy}, or leave samples out")
     if "targets" in name and tensor.dim() == 1 and not tensor.is_floating_point():
         tensor = tensor.long()
     return tensor.float() if tensor.dtype == torch.float64 else tensor
@@ -273,12 +302,3 @@ def _strata(targets: Tensor) -> Tensor:
         return torch.zeros(len(targets), dtype=torch.int64)
     edges = torch.quantile(targets.double(), torch.linspace(0, 1, _BINS + 1, dtype=torch.float64)[1:-1])
     return torch.bucketize(targets.double(), edges)
-
-
-def _standardized(features: Tensor, train: Tensor) -> Tensor:
-    if not features.is_floating_point():
-        raise ConfigurationError(
-            f"data.standardize: features are {features.dtype}; give features of floating point, or standardize: false"
-        )
-    mean, std = features[train].double().mean(0), features[train].double().std(0, correction=0)
-    return ((features.double() - mean) / std.where(std > 0, 1)).to(features.dtype)

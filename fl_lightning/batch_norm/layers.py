@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_lightning.errors import ConfigurationError, check_number
 
 ONE_VALUE = (
-    "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images, norm: gn or, for a DeepLab, "
-    "pooled_norm: none"
+    "gets one value per channel, whose variance is undefined; use batch_size >= 2, data.min_examples: 2 for a client of one sample, "
+    "larger images, norm: gn or, for a DeepLab, pooled_norm: none"
 )
 """Remedies in the error message for BN layers that get a single value per channel."""
 

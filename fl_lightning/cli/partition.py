@@ -15,7 +15,6 @@ from fl_lightning.cli.options import CommandParser
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.console import print_table
-from fl_lightning.datamodules import PartitionedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_file, user_path, write_text
 from fl_lightning.pictures.federation import clients_figure
@@ -64,8 +63,7 @@ def main(args: Sequence[str]) -> None:
     cli = run(["fit", *fit_options], cli_class=DataCLI)
     data: FederatedDataModule = cli.datamodule
     data.prepare_data()
-    # setup("fit") would raise an error for a client with less than one batch
-    data.setup("validate" if isinstance(data, PartitionedDataModule) else "fit")
+    data.setup("fit")
     distribution: Any = getattr(data, "distribution", None)
     if saved is not None and distribution is None:
         raise ConfigurationError(
@@ -90,6 +88,8 @@ def main(args: Sequence[str]) -> None:
         write_text(saved, json.dumps(distribution.as_file(type(data).__name__, origin)) + "\n")
     write_figure(picture, clients_figure(record, data.class_names, title))
     print_table("Clients", rows)
+    for note in data.notes:
+        print(note)
 
 
 def in_words(data: FederatedDataModule, record: PartitionRecord) -> dict[str, str]:
@@ -99,15 +99,12 @@ def in_words(data: FederatedDataModule, record: PartitionRecord) -> dict[str, st
         data: Data module after its setup.
         record: Result of the data module's ``partition_record()``.
     """
-    sizes, batch_size = record["sizes"], getattr(data, "batch_size", None)
+    sizes = record["sizes"]
     rows = {
         "partition": str(record["partition"]),
         "examples": f"{sum(sizes):,} of {len(sizes):,} clients",
         "examples per client": f"min {min(sizes):,}, median {median(sizes):,.10g}, max {max(sizes):,}",
     }
-    if batch_size is not None:
-        small = sum(size < batch_size for size in sizes)
-        rows["without a batch"] = f"{small:,} clients have fewer than {batch_size} examples"
     labels = {
         "classes": "classes per client",
         "effective_classes": "effective classes",

@@ -35,6 +35,13 @@ class BatchStack:
             return [samples] * clients
         return [_first_shape(batch)[0] for batch in self._batches]
 
+    def by_size(self) -> list[list[int]]:
+        """Return the positions of all batches, in one list for each number of samples in a batch."""
+        groups: dict[int, list[int]] = {}
+        for position, size in enumerate(self.sizes()):
+            groups.setdefault(size, []).append(position)
+        return [*groups.values()]
+
     def is_finite(self) -> bool:
         """Return whether all values of all batches are finite."""
         leaves = tree_leaves(self._stack if self._batches is None else self._batches)

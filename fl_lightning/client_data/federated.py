@@ -162,6 +162,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         evaluates_clients: Whether the evaluation data are the clients' own. A run of a
             LightningModule sets this attribute if there is no server.
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
+        notes: Sentences about the data, which a run prints at its start.
 
     Raises:
         ConfigurationError: A client or the server has a hook that changes batches.
@@ -203,6 +204,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         self._own_prepared: set[tuple[int, str]] = set()
         self.server = server
         self.seed = seed
+        self.notes: list[str] = []
 
     @property
     def clients(self) -> Sequence[L.LightningDataModule]:
@@ -291,6 +293,20 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         name = f" ({self.client_names[client_id]})" if self.client_names else ""
         return f"client {client_id}{name}"
 
+    def note_small_clients(self, sizes: Sequence[int], batch_size: int) -> None:
+        """Note the clients that train on all their samples as one batch.
+
+        Args:
+            sizes: Number of training samples of each client.
+            batch_size: Number of samples in the batch of a client that has as many.
+        """
+        small = {self.named(client): size for client, size in enumerate(sizes) if size < batch_size}
+        if small:
+            self.notes.append(
+                f"{len(small)} of {len(sizes)} clients have fewer samples than batch_size={batch_size}, and train on all their "
+                f"samples as one batch: {counted(small)}"
+            )
+
     def describe_partition(self) -> str:
         """Return a short description of the partition, which is shown in tables."""
         return f"{self.num_clients} clients with data of their own"
@@ -376,6 +392,12 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         if client_id not in self._batches:
             self._batches[client_id] = LoaderBatches(client, client_id, self.seed)
         return self._batches[client_id]
+
+
+def counted(numbers: Mapping[str, int]) -> str:
+    """Return names with their numbers, such as ``"Oslo: 3, Bergen: 1"``; at most ten names."""
+    words = [f"{name}: {number}" for name, number in numbers.items()]
+    return ", ".join(words[:10]) + (f" and {len(words) - 10} more" if len(words) > 10 else "")
 
 
 def _refuse_hooks(datamodules: Mapping[str, L.LightningDataModule]) -> None:

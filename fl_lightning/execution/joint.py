@@ -33,7 +33,7 @@ class _JointExecutor(VectorizedExecutor):
         super().__init__()
         self._ranks = ranks
         self.user = f"the joint forward pass of {method} in the first local step"
-        self.instead = "the same batch_size"
+        self.instead = "a batch_size that each client's samples fill"
 
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _log = logging.getLogger("fl_lightning")
 
 class VectorizedExecutor(Executor):
     """Executor that divides the clients into blocks, and computes each block at once with vmap.
+
+    All batches of a block have the same number of samples, and must have the same shape.
 
     If a GPU runs out of memory, the executor halves the block size and continues.
 
@@ -56,8 +59,14 @@ class VectorizedExecutor(Executor):
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
-        losses: list[Tensor] = []
         rows, done = list(rows), 0
+        if self._in_blocks and len(groups := batch.by_size()) > 1:
+            parts = []
+            for group in groups:
+                part = BatchStack(batches=[batch.batches()[i] for i in group])
+                parts.append(self.backward(module, cohort, part, [rows[i] for i in group]))
+            return torch.cat(parts)[torch.tensor([*chain(*groups)]).argsort()]
+        losses: list[Tensor] = []
         while done < len(rows):
             size = min(self.block_size or len(rows), self._largest or len(rows), len(rows) - done)
             one_by_one = False

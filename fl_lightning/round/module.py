@@ -518,6 +518,8 @@ class FederatedModule(Recorded, L.LightningModule):
         require_clients(self.data)
         self.plan = self.make_plan(self.data)
         self.plan.check((self.aggregator, self.statistics.rule))
+        for note in self.data.notes:
+            self.print(note)
         restore_batch_norm(self.model)  # a failed fit may have left replaced layers in the model
         if self.ranks.size > 1:
             refuse_synchronised(self.model)

@@ -84,9 +84,9 @@ TABLE = {
         partition("Shards", class_fraction=2),
         ["class_fraction", "(0, 1]", "found 2"],
     ),
-    "client smaller than a batch": (
-        f"{DATA}batch_size 500",
-        ["batch_size=500", "72 samples", "batch_size <= 72"],
+    "fewer samples than asked of each client": (
+        f"{DATA}min_examples 500",
+        ["min_examples=500 leaves no client", "use at most 96"],
     ),
     "steps and epochs": ("--model.local_epochs 1", ["local_steps: 2", "local_epochs: 1", "exactly one"]),
     "neither steps nor epochs": ({"model.local_steps": None}, ["local_steps", "local_epochs", "exactly one"]),

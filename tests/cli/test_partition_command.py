@@ -40,7 +40,6 @@ def test_it_shows_the_clients_of_a_configuration_of_fit_without_its_model(tmp_pa
         "partition": "Shards(class_fraction=0.2), 5 clients",
         "examples": "240 of 5 clients",
         "examples per client": "min 47, median 48, max 49",
-        "without a batch": "0 clients have fewer than 10 examples",
         "classes per client": "min 2, median 2, max 2 of 10",
         "effective classes": "min 2, median 2, max 2 (exp of the entropy)",
         "distance to the union": "mean 0.8, max 0.8042 (total variation, in [0, 1])",
@@ -59,10 +58,13 @@ def test_no_model_needs_to_be_given(capsys):
     assert message == "error: the following arguments are required: data\n"
 
 
-def test_clients_smaller_than_a_batch_are_counted_where_fit_refuses_them(capsys):
+def test_clients_smaller_than_a_batch_are_named(capsys):
     write_config()
-    found = table(capsys, "--config", "tiny.yaml", "--data.partition", "IID", "--data.batch_size", 81)
-    assert found["without a batch"].strip() == "3 clients have fewer than 81 examples"
+    main(["partition", "--config", "tiny.yaml", "--data.partition", "IID", "--data.batch_size", "81"])
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "3 of 3 clients have fewer samples than batch_size=81, and train on all their samples as one batch: "
+        "client 0: 80, client 1: 80, client 2: 80"
+    )
 
 
 @pytest.mark.slow
@@ -106,9 +108,11 @@ def test_what_is_not_known_of_the_clients_is_said(capsys):
 def test_a_thousand_clients_take_seconds(capsys):
     write_config({"data.init_args.partition": {"class_path": "IID"}, "data.init_args.max_examples": None})
     started = time.monotonic()
-    found = table(capsys, "--config", "tiny.yaml", "--data.num_clients", 1000)
+    main(["partition", "--config", "tiny.yaml", "--data.num_clients", "1000"])
     assert time.monotonic() - started < 20
-    assert found["without a batch"].strip() == "1,000 clients have fewer than 10 examples"
+    note = capsys.readouterr().out.splitlines()[-1]
+    assert note.startswith("1000 of 1000 clients have fewer samples than batch_size=10")
+    assert note.endswith("client 9: 2 and 990 more")
 
 
 @pytest.mark.parametrize(

@@ -268,13 +268,34 @@ def test_the_record_holds_sizes_histogram_and_digests_of_original_indices():
     assert record["sha256"]["total"] == hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def test_a_client_smaller_than_a_batch_is_refused_for_fit_with_the_size_that_would_work():
+def test_a_client_smaller_than_a_batch_has_all_its_samples_in_one_batch():
+    data = build(batch_size=67)
+    assert data.notes == [
+        "1 of 3 clients have fewer samples than batch_size=67, and train on all their samples as one batch: client 2: 66"
+    ]
+    assert [data.steps_per_epoch(client) for client in range(3)] == [1, 1, 1]
+    assert [data.samples_per_step(client) for client in range(3)] == [67, 67, 66]
+    batches = data.cohort_batch([0, 2], [0, 5])
+    assert batches.sizes() == [67, 66]
+    for client, step, batch in zip((0, 2), (0, 5), batches.batches(), strict=True):
+        assert all(map(torch.equal, batch, data.clients[client].train_batch(step)))
+    seen = pixels(data, batches.batches()[1][0])[:, 0, 0, 0]
+    assert sorted(seen.tolist()) == sorted(numbers(data.clients[2]).tolist())
+    assert build(batch_size=66).notes == []
+
+
+def test_clients_below_min_examples_are_left_out_and_named():
+    sizes = {"a": 120, "b": 77, "c": 3}
+    data = Numbered(batch_size=16, min_examples=4, partition=Natural())
+    data.groups = torch.repeat_interleave(torch.arange(3), torch.tensor([*sizes.values()]))
+    data.setup("fit")
+    assert [data.num_examples(client) for client in range(data.num_clients)] == [120, 77]
+    assert data.notes == ["left out, as they have fewer training samples than min_examples=4: 2: 3"]
+    assert len(data.index_digests()) == len(data.class_histograms()) == 2
     with pytest.raises(
-        ConfigurationError, match=r"batch_size=67 .* 66 samples of client 2 .* batch_size <= 66"
+        ConfigurationError, match=r"min_examples=68 leaves no client; use at most 67, the most"
     ):
-        build(batch_size=67)
-    assert build("test", batch_size=67).num_clients == 3
-    assert build(batch_size=66).steps_per_epoch(2) == 1
+        build(min_examples=68)
 
 
 @pytest.mark.parametrize(

@@ -167,12 +167,20 @@ def test_a_damaged_image_is_named_when_it_is_needed(root, threads):
         ),
         ({"threads": 0}, r"threads must be at least 1, found 0"),
         ({"image_size": 0}, r"image_size must be at least 1, found 0"),
-        ({"batch_size": 6}, r"batch_size=6 is more than the 5 samples of client 1"),
     ],
 )
 def test_wrong_settings_are_one_line(root, settings, message):
     with pytest.raises(ConfigurationError, match=message):
         made(root, **settings)
+
+
+def test_a_client_smaller_than_a_batch_has_all_its_images_in_one_batch(root):
+    data = made(root, batch_size=6)
+    sizes = [data.num_examples(client) for client in range(3)]
+    assert min(sizes) < 6
+    assert data.cohort_batch(range(3), [0] * 3).sizes() == [min(size, 6) for size in sizes]
+    assert [data.samples_per_step(client) for client in range(3)] == [min(size, 6) for size in sizes]
+    assert "fewer samples than batch_size=6" in data.notes[0]
 
 
 @pytest.mark.parametrize(("split", "message"), [("train", "train/n01"), ("val", "val/")])

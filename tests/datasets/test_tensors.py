@@ -3,7 +3,6 @@
 import importlib
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from fl_lightning.datamodules import (
     Shards,
     TensorData,
 )
+from fl_lightning.datamodules.preprocessing import Preprocessing
 from fl_lightning.datamodules.tables import read_table
 from fl_lightning.experiments.run_directory.describe import clients_table
 
@@ -172,8 +172,36 @@ def test_scikit_learns_tables():
         ),
         ({"features": "table.csv", "targets": "outcom"}, r"data.targets: outcom is no column"),
         (
-            {"features": "table.csv", "targets": "outcome"},
-            r"data.columns: site is no column of numbers, line 2 of table.csv has 'a'; fill in",
+            {"features": "unknown.csv", "targets": "age", "columns": ["mixed"]},
+            r"data.columns: mixed is no column of numbers, line 3 of unknown.csv has '12O'; write a number or leave the value empty, name mixed in",
+        ),
+        (
+            {"features": "unknown.csv", "targets": "age", "columns": ["day"]},
+            r"data.columns: day is no column of numbers, line 2 of unknown.csv has '1/2/2024'; write a number or leave the value empty, name day in",
+        ),
+        (
+            {"features": "unknown.csv", "targets": "age", "columns": ["patient"]},
+            r"data.columns: patient has another word in each of 3 samples, as a name has; leave the column out",
+        ),
+        (
+            {"features": "unknown.csv", "targets": "dose", "columns": ["age"], "categorical": ["grade"]},
+            r"data.categorical: grade is no feature column of unknown.csv; use some of age",
+        ),
+        (
+            {"features": [[1.0]] * 9, "targets": [0] * 9, "categorical": ["grade"]},
+            r"data.categorical: grade are columns of a table; give a .csv or .parquet file in data.features",
+        ),
+        (
+            {"features": [[1.0]] * 9, "targets": [0] * 9, "impute": "mode"},
+            r"data.impute: 'mode' must be one of mean, median, most_frequent",
+        ),
+        (
+            {"features": [[1.0], [float("inf")]], "targets": [0, 1], "impute": "mean"},
+            r"data.features: some values are not finite",
+        ),
+        (
+            {"features": [[1.0], [2.0]], "targets": [0.5, float("nan")], "impute": "mean"},
+            r"data.targets: some values are not finite; fill these values",
         ),
         ({"features": "empty.npz"}, r"data.features: .*empty.npz holds no features and targets"),
         (
@@ -249,7 +277,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": "unknown.csv", "targets": "dose", "columns": ["outcome"]},
-            r"data.columns: outcome is no column of numbers, line 3 of unknown.csv has 'NA'; fill in a number",
+            r"data.columns: line 3 of unknown.csv has no value for outcome; set data.impute, for example to median",
         ),
         (
             {"features": [[1.0]] * 3, "targets": [0, 1, 0], "groups": ["a", "b", float("nan")]},
@@ -285,7 +313,8 @@ def test_bad_tables_are_one_line(settings, words):
     Path("twice.csv").write_text("age,age\n1,2\n")
     Path("index.csv").write_text(",age,outcome\n0,1,yes\n1,2,no\n")
     Path("unknown.csv").write_text(
-        "age,dose,outcome,answer,grade\n1,1,0.5,N/A,1\n2,2,NA,no,2\n3,3,2,yes,none\n"
+        "age,dose,outcome,answer,grade,mixed,day,patient\n"
+        "1,1,0.5,N/A,1,1,1/2/2024,A\n2,2,NA,no,2,12O,2/2/2024,B\n3,3,2,yes,none,3,1/2/2024,C\n"
     )
     Path("separated.csv").write_text("age,outcome\n1_0,yes\n2,no\n")
     np.savez("groups.npz", features=np.zeros((4, 1)), targets=[0, 1, 0, 1], groups=[0, 0, 1, 1])
@@ -316,7 +345,8 @@ def test_a_csv_of_a_spreadsheet_gives_its_columns_and_classes(text, names, encod
 def test_numbers_of_a_csv_are_the_nearest_floats():
     texts = ["0.1", "1e23", "123456789.123456789012", "2.2250738585072011e-308", "8.41470984807896504e-01"]
     Path("exact.csv").write_text("\n".join(["x,y", *(f"{text},0" for text in texts)]))
-    assert read_table(Path("exact.csv"), "y", None, None)["features"][:, 0].tolist() == [*map(float, texts)]
+    table = read_table(Path("exact.csv"), "y", None, None)["features"]
+    assert Preprocessing(["x"]).raw(table, Path("exact.csv"))[:, 0].tolist() == [*map(float, texts)]
 
 
 def test_a_parquet_file_gives_what_its_csv_gives():
@@ -353,16 +383,19 @@ def test_labels_of_more_than_64_bits_are_no_classes():
 
 
 @pytest.mark.parametrize("drawn", ["test_fraction", "val_fraction"])
-def test_a_group_that_keeps_no_training_sample_is_refused(drawn):
+def test_a_group_that_keeps_no_training_sample_is_no_client_and_named(drawn):
     features, labels = samples(40, classes=2)
     groups = ["a"] * 39 + ["lonely"]
     settings = {"groups": groups, "batch_size": 1}
+    left_out = "left out, as they have fewer training samples than min_examples=1: lonely: 0"
     for fraction in (0.2, 0.9):
         data = TensorData(features, labels, **settings, **{drawn: fraction})
-        taken = "hold all samples of group lonely; leave the group out"
-        with nullcontext() if fraction < 0.9 else pytest.raises(ConfigurationError, match=taken):
-            data.setup("fit")
-            assert data.num_clients == 2
+        data.setup("fit")
+        assert data.client_names == (["a", "lonely"] if fraction < 0.9 else ["a"])
+        assert data.notes == ([left_out] if fraction == 0.9 else [])
+    data = TensorData(features, labels, **settings, min_examples=2)
+    data.setup("fit")
+    assert data.notes == ["left out, as they have fewer training samples than min_examples=2: lonely: 1"]
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64, np.complex64])
@@ -435,11 +468,10 @@ def test_messages_name_the_clients_of_a_table(capsys):
     data = TensorData(
         features, labels, groups=sites, test_features=features, test_targets=labels, batch_size=12
     )
-    with pytest.raises(
-        ConfigurationError,
-        match=r"^batch_size=12 is more than the 11 samples of client 0 \(Bergen\) in Natural",
-    ):
-        data.setup("fit")
+    data.setup("fit")
+    assert data.notes == [
+        "1 of 2 clients have fewer samples than batch_size=12, and train on all their samples as one batch: client 0 (Bergen): 11"
+    ]
     data = TensorData(
         features, labels, groups=sites, test_features=features, test_targets=labels, batch_size=4
     )

@@ -52,6 +52,7 @@ LEFT = {
     "docs/data.md": "quickstart/*/partition.json",
     "docs/diagnostics.md": "quickstart/*/bn_layers.csv",
     "docs/first-run.md": "cifar10_small_fixbn/*/result.json",
+    "docs/hospitals.md": "studies/study-full/table.tex",
     "docs/own-data.md": "digits_fedavg_bn/*/result.json",
     "docs/own-method.md": "quickstart/*/updates.csv",
     "docs/reliability.md": "digits_failures/*/result.json",
@@ -122,6 +123,10 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
     write_own_images(Path("data/mine"))
     rows = [f"{i % 7},{i % 5},{'ab'[i % 2]},{'yes' if i % 3 else 'no'}" for i in range(120)]
     Path("data/patients.csv").write_text("\n".join(["age,dose,site,outcome", *rows]))
+    rows = [
+        f"{i % 7};{i % 5 or ''};{'I' * (i % 3)};{'ab'[i % 2]};{'yes' if i % 3 else 'no'}" for i in range(120)
+    ]
+    Path("data/patients_missing.csv").write_text("\n".join(["age;dose;stage;site;outcome", *rows]))
     take_examples(monkeypatch)
     write_methods(name)
     for arguments in ours(name):

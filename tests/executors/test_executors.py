@@ -140,11 +140,34 @@ def test_a_model_that_draws_its_own_random_numbers_is_refused_by_the_vectorised_
         outcome(Noisy(*small_cnn("gn")), blobs(), VectorizedExecutor())
 
 
-def test_batches_of_different_shape_are_refused_by_the_vectorised_executor_in_words():
+@pytest.mark.parametrize("size", BLOCKS)
+def test_vectorised_equals_sequential_for_batches_of_different_sizes(size, caplog):
+    def run(executor, whole):
+        data = blobs(4, (40, 17, 24, 17))
+        data.clients[1].batch_size = 4
+        if not whole:
+            for client in data.clients:
+                client.train_dataloader = partial(_all_batches, client)
+        return outcome(small_cnn("bn"), data, executor, local_steps=None, local_epochs=1)
+
+    for whole in (True, False):
+        found = run(VectorizedExecutor(size, where_possible=True), whole)
+        assert distance(run(SequentialExecutor(), whole), found) < 1e-10
+    assert "one client after the other" not in caplog.text
+
+
+def test_batches_with_parts_that_are_no_tensors_are_refused_by_the_vectorised_executor_in_words():
+    class Named(nn.Module):
+        def forward(self, inputs):
+            return inputs[0].flatten(1) @ torch.ones(72, 3, dtype=torch.float64)
+
     data = blobs()
-    data.clients[1].batch_size = 4
-    with pytest.raises(ConfigurationError, match="VectorizedExecutor needs batches of equal shape"):
-        outcome(small_cnn("bn"), data, VectorizedExecutor())
+    for client in data.clients:
+        pairs = [((x, "name"), y) for x, y in client.dataset]
+        client.train_dataloader = partial(torch.utils.data.DataLoader, pairs, 8)
+    words = "VectorizedExecutor needs batches of equal shape from every client, but the clients' batches have a str"
+    with pytest.raises(ConfigurationError, match=words):
+        outcome(nn.Sequential(Named(), nn.Linear(3, 3)), data, VectorizedExecutor(), check_first_steps=False)
 
 
 def test_a_block_size_below_one_is_named():
@@ -248,14 +271,9 @@ class Uneven(nn.Module):
         return self.linear(x if float(x.sum()) > 0 else -x)
 
 
-@pytest.mark.parametrize(("model", "data"), [
-    (Uneven, blobs),
-    (partial(small_cnn, "bn"), partial(blobs, 3, (40, 17, 24))),
-])  # fmt: skip
-def test_what_cannot_be_vectorised_is_computed_one_after_the_other_where_that_is_allowed(model, data, caplog):
+def test_what_cannot_be_vectorised_is_computed_one_after_the_other_where_that_is_allowed(caplog):
     torch.manual_seed(0)
-    built = model()
-    clients = data()
+    built, clients = Uneven(), blobs()
     for client in clients.clients:
         client.train_dataloader = partial(_all_batches, client)
     with pytest.raises(ConfigurationError, match="SequentialExecutor"):

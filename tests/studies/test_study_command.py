@@ -158,7 +158,10 @@ def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
 @pytest.mark.slow
 def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
     write(
-        axes={"method": {"BN": {}, "broken": {"data.batch_size": 4000}}}, without=[], published=[], claims=[]
+        axes={"method": {"BN": {}, "broken": {"data.min_examples": 4000}}},
+        without=[],
+        published=[],
+        claims=[],
     )
     message = message_of(capsys, study)
     assert message == "error: study: 2 cells failed; fix the errors above and run the same command again\n"
@@ -166,7 +169,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
     broken = found().rows[1]
     assert [one["phase"] for one in broken.runs] == ["failed"] * 2
     assert broken.of("test/accuracy").empty
-    assert broken.runs[0]["why"].startswith("batch_size=4000 is more than the 288 samples")
+    assert broken.runs[0]["why"].startswith("min_examples=4000 leaves no client; use at most 288")
     assert len(found().rows[0].of("test/accuracy")) == 2
 
 
@@ -229,14 +232,14 @@ def test_runs_that_diverged_are_rows(ran, capsys):
 @pytest.mark.slow
 def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_on(ran, capsys):
     """What ends it may say nothing of the value: the machine's memory, a full disk."""
-    batch = {"data.batch_size": [20, 4000]}
+    fewest = {"data.min_examples": [20, 4000]}
     methods = {"BN": {}, "GN": {"model.model.norm": "gn"}}
-    choice = [{"axis": "data.batch_size", "by": ["method"]}]
-    write(axes={"method": methods, **batch}, choose=choice, without=[{"method": "GN", "data.batch_size": 4000}], published=[], claims=[])  # fmt: skip
+    choice = [{"axis": "data.min_examples", "by": ["method"]}]
+    write(axes={"method": methods, **fewest}, choose=choice, without=[{"method": "GN", "data.min_examples": 4000}], published=[], claims=[])  # fmt: skip
     assert message_of(capsys, study).startswith("error: study: 1 cell failed")
-    assert [group.labels for group in found().rows] == [{"method": "GN", "data.batch_size": "20"}]
+    assert [group.labels for group in found().rows] == [{"method": "GN", "data.min_examples": "20"}]
     assert [one.chosen for one in found().choices] == [None, "20"]
-    write(axes=batch, choose=[{"axis": "data.batch_size"}], without=[], published=[], claims=[])
+    write(axes=fewest, choose=[{"axis": "data.min_examples"}], without=[], published=[], claims=[])
     assert message_of(capsys, study).startswith("error: study: 1 cell failed")
 
 

@@ -1,0 +1,211 @@
+"""Tables as they come: separators, missing values and categories, fitted on training samples."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.compose import ColumnTransformer
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import TensorData
+from fl_lightning.datamodules.preprocessing import Preprocessing
+from fl_lightning.datamodules.tables import read_frame
+
+NUMBERS = ["age", "dose"]
+
+
+def patients(count=120):
+    """A table with missing values, words and numbered grades, in which the last patient's stage is unique."""
+    draw = np.random.default_rng(0)
+    table = pd.DataFrame(
+        {
+            "site": draw.choice(["Bergen", "Oslo", "Tromsø"], count),
+            "age": draw.normal(60, 10, count).round(2),
+            "dose": draw.exponential(2, count).round(3),
+            "stage": draw.choice(["I", "II", "III"], count).astype(object),
+            "grade": draw.integers(1, 4, count),
+            "outcome": draw.choice(["no", "yes"], count),
+        }
+    )
+    for column in ("age", "dose", "stage"):
+        table.loc[draw.choice(count, 15, replace=False), column] = None
+    table.loc[count - 1, "stage"] = "IV"
+    return table
+
+
+def write(table, form, path):
+    if form == "parquet":
+        table.to_parquet(path)
+        return
+    settings = {
+        "comma": {},
+        "quotes": {"quoting": 1},
+        "semicolon and BOM": {"sep": ";", "encoding": "utf-8-sig"},
+        "decimal comma": {"sep": ";", "decimal": ",", "quoting": 2},
+        "tab": {"sep": "\t", "na_rep": "NA"},
+        "bar": {"sep": "|", "na_rep": "."},
+    }
+    table.to_csv(path, index=False, **settings[form])
+
+
+def made(path, **settings):
+    data = TensorData(
+        path,
+        "outcome",
+        groups="site",
+        **{"impute": "median", "standardize": True, "categorical": ["grade"], "batch_size": 8, **settings},
+    )
+    data.setup("fit")
+    return data
+
+
+@pytest.mark.parametrize("form", ["quotes", "semicolon and BOM", "decimal comma", "tab", "bar", "parquet"])
+def test_a_table_has_the_same_samples_in_each_form(form):
+    table = patients()
+    if form == "bar":
+        table["stage"] = table["stage"].fillna("?").replace("?", "NA")  # "." stands for a number
+    write(table, "comma", "comma.csv")
+    write(table, form, path := Path("table.parquet" if form == "parquet" else "table.csv"))
+    first, second = made("comma.csv"), made(path)
+    assert first.fingerprint() == second.fingerprint()
+    assert first.client_names == second.client_names == ["Bergen", "Oslo", "Tromsø"]
+    assert first.preprocessing == second.preprocessing
+
+
+@pytest.mark.parametrize("impute", ["mean", "median", "most_frequent"])
+@pytest.mark.parametrize("val_fraction", [0, 0.3])
+def test_inputs_are_those_of_scikit_learn_fitted_on_the_training_samples(impute, val_fraction):
+    table = patients()
+    write(table, "comma", path := Path("table.csv"))
+    data = made(path, impute=impute, val_fraction=val_fraction)
+    inputs = data.preprocessing.transform(table, path)
+    text = data.preprocessing.transform(read_frame(path), path)
+    assert torch.equal(inputs, text)
+    rows = {tuple(row): number for number, row in enumerate(inputs.tolist())}
+    assert len(rows) == len(table)
+    train = [rows[tuple(row)] for row in data.train_images.inputs.tolist()]
+    assert len(train) == sum(data.num_examples(client) for client in range(3)) < len(table)
+    held_out = [*data.val_images.inputs.tolist(), *data.test_images.inputs.tolist()]
+    assert {rows[tuple(row)] for row in held_out}.isdisjoint(train)
+    reference = ColumnTransformer(
+        [
+            ("numbers", make_pipeline(SimpleImputer(strategy=impute), StandardScaler()), NUMBERS),
+            (
+                "words",
+                make_pipeline(
+                    SimpleImputer(strategy="most_frequent"),
+                    OneHotEncoder(handle_unknown="ignore", sparse_output=False),
+                ),
+                ["stage", "grade"],
+            ),
+        ]
+    )
+    table["stage"] = table["stage"].astype(object).where(table["stage"].notna(), np.nan)
+    expected = reference.fit(table.iloc[sorted(train)]).transform(table)
+    seen = inputs.any(0)  # a category that only the other samples have is always 0
+    assert np.allclose(inputs[:, seen], expected, atol=1e-6)
+    assert data.in_features == inputs.shape[1]
+    names = data.preprocessing.categories["stage"]
+    assert (
+        names.count(None) == data.in_features - int(seen.sum()) == ("IV" not in set(table.stage.iloc[train]))
+    )
+
+
+def test_categories_that_no_training_sample_has_are_all_zero():
+    write(patients(), "comma", path := Path("table.csv"))
+    preprocessing = made(path).preprocessing
+    new = pd.DataFrame({"age": [50], "dose": ["1"], "stage": ["V"], "grade": [2.0], "unused": ["x"]})
+    (inputs,) = preprocessing.transform(new, Path("new.csv")).tolist()
+    width = len(preprocessing.categories["stage"])
+    assert inputs[2 : 2 + width] == [0] * width
+    assert inputs[2 + width :] == [0, 1, 0]
+    missing = new.assign(age=np.nan, stage=None)
+    filled = new.assign(
+        age=preprocessing.fill[0], stage=preprocessing.categories["stage"][int(preprocessing.fill[2])]
+    )
+    results = [preprocessing.transform(table, Path("new.csv")) for table in (missing, filled)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        ({"age": [1, 2]}, r"data.columns: dose is no column of new.csv; it has age"),
+        ({"age": [1, "old"], "dose": [1, 1]}, r"age is no column of numbers, line 1 of new.csv has 'old'"),
+        ({"age": [1, None], "dose": [1, 1]}, r"line 1 of new.csv has no value for age; set data.impute"),
+    ],
+)
+def test_a_new_table_that_does_not_fit_is_named(new, words):
+    with pytest.raises(ConfigurationError, match=words):
+        Preprocessing(NUMBERS).transform(pd.DataFrame(new), Path("new.csv"))
+
+
+def test_the_fitted_values_are_plain_and_survive_a_pickle():
+    write(patients(), "comma", path := Path("table.csv"))
+    preprocessing = made(path).preprocessing
+    content = vars(preprocessing)
+    assert pickle.loads(pickle.dumps(preprocessing)) == preprocessing == Preprocessing(**content)
+
+    def plain(value):
+        if isinstance(value, list):
+            return all(map(plain, value))
+        return value is None or type(value) in (str, float)
+
+    assert all(map(plain, [*content["categories"].values(), *(content[x] for x in ("fill", "mean", "std"))]))
+
+
+def test_missing_values_of_tensors_of_any_shape_are_replaced():
+    features = torch.arange(240, dtype=torch.float64).reshape(40, 2, 3)
+    features[3, 1, 2] = float("nan")
+    tests = {"test_features": features[:5], "test_targets": torch.zeros(5).long()}
+    data = TensorData(features, torch.arange(40) % 2, impute="mean", num_clients=2, batch_size=4, **tests)
+    data.setup("fit")
+    filled = features[:, 1, 2].nanmean().float()
+    assert data.test_images.inputs[3, 1, 2] == data.train_images.inputs[3, 1, 2] == filled
+    assert bool(data.train_images.inputs.isfinite().all())
+    features[:, 0, 0] = float("nan")
+    data = TensorData(features, torch.arange(40) % 2, impute="mean", num_clients=2, batch_size=4)
+    with pytest.raises(
+        ConfigurationError, match=r"data.impute: mean of feature 0 is not defined, because each"
+    ):
+        data.setup("fit")
+
+
+def test_a_category_of_the_test_samples_alone_is_always_zero():
+    table = patients().fillna({"age": 60, "dose": 1, "stage": "I"})
+    table["stage"] = table["stage"].replace("IV", "I")
+    table["age"] = np.arange(len(table))
+    for held_out in (True, False):
+        write(table, "comma", path := Path("table.csv"))
+        data = made(path, standardize=False)
+        part = data.test_images if held_out else data.train_images
+        changed = table.assign(stage=table["stage"].where(table["age"] != int(part.inputs[0, 0]), "IV"))
+        write(changed, "comma", path)
+        preprocessing = made(path, standardize=False).preprocessing
+        assert preprocessing.categories["stage"] == ["I", "II", "III", None if held_out else "IV"]
+        assert preprocessing.transform(changed, path)[:, 5].sum() == (0 if held_out else 1)
+
+
+def test_a_run_names_classes_categories_and_missing_values():
+    write(patients(), "comma", path := Path("table.csv"))
+    assert made(path).notes == [
+        "classes of outcome: no, yes",
+        "one-hot columns and their numbers of categories: stage: 4, grade: 3",
+        "missing values, replaced by median of the training samples: age: 15, dose: 15, stage: 15",
+    ]
+
+
+def test_a_category_is_known_in_a_file_of_one_sample_although_its_word_may_stand_for_a_gap():
+    table = patients()
+    table["stage"] = table["stage"].replace("II", "none")
+    write(table, "comma", path := Path("table.csv"))
+    preprocessing = made(path, impute="mean").preprocessing
+    number = preprocessing.categories["stage"].index("none")
+    (inputs,) = preprocessing.transform(table[table.stage == "none"].head(1), path).tolist()
+    assert inputs[2 : 2 + len(preprocessing.categories["stage"])].index(1) == number
