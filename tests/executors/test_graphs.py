@@ -3,7 +3,9 @@
 import logging
 import re
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -160,17 +162,82 @@ def test_later_steps_run_no_python_code_of_the_model():
     assert len(seen) == 3 * 4
 
 
-def test_a_client_optimizer_and_its_rate_are_not_part_of_a_graph():
-    class Halved(FederatedCallback):
-        def on_local_step_end(self, trainer, pl_module, cohort, step):
-            for group in cohort.optimizer.param_groups:
-                group["lr"] /= 2
+def rates(cohort, row):
+    return [group["lr"] for group in cohort.optimizer.param_groups]
 
-    def trained(executor, *callbacks):
-        return outcome(small_cnn(), blobs(), executor, callbacks, rounds=4, local_steps=4)
 
-    assert distance(trained(eager(), Halved()), trained(RecordingExecutor(), Halved())) == 0
-    assert distance(trained(eager()), trained(RecordingExecutor(), Halved())) > 1e-3
+def momenta(cohort, row):
+    return [group["momentum"] for group in cohort.optimizer.param_groups]
+
+
+def key(cohort, row):
+    return [cohort.buffers["6.key"][row]]
+
+
+def counts(cohort, row):
+    return [state["step"] for state in cohort.optimizer.state.values()]
+
+
+def batches_seen(cohort, row):
+    return [block[row] for name, block in cohort.buffers.blocks.items() if name.startswith("counter")]
+
+
+class Bakes(RecordingExecutor):
+    """Puts a value back to what it was when the graph was recorded, before each replay."""
+
+    def __init__(self, values, setting=None):
+        super().__init__()
+        self.values, self.setting, self.then = values, setting, {}
+
+    def _record(self, module, cohort, client):
+        self.then[client.key] = deepcopy(self.values(cohort, client.row))
+        return super()._record(module, cohort, client)
+
+    def _replay(self, module, cohort, client, graph):
+        then = self.then[client.key]
+        if self.setting:
+            for group, value in zip(cohort.optimizer.param_groups, then, strict=True):
+                group[self.setting] = value
+        else:
+            # an optimizer without state has taken 0 steps
+            for place, value in zip_longest(
+                self.values(cohort, client.row), then, fillvalue=torch.tensor(0.0)
+            ):
+                place.copy_(value)
+        super()._replay(module, cohort, client, graph)
+
+
+class Changing(FederatedCallback):
+    """Changes the settings of the client optimizer in each local step."""
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        for group in cohort.optimizer.param_groups:
+            group["lr"] /= 2
+            if "momentum" in group:
+                group["momentum"] *= 0.8
+
+
+BAKED = {
+    "learning rate": (rates, "lr", MOMENTUM),
+    "momentum": (momenta, "momentum", MOMENTUM),
+    "dropout key": (key, None, MOMENTUM),
+    "steps of the optimizer": (counts, None, ADAM),
+    "batches that BN has seen": (batches_seen, None, MOMENTUM),
+}
+
+
+@pytest.mark.parametrize("name", BAKED)
+def test_mutation_a_value_that_is_part_of_a_graph_changes_the_run_or_is_found(name, caplog):
+    values, setting, optimizer = BAKED[name]
+
+    def trained(executor):
+        settings = {"rounds": 3, "local_steps": 4, "client_optimizer": optimizer}
+        return outcome(BN(dropout=0.5), blobs(), executor, [Changing()], **settings)
+
+    reference = trained(eager())
+    assert distance(reference, trained(RecordingExecutor())) == 0
+    assert "no CUDA graphs" not in caplog.text
+    assert distance(reference, trained(Bakes(values, setting))) > 0 or "no CUDA graphs" in caplog.text
 
 
 class Changes(FederatedCallback):
