@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torchmetrics import Metric
 
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
@@ -29,7 +30,7 @@ _TRIALS = 2
 _TOLERANCE = 0.01
 """Largest accepted difference between replayed and computed results, relative to their norm."""
 
-_PLAIN = (bool, int, float, str, tuple, list)
+_SCALARS = (bool, int, float, str)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MOST_GRAPHS = 8
@@ -156,9 +157,8 @@ class GraphExecutor(SequentialExecutor):
 
     def _conditions(self, module: ClientTask, cohort: RoundCohort) -> Any:
         """Return everything outside of the rows and batches that the Python code of a pass may read."""
-        parts = [*module.model.modules(), module.loss, getattr(module.loss, "__self__", None)]
         weights = module.loss.buffers() if isinstance(module.loss, nn.Module) else ()
-        read = (value for part in parts for value in _settings(part))
+        read = (value for part in _parts(module) for value in _settings(part))
         return tuple(cohort.trained_names), *read, *(weight.data_ptr() for weight in weights)
 
     def _fill(
@@ -191,7 +191,7 @@ class GraphExecutor(SequentialExecutor):
             keep = module.keeper()
             if (reason := module.cannot_replay()) is not None:
                 raise NotRecordable(reason)
-            draws = self._lanes.has_drawn()
+            draws, held = self._lanes.has_drawn(), _held(module)
             places = [loss.clone(), *(x.clone() for x in logged.values())]
             # graphs that draw cannot overlap, because the generator's seed is at one place in memory
             lane = 0 if draws else row % LANES
@@ -201,6 +201,9 @@ class GraphExecutor(SequentialExecutor):
                 raise
             except RuntimeError as error:
                 raise NotRecordable(cause_of(module.model, error)) from error
+            if written := _held(module) - held:
+                part, name, *_ = min(written)
+                raise NotRecordable(f"the forward pass writes the attribute {name!r} of {part}")
         named = dict(zip(logged, places[1:], strict=True))
         return _Graph(replay, places[0], lane, draws, cohort.left_out(row), named, keep)
 
@@ -245,16 +248,44 @@ def _seed(module: ClientTask, cohort: RoundCohort, row: int) -> int:
     return derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
 
 
+def _parts(module: ClientTask) -> list[Any]:
+    """Return the layers and the loss."""
+    return [*module.model.modules(), module.loss, getattr(module.loss, "__self__", None)]
+
+
 def _settings(part: Any) -> Iterator[Any]:
     """Yield a layer's or loss's type, its hooks, its public settings, and the addresses of tensors."""
     yield id(part) if inspect.isroutine(part) else type(part)
     for name, value in getattr(part, "__dict__", {}).items():
         if name in _HOOKS:
             yield from map(id, value.values())
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) and not _made_by_a_pass(part, value):
             yield value.data_ptr()
-        elif type(value) in _PLAIN and not name.startswith("_"):
-            yield value if type(value) in _PLAIN[:4] else str(value)
+        elif type(value) in _SCALARS and not name.startswith("_"):
+            yield value
+        elif type(value) in (tuple, list) and not name.startswith("_"):
+            # ids: the CPU would wait for the values of tensors
+            yield str([id(x) if isinstance(x, Tensor) else x for x in value])
+
+
+def _made_by_a_pass(part: Any, value: Any) -> bool:
+    # a pass resets metric objects
+    return isinstance(value, Tensor) and (value.grad_fn is not None or isinstance(part, Metric))
+
+
+def _held(module: ClientTask) -> set[tuple[Any, ...]]:
+    """Return what attributes hold, except for tensors that a pass makes, which a replay makes as well."""
+    return {
+        (
+            type(part).__name__,
+            name,
+            id(part),
+            *(x if type(x) in _SCALARS else id(x) for x in tree_leaves(value)),
+        )
+        for part in [module, *_parts(module)]
+        for name, value in getattr(part, "__dict__", {}).items()
+        if not _made_by_a_pass(part, value)
+    }
 
 
 def _results(cohort: RoundCohort, row: int) -> Iterator[tuple[str, Tensor]]:
