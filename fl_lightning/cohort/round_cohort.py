@@ -156,6 +156,17 @@ class RoundCohort(Cohort):
             rates[group] = max(rates.get(group, 0.0), float(settings["lr"]))
         return rates
 
+    def first(self, clients: int) -> Self:
+        """Return a cohort of ``clients`` clients, in the memory of this cohort's first rows."""
+        if clients == len(self):
+            return self
+        cohort, share = copy(self), self.ranks.share(clients)
+        cohort.rows, cohort._row_state = slice(0, clients), {}
+        cohort.own_rows = slice(share.start, share.stop)
+        for name in ("params", "grads", "buffers"):
+            setattr(cohort, name, getattr(self, name).part(cohort.rows))
+        return cohort
+
     def part(self, rows: slice | None = None) -> Self:
         """Return a cohort for local steps, whose rows are views of some rows of this cohort.
 

@@ -34,7 +34,7 @@ _SCALARS = (bool, int, float, str)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MOST_GRAPHS = 8
-"""Largest number of graphs of a client. All graphs are dropped if there are more."""
+"""Largest number of graphs of a row. All graphs are dropped if there are more."""
 
 
 @dataclass
@@ -98,6 +98,7 @@ class GraphExecutor(SequentialExecutor):
         self._graphs: dict[Any, _Graph] = {}
         self._places: dict[Any, list[Tensor]] = {}
         self._blocks: list[Tensor] = []
+        self._room = 0
 
     def clients_together(self, clients: int) -> int | None:
         """Return None, because each client has a separate pass, unless graphs were not possible."""
@@ -124,9 +125,6 @@ class GraphExecutor(SequentialExecutor):
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: list[int]
     ) -> Tensor:
         self._use(cohort)
-        if len(self._graphs) > _MOST_GRAPHS * len(cohort):
-            self._graphs.clear()
-            self._places.clear()
         clients = self._fill(cohort, batch, rows, self._conditions(module, cohort))
         # record and compare before any client takes the step: a failure must leave all rows unchanged
         for client in clients:
@@ -147,11 +145,14 @@ class GraphExecutor(SequentialExecutor):
         return torch.stack([graph.loss for graph in graphs])
 
     def _use(self, cohort: RoundCohort) -> None:
-        """Drop all graphs if the cohort's tensors are in other memory than before."""
+        """Drop all graphs if there are too many, or the cohort's tensors are in other memory than before."""
         blocks = [x for rows in (cohort.params, cohort.grads, cohort.buffers) for x in rows.blocks.values()]
-        if [x.data_ptr() for x in blocks] != [x.data_ptr() for x in self._blocks]:
+        moved = [x.data_ptr() for x in blocks] != [x.data_ptr() for x in self._blocks]
+        if moved or len(self._graphs) > _MOST_GRAPHS * self._room:
             self._drop()
             self._blocks = blocks  # keep the old memory from being reused under the same addresses
+            # a later cohort may have more clients, up to all rows of the memory
+            self._room = blocks[0].untyped_storage().nbytes() // blocks[0][0].nbytes
         if self._lanes is None:
             self._lanes = self.recorder(blocks[0].device)
 
@@ -174,7 +175,7 @@ class GraphExecutor(SequentialExecutor):
             leaves, tree = tree_flatten(stack)
             key = (tree, *((leaf.shape[1:], leaf.dtype) for leaf in leaves))
             if key not in self._places:
-                self._places[key] = [leaf.new_empty(len(cohort), *leaf.shape[1:]) for leaf in leaves]
+                self._places[key] = [leaf.new_empty(self._room, *leaf.shape[1:]) for leaf in leaves]
             for place, leaf in zip(self._places[key], leaves, strict=True):
                 place[cohort.index(members)] = leaf
             for row in members:
@@ -201,8 +202,7 @@ class GraphExecutor(SequentialExecutor):
                 raise
             except RuntimeError as error:
                 raise NotRecordable(cause_of(module.model, error)) from error
-            if written := _held(module) - held:
-                part, name, *_ = min(written)
+            for part, name, *_ in sorted(_held(module) - held)[:1]:
                 raise NotRecordable(f"the forward pass writes the attribute {name!r} of {part}")
         named = dict(zip(logged, places[1:], strict=True))
         return _Graph(replay, places[0], lane, draws, cohort.left_out(row), named, keep)

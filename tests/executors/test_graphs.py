@@ -72,8 +72,8 @@ class Sometimes(Spare):
         return scores + self.spare(x[:, 0, 0, :4]) if len(x) < 8 else scores
 
 
-def with_small_batches():
-    data = blobs(4, (40, 20, 36))
+def with_small_batches(sizes=(40, 20, 36)):
+    data = blobs(4, sizes)
     for client in data.clients:
         client.train_dataloader = lambda client=client: DataLoader(client.dataset, 8, shuffle=True)
     return data
@@ -88,6 +88,7 @@ SETTINGS = {
     "other cohorts": {"data": lambda: blobs(5), "participation": 0.5, "callbacks": [lambda: FixBN(freeze_round=0.5)]},
     "one client": {"data": lambda: blobs(1)},
     "failures": {"data": lambda: blobs(5), "failures": ClientFailures(dropout=0.4, stragglers=0.5), "local_steps": 4, "rounds": 5},
+    "small batches in small cohorts": {"data": lambda: with_small_batches((40, 20, 36, 36)), "failures": ClientFailures(schedule={0: [[1, 2]], 2: [[2, 2]]}), "local_steps": 2, "rounds": 5},
     "skipped rounds": {"failures": ClientFailures(schedule={1: [[2, 3]], 2: [[3, 3]]}), "min_clients": 2, "rounds": 4, "callbacks": [lambda: FixBN(freeze_round=3)]},
     "unused": {"model": lambda: Spare(*BN())},
     "used in some steps": {"model": lambda: Sometimes(*BN()), "data": with_small_batches, "local_steps": 5, "client_optimizer": DECAYING},
@@ -110,6 +111,30 @@ def test_replayed_steps_equal_computed_ones(name, must_replay, capsys):
     assert ("round 3: 1 of 3 clients can be aggregated" in capsys.readouterr().out) == (
         name == "skipped rounds"
     )
+
+
+class Places(FederatedCallback):
+    """Where the rows of each round are in memory."""
+
+    def __init__(self):
+        self.clients, self.places = [], set()
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        self.clients.append(len(cohort))
+        for kind in ("params", "grads", "buffers"):
+            blocks = getattr(cohort, kind).blocks.items()
+            self.places |= {((kind, name), block.data_ptr()) for name, block in blocks}
+
+
+@pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor, RecordingExecutor])
+def test_cohorts_of_other_sizes_are_in_the_same_memory_and_use_the_same_graphs(executor):
+    places, used = Places(), executor()
+    away = ClientFailures(schedule={0: [[2, 2], [4, 5]], 1: [[4, 4]], 2: [[3, 3]], 3: [[5, 6]]})
+    outcome(BN(), blobs(4), used, [places], rounds=7, failures=away)
+    assert places.clients == [4, 3, 3, 2, 2, 3, 4]
+    assert len(places.places) == len(dict(places.places))
+    if executor is RecordingExecutor:
+        assert used.recorded == 4
 
 
 def changes_modes(row):
