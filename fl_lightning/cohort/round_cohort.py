@@ -87,6 +87,7 @@ class RoundCohort(Cohort):
         self.trained_names: list[str] = []
         self._row_state: dict[int, RowState] = {}
         self._unused: dict[int, list[str]] = {}
+        self._versions: list[int] = []
         self._missed: dict[int, set[str]] = {}
         self._finished: dict[Place, Tensor] = {}
 
@@ -309,9 +310,8 @@ class RoundCohort(Cohort):
         used = [(views[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
         torch._foreach_copy_([place for place, _ in used], [gradient for _, gradient in used])
         if len(used) < len(gradients):
-            self.leave_out(
-                [row], [n for n, g in zip(self.trained_names, gradients, strict=True) if g is None]
-            )
+            pairs = zip(self.trained_names, gradients, strict=True)
+            self.leave_out([row], [name for name, gradient in pairs if gradient is None])
 
     def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
         """Skip parameters of some rows in this local step, and set their gradients to 0.
@@ -338,6 +338,7 @@ class RoundCohort(Cohort):
         self.losses[self.index(indices)] += losses.to(self.losses.dtype)
         for row, size in zip(indices, sizes, strict=True):
             self.samples[row] += size
+        self._versions = [block._version for block in self.grads.blocks.values()]
 
     def take_step(self) -> None:
         """Take one step of the client optimizer for all rows. Resting state does not change."""
@@ -353,8 +354,10 @@ class RoundCohort(Cohort):
             ConfigurationError: The optimizer counts steps, but a parameter was skipped in an
                 earlier step, or counts are kept between rounds.
         """
+        # if nothing has written to the gradients since the backward passes, the CPU need not wait for values
+        written = self._versions != [block._version for block in self.grads.blocks.values()]
         idle = {
-            row: {name for name in names if not self.grads.row(row)[name].any()}
+            row: {name for name in names if not (written and self.grads.row(row)[name].any())}
             for row, names in self._unused.items()
         }
         for row, missed in self._missed.items():

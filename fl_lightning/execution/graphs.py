@@ -30,8 +30,8 @@ _TRIALS = 2
 _TOLERANCE = 0.01
 """Largest accepted difference between replayed and computed results, relative to their norm."""
 
-_SCALARS = (bool, int, float, str)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SCALARS = {bool, int, float, str}
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 
 _MOST_GRAPHS = 8
 """Largest number of graphs of a row. All graphs are dropped if there are more."""
@@ -249,8 +249,9 @@ def _seed(module: ClientTask, cohort: RoundCohort, row: int) -> int:
 
 
 def _parts(module: ClientTask) -> list[Any]:
-    """Return the layers and the loss."""
-    return [*module.model.modules(), module.loss, getattr(module.loss, "__self__", None)]
+    """Return the loss, and the layers without metric objects, which a pass resets."""
+    layers = [layer for layer in module.model.modules() if not isinstance(layer, Metric)]
+    return [*layers, module.loss, getattr(module.loss, "__self__", None)]
 
 
 def _settings(part: Any) -> Iterator[Any]:
@@ -259,32 +260,26 @@ def _settings(part: Any) -> Iterator[Any]:
     for name, value in getattr(part, "__dict__", {}).items():
         if name in _HOOKS:
             yield from map(id, value.values())
-        elif isinstance(value, Tensor) and not _made_by_a_pass(part, value):
-            yield value.data_ptr()
         elif type(value) in _SCALARS and not name.startswith("_"):
             yield value
         elif type(value) in (tuple, list) and not name.startswith("_"):
-            # ids: the CPU would wait for the values of tensors
-            yield str([id(x) if isinstance(x, Tensor) else x for x in value])
+            yield tuple(map(_plain, value))
+        elif isinstance(value, Tensor) and value.grad_fn is None:  # with grad_fn, a pass has made it
+            yield value.data_ptr()
 
 
-def _made_by_a_pass(part: Any, value: Any) -> bool:
-    # a pass resets metric objects
-    return isinstance(value, Tensor) and (value.grad_fn is not None or isinstance(part, Metric))
+def _plain(value: Any) -> Any:
+    # the identity of a tensor: the CPU would wait for its values
+    return value if type(value) in _SCALARS else id(value)
 
 
 def _held(module: ClientTask) -> set[tuple[Any, ...]]:
     """Return what attributes hold, except for tensors that a pass makes, which a replay makes as well."""
     return {
-        (
-            type(part).__name__,
-            name,
-            id(part),
-            *(x if type(x) in _SCALARS else id(x) for x in tree_leaves(value)),
-        )
+        (type(part).__name__, name, id(part), *map(_plain, tree_leaves(value)))
         for part in [module, *_parts(module)]
         for name, value in getattr(part, "__dict__", {}).items()
-        if not _made_by_a_pass(part, value)
+        if not isinstance(value, Tensor) or value.grad_fn is None
     }
 
 
