@@ -493,19 +493,20 @@ def test_batches_with_other_parts_than_tensors_are_computed(caplog, monkeypatch)
     assert "local steps: the clients' batches have a str beside tensors" in caplog.text
 
 
+def refused(kind, executor):
+    layers, settings = small_cnn("gn"), {"local_steps": 2, "check_first_steps": False, "executor": executor}
+    if kind is CountsInTheLoss:
+        return kind(layers, MOMENTUM, **settings)
+    return FederatedModule(kind(*layers), MOMENTUM, **settings)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_replayed_is_computed_and_named_in_one_line(name, caplog):
     kind, words = REFUSED[name]
     Counts.passes = 0
 
     def trained(executor):
-        layers = small_cnn("gn")
-        if kind is CountsInTheLoss:
-            module = kind(layers, MOMENTUM, local_steps=2, executor=executor, check_first_steps=False)
-        else:
-            module = FederatedModule(
-                kind(*layers), MOMENTUM, local_steps=2, executor=executor, check_first_steps=False
-            )
+        module = refused(kind, executor)
         fit(module, blobs(), 3)
         return module.state_dict()
 
