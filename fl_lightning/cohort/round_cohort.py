@@ -87,6 +87,7 @@ class RoundCohort(Cohort):
         self.trained_names: list[str] = []
         self._row_state: dict[int, RowState] = {}
         self._unused: dict[int, list[str]] = {}
+        self._versions: list[int] = []
         self._missed: dict[int, set[str]] = {}
         self._finished: dict[Place, Tensor] = {}
 
@@ -155,6 +156,17 @@ class RoundCohort(Cohort):
             group = self.params.layout[block].group
             rates[group] = max(rates.get(group, 0.0), float(settings["lr"]))
         return rates
+
+    def first(self, clients: int) -> Self:
+        """Return a cohort of ``clients`` clients, in the memory of this cohort's first rows."""
+        if clients == len(self):
+            return self
+        cohort, share = copy(self), self.ranks.share(clients)
+        cohort.rows, cohort._row_state = slice(0, clients), {}
+        cohort.own_rows = slice(share.start, share.stop)
+        for name in ("params", "grads", "buffers"):
+            setattr(cohort, name, getattr(self, name).part(cohort.rows))
+        return cohort
 
     def part(self, rows: slice | None = None) -> Self:
         """Return a cohort for local steps, whose rows are views of some rows of this cohort.
@@ -298,9 +310,8 @@ class RoundCohort(Cohort):
         used = [(views[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
         torch._foreach_copy_([place for place, _ in used], [gradient for _, gradient in used])
         if len(used) < len(gradients):
-            self.leave_out(
-                [row], [n for n, g in zip(self.trained_names, gradients, strict=True) if g is None]
-            )
+            pairs = zip(self.trained_names, gradients, strict=True)
+            self.leave_out([row], [name for name, gradient in pairs if gradient is None])
 
     def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
         """Skip parameters of some rows in this local step, and set their gradients to 0.
@@ -327,6 +338,7 @@ class RoundCohort(Cohort):
         self.losses[self.index(indices)] += losses.to(self.losses.dtype)
         for row, size in zip(indices, sizes, strict=True):
             self.samples[row] += size
+        self._versions = [block._version for block in self.grads.blocks.values()]
 
     def take_step(self) -> None:
         """Take one step of the client optimizer for all rows. Resting state does not change."""
@@ -342,8 +354,10 @@ class RoundCohort(Cohort):
             ConfigurationError: The optimizer counts steps, but a parameter was skipped in an
                 earlier step, or counts are kept between rounds.
         """
+        # if nothing has written to the gradients since the backward passes, the CPU need not wait for values
+        written = self._versions != [block._version for block in self.grads.blocks.values()]
         idle = {
-            row: {name for name in names if not self.grads.row(row)[name].any()}
+            row: {name for name in names if not (written and self.grads.row(row)[name].any())}
             for row, names in self._unused.items()
         }
         for row, missed in self._missed.items():

@@ -211,7 +211,7 @@ def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize
     Return None for any other error.
     """
     message = str(error)
-    if not any(words in message for words in ("atching rule not implemented", "vmap", "functorch transform")):
+    if not any(words in message for words in ("atching rule", "vmap", "functorch transform", "have storage")):
         return None
     return CannotVectorize(
         f"model {type(module.model).__name__} has an operation that torch.func.vmap cannot run for all clients at once "

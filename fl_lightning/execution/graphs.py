@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torchmetrics import Metric
 
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
@@ -29,11 +30,11 @@ _TRIALS = 2
 _TOLERANCE = 0.01
 """Largest accepted difference between replayed and computed results, relative to their norm."""
 
-_PLAIN = (bool, int, float, str, tuple, list)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SCALARS = {bool, int, float, str}
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 
 _MOST_GRAPHS = 8
-"""Largest number of graphs of a client. All graphs are dropped if there are more."""
+"""Largest number of graphs of a row. All graphs are dropped if there are more."""
 
 
 @dataclass
@@ -97,6 +98,7 @@ class GraphExecutor(SequentialExecutor):
         self._graphs: dict[Any, _Graph] = {}
         self._places: dict[Any, list[Tensor]] = {}
         self._blocks: list[Tensor] = []
+        self._room = 0
 
     def clients_together(self, clients: int) -> int | None:
         """Return None, because each client has a separate pass, unless graphs were not possible."""
@@ -123,9 +125,6 @@ class GraphExecutor(SequentialExecutor):
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: list[int]
     ) -> Tensor:
         self._use(cohort)
-        if len(self._graphs) > _MOST_GRAPHS * len(cohort):
-            self._graphs.clear()
-            self._places.clear()
         clients = self._fill(cohort, batch, rows, self._conditions(module, cohort))
         # record and compare before any client takes the step: a failure must leave all rows unchanged
         for client in clients:
@@ -146,19 +145,21 @@ class GraphExecutor(SequentialExecutor):
         return torch.stack([graph.loss for graph in graphs])
 
     def _use(self, cohort: RoundCohort) -> None:
-        """Drop all graphs if the cohort's tensors are in other memory than before."""
+        """Drop all graphs if there are too many, or the cohort's tensors are in other memory than before."""
         blocks = [x for rows in (cohort.params, cohort.grads, cohort.buffers) for x in rows.blocks.values()]
-        if [x.data_ptr() for x in blocks] != [x.data_ptr() for x in self._blocks]:
+        moved = [x.data_ptr() for x in blocks] != [x.data_ptr() for x in self._blocks]
+        if moved or len(self._graphs) > _MOST_GRAPHS * self._room:
             self._drop()
             self._blocks = blocks  # keep the old memory from being reused under the same addresses
+            # a later cohort may have more clients, up to all rows of the memory
+            self._room = blocks[0].untyped_storage().nbytes() // blocks[0][0].nbytes
         if self._lanes is None:
             self._lanes = self.recorder(blocks[0].device)
 
     def _conditions(self, module: ClientTask, cohort: RoundCohort) -> Any:
         """Return everything outside of the rows and batches that the Python code of a pass may read."""
-        parts = [*module.model.modules(), module.loss, getattr(module.loss, "__self__", None)]
         weights = module.loss.buffers() if isinstance(module.loss, nn.Module) else ()
-        read = (value for part in parts for value in _settings(part))
+        read = (value for part in _parts(module) for value in _settings(part))
         return tuple(cohort.trained_names), *read, *(weight.data_ptr() for weight in weights)
 
     def _fill(
@@ -174,7 +175,7 @@ class GraphExecutor(SequentialExecutor):
             leaves, tree = tree_flatten(stack)
             key = (tree, *((leaf.shape[1:], leaf.dtype) for leaf in leaves))
             if key not in self._places:
-                self._places[key] = [leaf.new_empty(len(cohort), *leaf.shape[1:]) for leaf in leaves]
+                self._places[key] = [leaf.new_empty(self._room, *leaf.shape[1:]) for leaf in leaves]
             for place, leaf in zip(self._places[key], leaves, strict=True):
                 place[cohort.index(members)] = leaf
             for row in members:
@@ -191,7 +192,7 @@ class GraphExecutor(SequentialExecutor):
             keep = module.keeper()
             if (reason := module.cannot_replay()) is not None:
                 raise NotRecordable(reason)
-            draws = self._lanes.has_drawn()
+            draws, held = self._lanes.has_drawn(), _held(module)
             places = [loss.clone(), *(x.clone() for x in logged.values())]
             # graphs that draw cannot overlap, because the generator's seed is at one place in memory
             lane = 0 if draws else row % LANES
@@ -201,6 +202,8 @@ class GraphExecutor(SequentialExecutor):
                 raise
             except RuntimeError as error:
                 raise NotRecordable(cause_of(module.model, error)) from error
+            for part, name, *_ in sorted(_held(module) - held)[:1]:
+                raise NotRecordable(f"the forward pass writes the attribute {name!r} of {part}")
         named = dict(zip(logged, places[1:], strict=True))
         return _Graph(replay, places[0], lane, draws, cohort.left_out(row), named, keep)
 
@@ -245,16 +248,39 @@ def _seed(module: ClientTask, cohort: RoundCohort, row: int) -> int:
     return derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
 
 
+def _parts(module: ClientTask) -> list[Any]:
+    """Return the loss, and the layers without metric objects, which a pass resets."""
+    layers = [layer for layer in module.model.modules() if not isinstance(layer, Metric)]
+    return [*layers, module.loss, getattr(module.loss, "__self__", None)]
+
+
 def _settings(part: Any) -> Iterator[Any]:
     """Yield a layer's or loss's type, its hooks, its public settings, and the addresses of tensors."""
     yield id(part) if inspect.isroutine(part) else type(part)
     for name, value in getattr(part, "__dict__", {}).items():
         if name in _HOOKS:
             yield from map(id, value.values())
-        elif isinstance(value, Tensor):
+        elif type(value) in _SCALARS and not name.startswith("_"):
+            yield value
+        elif type(value) in (tuple, list) and not name.startswith("_"):
+            yield tuple(map(_plain, value))
+        elif isinstance(value, Tensor) and value.grad_fn is None:  # with grad_fn, a pass has made it
             yield value.data_ptr()
-        elif type(value) in _PLAIN and not name.startswith("_"):
-            yield value if type(value) in _PLAIN[:4] else str(value)
+
+
+def _plain(value: Any) -> Any:
+    # the identity of a tensor: the CPU would wait for its values
+    return value if type(value) in _SCALARS else id(value)
+
+
+def _held(module: ClientTask) -> set[tuple[Any, ...]]:
+    """Return what attributes hold, except for tensors that a pass makes, which a replay makes as well."""
+    return {
+        (type(part).__name__, name, id(part), *map(_plain, tree_leaves(value)))
+        for part in [module, *_parts(module)]
+        for name, value in getattr(part, "__dict__", {}).items()
+        if not isinstance(value, Tensor) or value.grad_fn is None
+    }
 
 
 def _results(cohort: RoundCohort, row: int) -> Iterator[tuple[str, Tensor]]:

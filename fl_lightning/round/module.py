@@ -363,9 +363,10 @@ class FederatedModule(Recorded, L.LightningModule):
             if not clients:
                 raise too_few(self, len(self.plan.reporting(self.round)))
             policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
-            made_for, cohort = (len(clients), self.parameter_groups, self.parts), self._cohort
-            if cohort is None or (len(cohort), cohort.parameter_groups, cohort.parts) != made_for:
-                cohort = RoundCohort(self.model, *made_for[:2], self.ranks, self.parts, self.group_of)
+            made, base = (self.parameter_groups, self.parts), self._cohort
+            if base is None or (base.parameter_groups, base.parts) != made or len(base) < len(clients):
+                base = RoundCohort(self.model, len(clients), made[0], self.ranks, self.parts, self.group_of)
+            cohort = base.first(len(clients))
             cohort.broadcast(
                 round_number=self.round,
                 client_ids=clients,
@@ -377,7 +378,7 @@ class FederatedModule(Recorded, L.LightningModule):
                 seed=self.seed,
             )
             freeze_statistics(self.model, self.tracking_layers, cohort.treatments)
-        self._cohort = cohort
+        self._cohort = base
         return cohort
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:

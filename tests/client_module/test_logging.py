@@ -68,6 +68,18 @@ class LogsANumber(Lit):
         return super().training_step(batch, batch_idx)
 
 
+class MeasuresEvaluations(Lit):
+    def __init__(self):
+        super().__init__()
+        self.val_acc = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+
+
+def test_metrics_of_evaluations_do_not_make_graphs_new():
+    recorded = RecordingExecutor()
+    federated(MeasuresEvaluations(), rounds=4, local_steps=3, executor=recorded)
+    assert recorded.recorded == 2  # two clients
+
+
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 16)])
 def test_replayed_steps_log_what_computed_steps_log(sizes, caplog):
     """Clients with batches of other sizes have other graphs and other weights."""

@@ -3,21 +3,62 @@
 from contextlib import contextmanager
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning import GraphExecutor
 from fl_lightning.randomness import seed_global
 
+_aten = torch.ops.aten
+_NOT_PERMITTED = "operation not permitted when stream is capturing"
+_WAITS = {
+    _aten._local_scalar_dense, _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim,
+    _aten.unique_consecutive, _aten.bincount, _aten.equal, _aten.repeat_interleave,
+}  # fmt: skip
+_TO_CPU = {"cpu", "numpy", "tolist", "__repr__", "__format__", "__array__"}
+_TO_GPU = {"to", "cuda", "type_as"}
+_DRAWS = {"rand", "randn", "randint", "randperm", "normal", "bernoulli"}
+_MAKES = {"tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "linspace", "eye"}
+
+
+class OfGPU(TorchFunctionMode):
+    """Takes tensors for tensors of a GPU, except what is made without a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_cpu = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        on_cpu = [x for x in tensors if any(x is y for y in self.on_cpu)]
+        without_device = not tensors and kwargs.get("device") is None
+        on_gpu = len(on_cpu) < len(tensors)
+        copies = (name in _TO_GPU and on_cpu) or (name in _TO_CPU and on_gpu)
+        if copies or (name in _DRAWS and without_device):
+            raise RuntimeError(_NOT_PERMITTED)
+        if on_gpu and any(x.dim() for x in on_cpu):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        result = function(*args, **kwargs)
+        if not on_gpu and (tensors or (name in _MAKES and without_device)):
+            self.on_cpu.append(result)
+        return result
+
 
 class _Recording(TorchDispatchMode):
+    """Records ATen calls. What a GPU cannot record fails as on a GPU."""
+
     def __init__(self):
         super().__init__()
         self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("operation not permitted when stream is capturing")
+        chosen = function.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_) and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
+        if function.overloadpacket in _WAITS or chosen:
+            raise RuntimeError(_NOT_PERMITTED)
         results = function(*args, **(kwargs or {}))
         self.calls.append((function, args, kwargs or {}, results))
         return results
@@ -39,7 +80,7 @@ class RecordedCalls:
 
     def record(self, passes, lane):
         self.recorded += 1
-        with _Recording() as recording:
+        with _Recording() as recording, OfGPU():
             passes()
 
         def replay():
@@ -68,3 +109,8 @@ class RecordingExecutor(GraphExecutor):
 
     recorder = RecordedCalls
     device_type = "cpu"
+    recorded = 0
+
+    def _record(self, *args):
+        self.recorded += 1
+        return super()._record(*args)
