@@ -125,6 +125,11 @@ class ClientModule:
         return next((hook for hook in _BY_CLIENT if self.overrides(hook)), None)
 
     @property
+    def transfers(self) -> bool:
+        """Whether the module changes the batches on their way to the device."""
+        return any(map(self.overrides, _TRANSFER))
+
+    @property
     def optimizer(self) -> ConfiguredOptimizer:
         """The client optimizer. The first use calls ``configure_optimizers``."""
         if self._optimizer is None:

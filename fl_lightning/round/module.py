@@ -39,6 +39,7 @@ from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
 from fl_lightning.optimizers.client_lr import LRSchedule, lr_factor
 from fl_lightning.optimizers.settings import OptimizerCallable
+from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.ranks import Ranks
 from fl_lightning.recorded import Recorded
 from fl_lightning.round import hooks
@@ -393,7 +394,14 @@ class FederatedModule(Recorded, L.LightningModule):
             self.client_module.local_step = step
         sources = plan.sources(clients, self.round, step)
         batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
-        return (batches.union() if self.centralised else batches).map(self.on_device)
+        batches = batches.union() if self.centralised else batches
+        if self.client_module is None or not self.client_module.transfers:
+            return batches.map(self.on_device)
+        moved = []
+        for client, position, batch in zip(*sources, batches.batches(), strict=not self.centralised):
+            with seeded(derive_seed(self.seed, "transfer", client, position)):
+                moved.append(self.on_device(batch))
+        return BatchStack(batches=moved)
 
     def client_loss(self, batch: Any) -> Tensor:
         """Return a client's loss, a scalar.

@@ -3,12 +3,15 @@
 from copy import deepcopy
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from lightning_sites import Lit, Site, federated, sites
+from lightning_sites import FEATURES, Lit, Site, federated, sites
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule, Run
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.execution.graphs import GraphExecutor
+from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 
 REFUSED = (
@@ -275,6 +278,40 @@ def test_batches_pass_the_modules_transfer_hooks():
     assert run.metrics["val_inputs"] == pytest.approx(
         float(2 * server.held_out.tensors[0].double().mean() + 1), abs=1e-6
     )
+
+
+class Augments(Lit):
+    """Draws random numbers on the way to the device, once for each batch of a client."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not self.trainer.training:
+            return batch
+        assert batch[0].shape == (8, FEATURES)
+        return batch[0] + torch.randn_like(batch[0]) + np.random.rand(), batch[1]
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden")
+@pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+def test_random_numbers_of_a_transfer_hook_depend_on_client_and_step_only(executor):
+    losses = []
+    for drawn in (1, 2):
+        torch.manual_seed(0)
+        module = Augments(optimizer="plain")
+        torch.manual_seed(drawn)
+        np.random.seed(drawn)
+        losses.append(federated(module, executor=executor()).metrics["train_loss"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden")
+def test_a_transfer_hook_gets_the_batch_of_one_client():
+    class Stacks(FederatedDataModule):
+        def cohort_batch(self, client_ids, steps):
+            return BatchStack(stack=super().cohort_batch(client_ids, steps).stack())
+
+    data = Stacks([Site(0), Site(1)], server=Site(99))
+    run = federated(Augments(optimizer="plain"), data=data, rounds=1, executor=VectorizedExecutor())
+    assert "train_loss" in run.metrics
 
 
 def test_the_trainer_counts_local_steps():
