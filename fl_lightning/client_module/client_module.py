@@ -80,6 +80,7 @@ class ClientModule:
         module: The user's module.
         local_step: The current local step of the round, from 0.
         local_steps: Local steps of a round, of the client with the most local steps.
+        rounds: Planned number of rounds.
         metrics: The module's metric objects.
         evaluated: Names of the metrics of evaluations.
         by_client: What steps of this round have logged.
@@ -104,7 +105,7 @@ class ClientModule:
                     "on_after_local_backward, or leave it out"
                 )
         self.metrics = MetricObjects(module)
-        self.local_step, self.local_steps = 0, 1
+        self.local_step, self.local_steps, self.rounds = 0, 1, 1
         self.by_client: ClientValues = {}
         self.evaluated: set[str] = set()
         self._round = self._sink = self._step = LoggedValues()
@@ -199,7 +200,7 @@ class ClientModule:
         Raises:
             ConfigurationError: The hook freezes parameters or BN layers, or the reverse.
         """
-        self.by_client, self._pooled = {}, {}
+        self.by_client, self._pooled, self.local_step = {}, {}, 0
         modes = {layer: layer.training for layer in batch_norm_layers(self.module).values()}
         self.call("on_train_epoch_start")
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -288,7 +289,8 @@ class ClientModule:
         }
 
     def merge(self, parts: Sequence[tuple[LoggedValues, MetricStates]]) -> None:
-        """Combine what the clients have logged, in their order."""
+        """Combine what the clients have logged, in their order, at the end of their local steps."""
+        self.local_step = self.local_steps
         for values, _ in parts:
             self._round.add_all(values)
         self._pooled = self.metrics.merged([metrics for _, metrics in parts])
@@ -300,6 +302,7 @@ class ClientModule:
         values = self._round.numbers(self.metrics.metrics)
         shown = {name for name, logged in self._round.items() if logged.prog_bar}
         self._round.clear()
+        self.local_step = 0  # Lightning now counts the round
         return values, shown
 
     def evaluate(

@@ -492,8 +492,17 @@ class FederatedModule(Recorded, L.LightningModule):
         """Convert weights to the run's precision, plan rounds, and let methods replace layers."""
         # correct the rank, because Lightning uses a scheduler's rank even for separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
+        if stage == "fit":
+            check_trainer(self.trainer)
+            require_clients(self.data)
+            self.plan = self.make_plan(self.data)
+            self.plan.check((self.aggregator, self.statistics.rule))
         if self.client_module is not None:
             self.client_module.attach(self)
+            if stage == "fit":
+                budget, limit = self._asked_rounds()
+                self.client_module.local_steps = max(map(self.plan.full_steps, range(self.data.num_clients)))
+                self.client_module.rounds = budget or limit or 1
             self.data.evaluates_clients = self.data.server is None
             self.client_module.call("setup", stage)
             self.client_module.call("configure_model")
@@ -518,10 +527,6 @@ class FederatedModule(Recorded, L.LightningModule):
         self.prepare_metrics()
         if stage != "fit":
             return
-        check_trainer(self.trainer)
-        require_clients(self.data)
-        self.plan = self.make_plan(self.data)
-        self.plan.check((self.aggregator, self.statistics.rule))
         restore_batch_norm(self.model)  # a failed fit may have left replaced layers in the model
         if self.ranks.size > 1:
             refuse_synchronised(self.model)
@@ -634,6 +639,12 @@ class FederatedModule(Recorded, L.LightningModule):
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
+    def _asked_rounds(self) -> tuple[int | None, int | None]:
+        """Return the rounds of ``model.budget_epochs``, and of ``trainer.max_epochs``."""
+        limit = self.trainer.max_epochs
+        budget = self.plan.limit(self.budget_epochs) if self.budget_epochs is not None else None
+        return budget, None if limit == -1 else limit
+
     def _fix_rounds(self) -> int:
         """Set and return the planned number of rounds. A resumed run keeps the number."""
         trainer = self.trainer
@@ -641,8 +652,7 @@ class FederatedModule(Recorded, L.LightningModule):
             # discard the totals of an earlier fit of this module
             self.total_rounds, self.record = None, RunRecord()
         self._resumed = False
-        limit = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
-        budget = self.plan.limit(self.budget_epochs) if self.budget_epochs is not None else None
+        budget, limit = self._asked_rounds()
         planned = self.total_rounds or budget or limit
         if planned is None:
             raise ConfigurationError("trainer.max_epochs: set the number of rounds, or model.budget_epochs")
@@ -908,7 +918,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def _configure_client_module(self, client: ClientModule) -> None:
         """Take over the optimizer of a LightningModule, and freeze parameters that it leaves out."""
-        client.local_steps = max(map(self.plan.full_steps, range(self.data.num_clients)))
+        client.rounds = self.planned_rounds
         if not client.optimizer.groups:
             raise ConfigurationError(
                 f"model: the optimizer of {type(self.model).__name__} has no trainable parameter"

@@ -107,6 +107,10 @@ def test_a_setting_that_the_module_decides_is_refused(setting):
             lambda self: self.trainer.train_dataloader,
             "self.trainer.train_dataloader: has no batches of a client",
         ),
+        (
+            lambda self: len(self.trainer.datamodule.train_dataloader()),
+            "self.trainer.datamodule.train_dataloader: has no batches of a client",
+        ),
     ],
 )
 def test_parts_of_the_server_are_refused_in_a_step(used, message):
@@ -331,6 +335,41 @@ def test_the_trainer_counts_local_steps():
     module = Counts()
     federated(module, data=sites(1), rounds=2, local_steps=3, check_first_steps=False)
     assert module.counts == [(r, k, 3 * r + k) for r in range(2) for k in range(3)]
+
+
+def test_counts_are_known_from_setup_on():
+    class Counts(Lit):
+        def __init__(self):
+            super().__init__()
+            self.counts = []
+
+        def setup(self, stage):
+            self.counts.append(self.trainer.estimated_stepping_batches)
+
+        configure_model = on_fit_start = lambda self: Counts.setup(self, "fit")
+
+    module = Counts()
+    federated(module, rounds=3)
+    assert module.counts == [6, 6, 6]
+    federated(module, rounds=2, local_steps=None, budget_epochs=5, local_epochs=1)
+    assert module.counts[3:] == [10, 10, 10]
+
+
+@pytest.mark.first_steps
+def test_between_rounds_the_trainer_counts_all_local_steps_before():
+    class Counts(Lit):
+        def __init__(self):
+            super().__init__()
+            self.counts = []
+
+        def on_train_epoch_start(self):
+            self.counts.append(self.global_step)
+
+        on_validation_epoch_end = on_train_epoch_end = on_train_end = on_train_epoch_start
+
+    module = Counts()
+    federated(module, rounds=2, local_steps=3, trainer={"num_sanity_val_steps": 0})
+    assert module.counts == [0, 3, 3, 3, 6, 6, 6]
 
 
 def test_a_module_may_end_the_run():
