@@ -493,6 +493,7 @@ class FederatedModule(Recorded, L.LightningModule):
         # correct the rank, because Lightning uses a scheduler's rank even for separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         if stage == "fit":
+            self.evaluation.kept = {}
             check_trainer(self.trainer)
             require_clients(self.data)
             self.plan = self.make_plan(self.data)
@@ -677,6 +678,7 @@ class FederatedModule(Recorded, L.LightningModule):
             "total_rounds": self.total_rounds,
             "parts": self.parts,
             "record": self.record.state_dict(),
+            "kept": self.evaluation.kept,
             "left_out": {}
             if self.strict_loading
             else left_out(self.model, checkpoint["state_dict"], self.merged),
@@ -697,6 +699,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])
         self._left_out = state.get("left_out", {})
+        self.evaluation.kept = state.get("kept", {})
         if self._trainer is not None:
             self._check_data(checkpoint["global_step"])
         self._call_own("on_load_checkpoint", checkpoint)

@@ -6,6 +6,8 @@ from itertools import islice
 from math import inf
 from typing import Any
 
+from torchmetrics import MaxMetric, MinMetric
+
 from fl_lightning.client_module import ClientModule
 from fl_lightning.client_module.logged_values import LoggedValues
 from fl_lightning.client_module.metric_states import MetricStates
@@ -67,6 +69,7 @@ class ModuleEvaluation(ServerEvaluation):
 
     def __init__(self, run: RunContext, client: ClientModule) -> None:
         self._run, self._client = run, client
+        self._of_client: int | None = None
         super().__init__()
 
     def start(self) -> None:
@@ -122,6 +125,8 @@ class ModuleEvaluation(ServerEvaluation):
             self._end()
         if self._values is None:
             self._values, self._held, self._index = LoggedValues(), self._client.metrics.take(), batch_idx
+            self._of_client = loader if by_client else None
+            self._client.metrics.put(self.kept.get(self._of_client, {}))
             with self._client.collecting(self._values):
                 self._client.call(f"on_{self._kind}_start")
                 self._client.call(f"on_{self._kind}_epoch_start")
@@ -153,5 +158,10 @@ class ModuleEvaluation(ServerEvaluation):
         large = {n: metrics[x.metric].higher_is_better if x.metric else None for n, x in self._values.items()}
         self._run.task.learn(large)
         self._client.call(f"on_{self._kind}_end")
+        if not self._run.trainer.sanity_checking:
+            reset = {x.metric for x in self._values.values()}  # as in Lightning
+            states = self._client.metrics.take().items()
+            best = {n: x for n, x in states if isinstance(metrics[n], MaxMetric | MinMetric) and n not in reset}
+            self.kept[self._of_client] = best
         self._client.metrics.put(self._held)
         self._values = None

@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
+from helpers import Rows
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
 
@@ -399,6 +400,46 @@ def test_each_clients_own_model_is_evaluated_by_the_modules_own_steps():
         assert run.metrics[f"own_{name}"] == pytest.approx(sum(x[name] for x in own) / 2, abs=1e-12)
         assert run.metrics[f"personal_{name}"] == pytest.approx(sum(x[name] for x in personal) / 2, abs=1e-12)
     assert run.metrics["own_val_loss"] != run.metrics["personal_val_loss"]
+
+
+class KeepsBest(Lit):
+    """Logs the smallest loss of all evaluations, as templates of Lightning do."""
+
+    def __init__(self):
+        super().__init__(lr=3.0, optimizer="plain")
+        self.mean, self.best = torchmetrics.MeanMetric(), torchmetrics.MinMetric()
+
+    def on_train_start(self):
+        self.best.reset()
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.mean(cross_entropy(self(batch[0]), batch[1]), weight=len(batch[0]))
+
+    def on_validation_epoch_end(self):
+        self.best(self.mean.compute())
+        self.mean.reset()
+        self.log("val_best", self.best.compute())
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_a_best_value_is_that_of_all_rounds(server, tmp_path):
+    def trained(rounds, **settings):
+        torch.manual_seed(0)
+        rows = Rows()
+        return federated(KeepsBest(), rows, data=sites(server=server), rounds=rounds, **settings), rows.rows
+
+    whole, rows = trained(5)
+    losses, bests = ([row[name] for row in rows.values()] for name in ("val_loss", "val_best"))
+    assert losses.index(min(losses)) < 4
+    if server:
+        assert bests == pytest.approx([min(losses[: number + 1]) for number in range(5)])
+    assert sorted(bests, reverse=True) == bests
+
+    half, _ = trained(3)
+    half.fitted.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = trained(5, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.metrics["val_best"] == whole.metrics["val_best"] == bests[-1]
 
 
 def test_a_prefix_stays_in_front_of_the_name():
