@@ -52,16 +52,21 @@ class LoaderBatches:
     def __init__(self, datamodule: L.LightningDataModule, client_id: int, seed: int) -> None:
         self.client_id = client_id
         self.seed = seed
+        place = f"clients[{client_id}].train_dataloader()"
         self.loader: DataLoader[Any] = datamodule.train_dataloader()
+        if loaders := loaders_in(self.loader):
+            raise ConfigurationError(
+                f"{place} returns a collection of {len(loaders)} loaders; return one, over a data set whose samples have all parts"
+            )
         try:
             self.steps_per_epoch = len(self.loader)
         except TypeError as error:
             raise ConfigurationError(
-                f"clients[{client_id}].train_dataloader() has no length; a client needs a loader over a sized dataset"
+                f"{place} has no length; a client needs a loader over a sized dataset"
             ) from error
         if self.steps_per_epoch == 0:
             raise ConfigurationError(
-                f"clients[{client_id}].train_dataloader() yields no batch: the client has fewer samples than a batch; "
+                f"{place} yields no batch: the client has fewer samples than a batch; "
                 "use a smaller batch_size or drop_last=False"
             )
         self._at_random = (
@@ -165,3 +170,10 @@ class LoaderBatches:
 
     def _seeded(self, purpose: str, *coordinates: int) -> AbstractContextManager[None]:
         return seeded(derive_seed(self.seed, purpose, self.client_id, *coordinates))
+
+
+def loaders_in(loader: Any) -> list[Any]:
+    """Return the loaders in a list, dict or ``CombinedLoader``; an empty list for a single loader."""
+    found = getattr(loader, "flattened", loader)  # of a CombinedLoader
+    found = list(found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else [])
+    return found if any(isinstance(each, DataLoader) for each in found) else []

@@ -24,6 +24,7 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     if not known and data.fit_split == "val" and has_batches(data.val_dataloader()):
         # these calls return no metrics if limit_val_batches or limit_test_batches is 0
         evaluations += trainer.validate(module, datamodule=data, verbose=False)
+    data.setup("test")
     if has_batches(data.test_dataloader()):
         evaluations += trainer.test(module, datamodule=data, verbose=False)
     for evaluation in evaluations:
