@@ -175,5 +175,7 @@ class LoaderBatches:
 def loaders_in(loader: Any) -> list[Any]:
     """Return the loaders in a list, dict or ``CombinedLoader``; an empty list for a single loader."""
     found = getattr(loader, "flattened", loader)  # of a CombinedLoader
-    found = list(found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else [])
+    found = list(
+        found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else []
+    )
     return found if any(isinstance(each, DataLoader) for each in found) else []

@@ -38,7 +38,7 @@ _PASSED_ON = (
 """Hooks that Lightning calls on its own module, and at the right places for a client's module."""
 
 _OF_SERVER = {
-    "optimizers": "belongs to the server; change rates by a scheduler of configure_optimizers",
+    "optimizers": "belongs to the server; the run logs client/lr, and a scheduler of configure_optimizers changes it",
     "lr_schedulers": "belongs to the server; a scheduler of configure_optimizers changes rates",
     "manual_backward": "belongs to manual optimization; return the loss",
 }
@@ -200,7 +200,6 @@ class ClientModule:
         Raises:
             ConfigurationError: The hook freezes parameters or BN layers, or the reverse.
         """
-        self.by_client, self._pooled, self.local_step = {}, {}, 0
         modes = {layer: layer.training for layer in batch_norm_layers(self.module).values()}
         self.call("on_train_epoch_start")
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -211,6 +210,10 @@ class ClientModule:
                 f"model: {type(self.module).__name__}.on_train_epoch_start freezes or trains {changed[0]!r}, but clients train the same state "
                 "in all rounds; freeze by a method, such as FixBN, or in configure_optimizers"
             )
+
+    def forget_steps(self) -> None:
+        """Forget what local steps have logged."""
+        self.by_client, self._pooled, self.local_step = {}, {}, 0
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss that ``training_step`` returns for a batch."""
@@ -223,14 +226,15 @@ class ClientModule:
                 refuse("on_train_batch_start", "cannot skip the rest of a round by -1; use model.local_steps")
             outputs = self._called("training_step", batch, self.local_step)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else loss and type(loss).__name__
             raise ConfigurationError(
-                f"model: {type(self.module).__name__}.training_step returns {loss if loss is None else type(loss).__name__}; "
+                f"model: {type(self.module).__name__}.training_step returns {kind}; "
                 "return the loss, or a dict with the loss, as each client takes each of its local steps"
             )
         more = outputs if isinstance(outputs, Mapping) else {}
         self._outputs = {**more, "loss": loss.detach()}, batch
-        return loss
+        return loss.reshape(())
 
     def logged(self) -> dict[str, Tensor]:
         """Return the values that the last :meth:`loss` has logged, so that vmap can stack them.
@@ -288,12 +292,16 @@ class ClientModule:
             for client, (values, metrics) in self.by_client.items()
         }
 
-    def merge(self, parts: Sequence[tuple[LoggedValues, MetricStates]]) -> None:
-        """Combine what the clients have logged, in their order, at the end of their local steps."""
+    def merge(self, parts: Sequence[tuple[LoggedValues, MetricStates]]) -> dict[str, float]:
+        """Combine what the clients have logged, in their order, and return it, after their local steps."""
         self.local_step = self.local_steps
         for values, _ in parts:
             self._round.add_all(values)
         self._pooled = self.metrics.merged([metrics for _, metrics in parts])
+        self.metrics.put(self._pooled)
+        numbers = self._round.numbers(self.metrics.metrics)
+        self.metrics.reset()
+        return numbers
 
     def end_round(self) -> tuple[dict[str, float], set[str]]:
         """Call ``on_train_epoch_end``; return the round's values, and names that progress bars show."""
@@ -307,8 +315,8 @@ class ClientModule:
 
     def evaluate(
         self, kind: str, batch: Any, batch_idx: int, loader: int | None, values: LoggedValues
-    ) -> None:
-        """Call the evaluation step and the hooks before and after it for a batch.
+    ) -> Any:
+        """Return what the evaluation step returns for a batch; call the hooks before and after it.
 
         Args:
             kind: ``"validation"`` or ``"test"``.
@@ -328,6 +336,7 @@ class ClientModule:
                 )
             self.call(f"on_{kind}_batch_end", outputs, batch, *place)
         self._loaders = None
+        return outputs
 
     def predict(self, batch: Any, batch_idx: int, loader: int) -> Any:
         """Return the result of ``predict_step``."""

@@ -53,6 +53,10 @@ class ConfiguredOptimizer:
                 raise ConfigurationError(
                     f"{place}: ReduceLROnPlateau reads metrics, which clients do not share; use a schedule over steps or epochs"
                 )
+        if self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks:
+            raise ConfigurationError(
+                f"{place}: hooks of the optimizer's step would never be called; use on_train_batch_end"
+            )
         self._taken = [0 for _ in self._schedulers]
         self._changed: set[str] = set()
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -61,6 +65,11 @@ class ConfiguredOptimizer:
         self._group_of: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
+                if parameter not in names:
+                    raise ConfigurationError(
+                        f"{place}: a parameter {[*parameter.shape]} of the optimizer would not be trained, as it belongs to no "
+                        "part of the module; make its layer an attribute, or use nn.ModuleList in place of a list"
+                    )
                 if (name := names.get(parameter)) in kinds:
                     label = kinds[name] + (f"_{number}" if number else "")
                     self.groups[name], self._group_of[label] = label, group

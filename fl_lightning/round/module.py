@@ -273,7 +273,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self._parts: tuple[str, ...] | None = None
         self._modes: dict[nn.Module, bool] = {}
         self._eval_mode = ExitStack()
-        self._resumed = False
+        self._resumed = self._unchecked = False
         self._left_out: dict[str, str] | None = None
         self._evaluate_every: int | None = None
 
@@ -452,7 +452,8 @@ class FederatedModule(Recorded, L.LightningModule):
         if self.client_module is not None:
             # a rank without clients computes a client of the first rank again
             logged = {client: x for part in reversed(of_ranks) for client, x in part.items()}
-            self.client_module.merge([logged[client] for client in clients if client in logged])
+            merged = self.client_module.merge([logged[client] for client in clients if client in logged])
+            self.show_to_callbacks(merged)
 
     def weight_share(self, cohort: Cohort) -> float:
         """Return the cohort's share of the total weight of all clients.
@@ -596,19 +597,24 @@ class FederatedModule(Recorded, L.LightningModule):
         self._cohort = None
 
     def on_train_start(self) -> None:
-        """Check metrics, outputs and first local steps, and record digests of the data."""
+        """Check metrics and outputs, and record digests of the data."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
         self.output_check.before_training(self)
         self._call_own("on_train_start")
         self.record.data = self.record.data or self.data.fingerprint()
-        if self.check_first_steps:
-            self.ranks.exchange(self._check_first_steps)
+        self._unchecked = self.check_first_steps
 
     def on_train_epoch_start(self) -> None:
-        """Request an evaluation in the last round, whatever ``check_val_every_n_epoch`` is."""
+        """Check the first local steps, and request an evaluation in the last round."""
         if self.client_module is not None:
-            self.client_module.start_round()
+            with seeded(derive_seed(self.seed, "on_train_epoch_start", self.round)):
+                self.client_module.start_round()
+        if self._unchecked:  # not earlier, because steps may read what on_train_epoch_start sets
+            self.ranks.exchange(self._check_first_steps)
+            self._unchecked = False
+        if self.client_module is not None:
+            self.client_module.forget_steps()
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1
@@ -766,11 +772,15 @@ class FederatedModule(Recorded, L.LightningModule):
         """
         for name, value in metrics.items():
             self.record.add(name, value)
+        self.show_to_callbacks(metrics)
+        if prog_bar:
+            self.trainer.progress_bar_metrics.update(metrics)
+
+    def show_to_callbacks(self, metrics: Mapping[str, float]) -> None:
+        """Set values of ``trainer.callback_metrics``."""
         self.trainer.callback_metrics.update(
             zip(metrics, torch.tensor([*metrics.values()]).unbind(), strict=True)
         )
-        if prog_bar:
-            self.trainer.progress_bar_metrics.update(metrics)
 
     def on_device(self, batch: Any) -> Any:
         """Move a batch to this module's device, and convert it to the run's precision."""
@@ -822,21 +832,20 @@ class FederatedModule(Recorded, L.LightningModule):
                 "out, or give the network itself as model.model"
             )
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Evaluate the server model on a batch of evaluation data."""
         with isolate_rng():
             if isinstance(self.evaluation, ModuleEvaluation):
-                self.evaluation.step_of_loop(batch, batch_idx, dataloader_idx)
-            elif dataloader_idx:
+                return self.evaluation.step_of_loop(batch, batch_idx, dataloader_idx)
+            if dataloader_idx:
                 raise ConfigurationError(
                     "data: the server has several loaders of evaluation data; return one loader"
                 )
-            else:
-                self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
+            return self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Evaluate the server model on a batch of test data."""
-        self.validation_step(batch, batch_idx, dataloader_idx)
+        return self.validation_step(batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Return the server model's outputs on a batch."""

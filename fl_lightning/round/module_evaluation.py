@@ -119,7 +119,7 @@ class ModuleEvaluation(ServerEvaluation):
             return trainer.num_sanity_val_batches
         return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
 
-    def _step(self, batch: Any, batch_idx: int, loader: int | None) -> None:
+    def _step(self, batch: Any, batch_idx: int, loader: int | None) -> Any:
         by_client = self._run.data.evaluates_clients and loader is not None
         if self._values is not None and by_client and loader != self._last:
             self._end()
@@ -132,12 +132,14 @@ class ModuleEvaluation(ServerEvaluation):
                 self._client.call(f"on_{self._kind}_epoch_start")
         self._last = loader
         seed_everything(derive_seed(self._run.seed, "evaluation", self._run.trainer.global_step, batch_idx))
-        self._client.evaluate(self._kind, batch, batch_idx, None if by_client else loader, self._values)
         self._index = batch_idx + 1
+        return self._client.evaluate(
+            self._kind, batch, batch_idx, None if by_client else loader, self._values
+        )
 
-    def step_of_loop(self, batch: Any, batch_idx: int, loader: int) -> None:
-        """Evaluate a batch in a loop of Lightning's trainer."""
-        self._step(batch, batch_idx, loader if len(self._limits) > 1 else None)
+    def step_of_loop(self, batch: Any, batch_idx: int, loader: int) -> Any:
+        """Evaluate a batch in a loop of Lightning's trainer, and return the step's outputs."""
+        return self._step(batch, batch_idx, loader if len(self._limits) > 1 else None)
 
     def finish(self) -> dict[str, float]:
         """Return the metrics by the names that the module has logged."""
@@ -150,9 +152,11 @@ class ModuleEvaluation(ServerEvaluation):
 
     def _end(self) -> None:
         assert self._values is not None
+        metrics = self._client.metrics.metrics
+        if self is self._run.evaluation:  # the metrics of variants have other names
+            self._run.show_to_callbacks(self._values.numbers(metrics))
         with self._client.collecting(self._values):
             self._client.call(f"on_{self._kind}_epoch_end")
-        metrics = self._client.metrics.metrics
         self._parts.append(self._values.numbers(metrics))
         self.shown |= {name for name, logged in self._values.items() if logged.prog_bar}
         large = {n: metrics[x.metric].higher_is_better if x.metric else None for n, x in self._values.items()}
@@ -161,7 +165,9 @@ class ModuleEvaluation(ServerEvaluation):
         if not self._run.trainer.sanity_checking:
             reset = {x.metric for x in self._values.values()}  # as in Lightning
             states = self._client.metrics.take().items()
-            best = {n: x for n, x in states if isinstance(metrics[n], MaxMetric | MinMetric) and n not in reset}
+            best = {
+                n: x for n, x in states if isinstance(metrics[n], MaxMetric | MinMetric) and n not in reset
+            }
             self.kept[self._of_client] = best
         self._client.metrics.put(self._held)
         self._values = None

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchmetrics
 from helpers import Rows
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
 
 IN_FLOAT = {"trainer": {"precision": "32-true"}}
@@ -440,6 +440,40 @@ def test_a_best_value_is_that_of_all_rounds(server, tmp_path):
     half.fitted.save_checkpoint(tmp_path / "half.ckpt")
     resumed, _ = trained(5, ckpt_path=tmp_path / "half.ckpt")
     assert resumed.metrics["val_best"] == whole.metrics["val_best"] == bests[-1]
+
+
+class Reads(Callback):
+    """Reads metrics and outputs as callbacks of Lightning do."""
+
+    def __init__(self):
+        self.train, self.outputs = [], []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.train.append(float(trainer.callback_metrics["train_loss"]))
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.outputs.append(outputs)
+
+
+@pytest.mark.parametrize("methods", [[], [callbacks.FedBN()]])
+def test_hooks_and_callbacks_read_the_values_of_this_round(methods):
+    class Own(Lit):
+        read = ()
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            return {"batch_idx": batch_idx}
+
+        def on_validation_epoch_end(self):
+            if not self.trainer.sanity_checking and len(self.read) < 2:
+                self.read = (*self.read, float(self.trainer.callback_metrics["val_loss"]))
+
+    module, reads, rows = Own(metrics=True), Reads(), Rows()
+    run = federated(module, reads, rows, *methods, rounds=2, trainer={"num_sanity_val_steps": 0})
+    assert reads.train == pytest.approx([row["train_loss"] for row in rows.rows.values()], rel=1e-6)
+    assert module.read[0] == pytest.approx(rows.rows[1]["val_loss"], rel=1e-6)
+    assert float(run.fitted.callback_metrics["val_loss"]) == pytest.approx(run.metrics["val_loss"], rel=1e-6)
+    assert reads.outputs == [{"batch_idx": number} for number in (0, 1, 2)] * 2
 
 
 def test_a_prefix_stays_in_front_of_the_name():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning_sites import FEATURES, Lit, Site, federated, sites
+from torch.utils.data import DataLoader
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule, Run
 from fl_lightning.client_data.batches import BatchStack
@@ -60,6 +61,12 @@ def plateau(module):
     return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val_loss"}
 
 
+def hooked(module):
+    optimizer = sgd(module)
+    optimizer.register_step_post_hook(lambda *given: None)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -67,6 +74,7 @@ def plateau(module):
         (returning(None), "Returns.training_step returns None; return the loss"),
         (returning({"other": 1}), "Returns.training_step returns None; return the loss"),
         (returning("loss"), "Returns.training_step returns str; return the loss"),
+        (returning(torch.ones(2)), "Returns.training_step returns a tensor [2]; return the loss"),
         (optimizing(lambda self: None), "Optimizes.configure_optimizers: Unknown configuration"),
         (
             optimizing(lambda self: [sgd(self), sgd(self)]),
@@ -75,8 +83,16 @@ def plateau(module):
         (optimizing(plateau), "Optimizes.configure_optimizers: ReduceLROnPlateau reads metrics"),
         (optimizing(lambda self: torch.optim.LBFGS(self.parameters())), "client_optimizer"),
         (
-            optimizing(lambda self: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)),
+            optimizing(lambda self: torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)),
+            "Optimizes.configure_optimizers: a parameter [3] of the optimizer would not be trained, as it belongs to no part",
+        ),
+        (
+            optimizing(lambda self: torch.optim.SGD(self.requires_grad_(False).parameters(), lr=0.1)),
             "model: the optimizer of Optimizes has no trainable parameter",
+        ),
+        (
+            optimizing(hooked),
+            "Optimizes.configure_optimizers: hooks of the optimizer's step would never be called",
         ),
     ],
 )
@@ -463,3 +479,70 @@ def test_data_modules_know_the_trainer(tmp_path):
     data, ranks = FederatedDataModule([Asks(0)], server=Asks(9)), {"devices": 2, "strategy": "cohort"}
     Run(FederatedModule(Lit(), local_steps=1), data, run_root=tmp_path, max_epochs=1, **ranks).fit()
     federated(Lit(), data=FederatedDataModule([Asks(0)], server=Asks(9)), rounds=1)
+
+
+@pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+def test_a_loss_may_have_one_element(executor):
+    class Shaped(Lit):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)[None]
+
+    torch.manual_seed(0)
+    plain = federated(Lit(), rounds=1, executor=executor())
+    torch.manual_seed(0)
+    shaped = federated(Shaped(), rounds=1, executor=executor())
+    assert shaped.metrics["train/loss"] == plain.metrics["train/loss"]
+
+
+class Several(Site):
+    """A site with two loaders."""
+
+    def __init__(self, split):
+        super().__init__(0)
+        own = getattr(self, f"{split}_dataloader")
+        setattr(self, f"{split}_dataloader", lambda: {"a": own(), "b": own()})
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_several_loaders_of_a_client_are_refused(split):
+    data = FederatedDataModule([Several(split)])
+    with pytest.raises(
+        ConfigurationError, match=rf"clients\[0\].{split}_dataloader\(\) returns .*2 loaders.*; return one"
+    ):
+        federated(Lit(), data=data, rounds=1)
+
+
+class SetsUpByStage(Site):
+    """A site that loads the test data for tests only."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.tested = self.held_out if stage == "test" else None
+
+    def test_dataloader(self):
+        return DataLoader(self.tested)
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_test_data_may_be_set_up_for_tests_only(server, tmp_path):
+    data = FederatedDataModule([SetsUpByStage(0)], server=SetsUpByStage(1) if server else None)
+    run = Run(FederatedModule(Lit(), local_steps=1), data, run_root=tmp_path, max_epochs=1, accelerator="cpu")
+    assert "test_loss" in run.fit()
+
+
+@pytest.mark.first_steps
+def test_an_attribute_may_be_made_at_the_start_of_a_round():
+    class Annealed(Lit):
+        def on_train_epoch_start(self):
+            self.weight, self.losses = 1 / (1 + self.current_epoch), []
+
+        def training_step(self, batch, batch_idx):
+            self.losses.append(self.weight)
+            return self.weight * super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self):
+            self.log("count", float(len(self.losses)))
+            self.log("weight", self.losses[-1])
+
+    run = federated(Annealed(), rounds=2)
+    assert (run.metrics["count"], run.metrics["weight"]) == (4.0, 0.5)
