@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.heterogeneity import heterogeneity
-from fl_lightning.client_data.loaders import LoaderBatches, loaders_in
+from fl_lightning.client_data.loaders import LoaderBatches, one_loader
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.recorded import Recorded
 
@@ -370,13 +370,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         if not set_up_for_fit and (client_id, stage) not in self._own_prepared:
             client.setup(stage)
             self._own_prepared.add((client_id, stage))
-        loader = getattr(client, f"{split}_dataloader")()
-        if len(loaders := loaders_in(loader)) > 1:
-            raise ConfigurationError(
-                f"clients[{client_id}].{split}_dataloader() returns {len(loaders)} loaders, but a client has one evaluation; return "
-                "one over a ConcatDataset, or give the data as server"
-            )
-        return loaders[0] if loaders else loader
+        place = f"clients[{client_id}].{split}_dataloader()"
+        return one_loader(getattr(client, f"{split}_dataloader")(), place)
 
     def _source(self, client_id: int) -> ClientDataModule | LoaderBatches:
         client = self.clients[client_id]

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -53,11 +54,7 @@ class LoaderBatches:
         self.client_id = client_id
         self.seed = seed
         place = f"clients[{client_id}].train_dataloader()"
-        self.loader: DataLoader[Any] = datamodule.train_dataloader()
-        if loaders := loaders_in(self.loader):
-            raise ConfigurationError(
-                f"{place} returns a collection of {len(loaders)} loaders; return one, over a data set whose samples have all parts"
-            )
+        self.loader: DataLoader[Any] = one_loader(datamodule.train_dataloader(), place)
         try:
             self.steps_per_epoch = len(self.loader)
         except TypeError as error:
@@ -172,10 +169,17 @@ class LoaderBatches:
         return seeded(derive_seed(self.seed, purpose, self.client_id, *coordinates))
 
 
-def loaders_in(loader: Any) -> list[Any]:
-    """Return the loaders in a list, dict or ``CombinedLoader``; an empty list for a single loader."""
-    found = getattr(loader, "flattened", loader)  # of a CombinedLoader
-    found = list(
-        found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else []
+def one_loader(loader: Any, place: str) -> Any:
+    """Return a data module's loader.
+
+    Raises:
+        ConfigurationError: The function named ``place`` returned a collection of loaders.
+    """
+    parts = (
+        loader.values() if isinstance(loader, dict) else loader if isinstance(loader, list | tuple) else ()
     )
-    return found if any(isinstance(each, DataLoader) for each in found) else []
+    if isinstance(loader, CombinedLoader) or any(isinstance(part, DataLoader) for part in parts):
+        raise ConfigurationError(
+            f"{place} returns a {type(loader).__name__} of loaders; return one loader, over a data set with the samples of all"
+        )
+    return loader

@@ -37,12 +37,6 @@ _PASSED_ON = (
 )  # fmt: skip
 """Hooks that Lightning calls on its own module, and at the right places for a client's module."""
 
-_OF_SERVER = {
-    "optimizers": "belongs to the server; the run logs client/lr, and a scheduler of configure_optimizers changes it",
-    "lr_schedulers": "belongs to the server; a scheduler of configure_optimizers changes rates",
-    "manual_backward": "belongs to manual optimization; return the loss",
-}
-
 _LOG = inspect.signature(L.LightningModule.log)
 
 ClientValues = dict[int, tuple[LoggedValues, MetricStates]]
@@ -164,9 +158,9 @@ class ClientModule:
                 own = getattr(self.module, hook)
                 vars(run)[hook] = self._of_evaluations(own, run) if hook in _TRANSFER else own
         self.module._trainer = ClientTrainer(run, self)  # type: ignore[assignment]  # acts as a trainer
-        vars(self.module)["log"] = _Log(self)
-        for name, reason in _OF_SERVER.items():
-            vars(self.module)[name] = _Refusal(name, reason)
+        # plain functions, because a copy of a module copies bound methods with their objects
+        vars(self.module)["log"] = lambda *given, **named: self.log(*given, **named)
+        vars(self.module)["optimizers"] = lambda *_, **__: self.module.trainer.optimizers
 
     @staticmethod
     def _of_evaluations(hook: Callable[..., Any], run: Any) -> Callable[..., Any]:
@@ -180,7 +174,7 @@ class ClientModule:
         """Undo :meth:`attach`."""
         for hook in (*_PASSED_ON, *_TRANSFER):
             vars(run).pop(hook, None)
-        for name in ("log", *_OF_SERVER):
+        for name in ("log", "optimizers"):
             vars(self.module).pop(name, None)
         self.module._trainer = None
 
@@ -224,7 +218,7 @@ class ClientModule:
                 self.module.on_train_batch_start(batch, self.local_step) == -1
             ):
                 refuse("on_train_batch_start", "cannot skip the rest of a round by -1; use model.local_steps")
-            outputs = self._called("training_step", batch, self.local_step)
+            outputs = self.call_step("training_step", batch, self.local_step)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else loss and type(loss).__name__
@@ -329,20 +323,14 @@ class ClientModule:
         with self.collecting(values, batch):
             place = (batch_idx, loader or 0)
             self.call(f"on_{kind}_batch_start", batch, *place)
-            outputs = None
-            if self.overrides(f"{kind}_step"):
-                outputs = self._called(
-                    f"{kind}_step", batch, batch_idx, *([] if loader is None else [loader])
-                )
+            numbers = place if loader is not None else place[:1]
+            outputs = self.call_step(f"{kind}_step", batch, *numbers)
             self.call(f"on_{kind}_batch_end", outputs, batch, *place)
         self._loaders = None
         return outputs
 
-    def predict(self, batch: Any, batch_idx: int, loader: int) -> Any:
-        """Return the result of ``predict_step``."""
-        return self._called("predict_step", batch, batch_idx, loader)
-
-    def _called(self, step: str, batch: Any, *numbers: int) -> Any:
+    def call_step(self, step: str, batch: Any, *numbers: int) -> Any:
+        """Call a step with the batch, and with as many of the numbers as its signature accepts."""
         function = getattr(self.module, step)
         accepted = inspect.signature(function).parameters.values()
         if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in accepted):
@@ -409,29 +397,6 @@ class ClientModule:
             raise ConfigurationError(
                 f"self.log({name!r}): the batch has no tensor that tells its size; give batch_size"
             ) from None
-
-
-class _Log:
-    """The method ``log`` of a user's module during a run."""
-
-    def __init__(self, client: ClientModule) -> None:
-        self.client = client
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.client.log(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> "_Log":
-        return self  # a copy of the module is no other run
-
-
-class _Refusal:
-    """A method of Lightning that a client's step must not call."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.name, self.reason = name, reason
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        refuse(f"{self.name}()", self.reason)
 
 
 def _is_plain(value: Any) -> bool:

@@ -5,8 +5,8 @@ from typing import Any, NoReturn
 from fl_lightning.errors import ConfigurationError
 
 _REFUSED = {
-    "optimizers": "belongs to the server; change rates by a scheduler of configure_optimizers",
-    "lr_scheduler_configs": "belongs to the server; a scheduler of configure_optimizers changes rates",
+    "optimizers": "belong to the server; the run logs client/lr, and a scheduler of configure_optimizers changes it",
+    "lr_scheduler_configs": "belong to the server; a scheduler of configure_optimizers changes rates",
     "train_dataloader": "has no batches of a client; use trainer.num_training_batches",
     "datamodule.train_dataloader": "has no batches of a client; use trainer.num_training_batches, or the data modules in .clients",
 }

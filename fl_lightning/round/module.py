@@ -482,12 +482,11 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def prepare_data(self) -> None:
         """Let a LightningModule prepare its data."""
-        if self.client_module is not None:
-            self.client_module.call("prepare_data")
+        self._call_own("prepare_data")
 
     def configure_callbacks(self) -> Any:
         """Return the callbacks of a LightningModule."""
-        return [] if self.client_module is None else self.client_module.call("configure_callbacks")
+        return self._call_own("configure_callbacks") or []
 
     def setup(self, stage: str) -> None:
         """Convert weights to the run's precision, plan rounds, and let methods replace layers."""
@@ -850,7 +849,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Return the server model's outputs on a batch."""
         if self.client_module is not None and self.client_module.overrides("predict_step"):
-            return self.client_module.predict(batch, batch_idx, dataloader_idx)
+            return self.client_module.call_step("predict_step", batch, batch_idx, dataloader_idx)
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def on_validation_model_eval(self) -> None:
