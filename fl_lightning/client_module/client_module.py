@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
@@ -144,7 +145,7 @@ class ClientModule:
 
     def attach(self, run: Any) -> None:
         """Give the module its trainer, and collect what it logs."""
-        self._optimizer, self._told, self._print = None, False, run.print
+        self._optimizer, self._told, self._print = None, set[str](), run.print
         self._round.clear()
         self._plain = {name: value for name, value in self.module.hparams.items() if _is_plain(value)}
         others = [name for name in self.module.hparams if name not in self._plain]
@@ -281,7 +282,7 @@ class ClientModule:
         return {
             client: (
                 values.with_totals({name: x.cpu() for name, x in values.totals().items()}),
-                {n: torch.utils._pytree.tree_map(_on_cpu, state) for n, state in metrics.items()},
+                {n: tree_map_only(Tensor, lambda x: x.detach().cpu(), state) for n, state in metrics.items()},
             )
             for client, (values, metrics) in self.by_client.items()
         }
@@ -302,6 +303,11 @@ class ClientModule:
         self.metrics.put(self._pooled)
         self.call("on_train_epoch_end")
         values = self._round.numbers(self.metrics.metrics)
+        if both := sorted(values.keys() & (self.evaluated - self._told)):
+            self._told.update(both)
+            self._print(
+                f"self.log({both[0]!r}): logged in training and in evaluations, so the metrics of a round have the value of training"
+            )
         shown = {name for name, logged in self._round.items() if logged.prog_bar}
         self._round.clear()
         self.local_step = 0  # Lightning now counts the round
@@ -356,8 +362,8 @@ class ClientModule:
             )
         if self._loaders is not None and given.get("add_dataloader_idx", True):
             name = f"{name}/dataloader_idx_{self._loaders}"
-        if given.get("on_step") and self._sink is self._step and not self._told:
-            self._told = True
+        if given.get("on_step") and self._sink is self._step and "on_step" not in self._told:
+            self._told.add("on_step")
             self._print(
                 "self.log(on_step=True): a round has one row, with the mean over the local steps of all clients"
             )
@@ -408,7 +414,3 @@ def _is_plain(value: Any) -> bool:
     except Exception:  # noqa: BLE001  # pickle calls the object's own code
         return False
     return True
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -47,8 +47,7 @@ class ClientTrainer(_View):
     @property
     def global_step(self) -> int:
         """Number of local steps before the current one."""
-        steps: int = self._seen.current_epoch * self._client.local_steps + self._client.local_step
-        return steps
+        return int(self._seen.current_epoch * self._client.local_steps + self._client.local_step)
 
     @property
     def num_training_batches(self) -> int:

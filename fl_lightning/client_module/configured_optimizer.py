@@ -116,8 +116,5 @@ class ConfiguredOptimizer:
         for old, new in zip(before, self._optimizer.param_groups, strict=True):
             self._changed |= {key for key in old if key != "params" and old[key] != new[key]}
         keys = self._changed & self._optimizer.defaults.keys()
-        return (
-            {label: {key: group[key] for key in keys} for label, group in self._group_of.items()}
-            if keys
-            else {}
-        )
+        groups = self._group_of.items()
+        return {label: {key: group[key] for key in keys} for label, group in groups if keys}

@@ -574,13 +574,9 @@ class FederatedModule(Recorded, L.LightningModule):
         if self.chooses_executor:
             self.executor.close()  # a failed fit may not have closed the executor
             alone = self.client_module and self.client_module.one_by_one
+            reason = f"one client after the other: {alone} of {type(self.model).__name__}"
             self.executor_choice = (
-                Choice(
-                    SequentialExecutor(),
-                    f"one client after the other: {alone} of {type(self.model).__name__}",
-                )
-                if alone
-                else choose_executor(self, len(clients))
+                Choice(SequentialExecutor(), reason) if alone else choose_executor(self, len(clients))
             )
             self.executor = self.executor_choice.executor
         self.record.compiled = decide_compilation(

@@ -126,6 +126,8 @@ class ModuleEvaluation(ServerEvaluation):
         if self._values is None:
             self._values, self._held, self._index = LoggedValues(), self._client.metrics.take(), batch_idx
             self._of_client = loader if by_client else None
+            attributes = vars(self._client.module).items()
+            self._attributes = {name: value for name, value in attributes if not name.startswith("_")}
             self._client.metrics.put(self.kept.get(self._of_client, {}))
             with self._client.collecting(self._values):
                 self._client.call(f"on_{self._kind}_start")
@@ -170,4 +172,6 @@ class ModuleEvaluation(ServerEvaluation):
             }
             self.kept[self._of_client] = best
         self._client.metrics.put(self._held)
+        if self is not self._run.evaluation:  # ranks evaluate different variants
+            vars(self._client.module).update(self._attributes)
         self._values = None

@@ -387,6 +387,43 @@ def test_values_that_a_module_keeps_over_an_evaluation_are_those_of_one_model():
     assert run.metrics["sum"] != run.metrics["sum_halved"]
 
 
+@pytest.mark.parametrize("method", [Variant, callbacks.FedBN, callbacks.ClientEvaluation])
+def test_attributes_that_an_evaluation_sets_are_those_of_the_server(method):
+    class Threshold(Lit):
+        def __init__(self):
+            super().__init__()
+            self.outputs, self.threshold = [], 0.0
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.outputs.append(self.net(batch[0]).max())
+
+        def on_validation_epoch_end(self):
+            self.threshold = float(torch.stack(self.outputs).max())
+            self.outputs.clear()
+            self.log("threshold", self.threshold)
+
+        def on_train_epoch_end(self):
+            self.log("used", self.threshold)
+
+    run = federated(Threshold(), method(), rounds=2)
+    assert run.metrics["used"] == pytest.approx(run.metrics["threshold"], rel=1e-6)
+
+
+def test_a_name_of_training_and_of_evaluations_is_told(capsys):
+    class Same(Lit):
+        def training_step(self, batch, batch_idx):
+            loss = cross_entropy(self(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", 7.0)
+
+    assert federated(Same(), rounds=2).metrics["loss"] < 7
+    assert capsys.readouterr().out.count("self.log('loss'): logged in training and in evaluations") == 1
+
+
 def test_each_clients_own_model_is_evaluated_by_the_modules_own_steps():
     module, method = Lit(metrics=True), callbacks.FedBN()
     run = federated(module, method, rounds=2, **IN_FLOAT)
