@@ -504,6 +504,10 @@ class FederatedModule(Recorded, L.LightningModule):
                 budget, limit = self._asked_rounds()
                 self.client_module.local_steps = max(map(self.plan.full_steps, range(self.data.num_clients)))
                 self.client_module.rounds = budget or limit or 1
+            if stage == "test" and not self.client_module.overrides("test_step"):
+                raise ConfigurationError(
+                    f"model: {type(self.model).__name__} has no test_step to evaluate; write one, or use validate"
+                )
             self.data.evaluates_clients = self.data.server is None
             self.client_module.call("setup", stage)
             self.client_module.call("configure_model")

@@ -11,7 +11,6 @@ from torchmetrics import MaxMetric, MinMetric
 from fl_lightning.client_module import ClientModule
 from fl_lightning.client_module.logged_values import LoggedValues
 from fl_lightning.client_module.metric_states import MetricStates
-from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -40,9 +39,7 @@ class _ModuleTask(Task):
 
     def loss(self, outputs: Any, targets: Any) -> Any:
         """Raise an error, because the module computes its own loss."""
-        raise ConfigurationError(
-            "model: a LightningModule with a training_step has no loss of (outputs, targets)"
-        )
+        raise NotImplementedError("a LightningModule with a training_step has no loss of (outputs, targets)")
 
     def learn(self, names: Mapping[str, bool | None]) -> None:
         """Add the names of logged metrics."""

@@ -547,3 +547,16 @@ def test_an_attribute_may_be_made_at_the_start_of_a_round():
 
     run = federated(Annealed(), rounds=2)
     assert (run.metrics["count"], run.metrics["weight"]) == (4.0, 0.5)
+
+
+def test_a_test_without_a_test_step_is_refused(tmp_path):
+    class NoTest(Lit):
+        test_step = L.LightningModule.test_step
+
+    data = sites(dtype=torch.float32)
+    run = Run(
+        FederatedModule(NoTest(), local_steps=1), data, run_root=tmp_path, max_epochs=1, accelerator="cpu"
+    )
+    assert "val_loss" in run.fit()
+    with pytest.raises(ConfigurationError, match=r"^model: NoTest has no test_step to evaluate; write"):
+        run.module.trainer.test(run.module, datamodule=data)
