@@ -175,9 +175,7 @@ def one_loader(loader: Any, place: str) -> Any:
     Raises:
         ConfigurationError: The function named ``place`` returned a collection of loaders.
     """
-    parts = (
-        loader.values() if isinstance(loader, dict) else loader if isinstance(loader, list | tuple) else ()
-    )
+    parts = loader.values() if isinstance(loader, dict) else loader if type(loader) in (list, tuple) else ()
     if isinstance(loader, CombinedLoader) or any(isinstance(part, DataLoader) for part in parts):
         raise ConfigurationError(
             f"{place} returns a {type(loader).__name__} of loaders; return one loader, over a data set with the samples of all"
