@@ -77,6 +77,8 @@ class ClientModule:
         local_steps: Local steps of a round, of the client with the most local steps.
         rounds: Planned number of rounds.
         metrics: The module's metric objects.
+        one_by_one: Hook because of which clients' steps cannot share a forward pass, or None.
+        transfers: Whether the module changes batches on their way to the device.
         evaluated: Names of the metrics of evaluations.
         by_client: What steps of this round have logged.
 
@@ -99,6 +101,8 @@ class ClientModule:
                     f"model: {name}.{hook} would never be called, as an executor computes the clients' gradients; use a method's "
                     "on_after_local_backward, or leave it out"
                 )
+        self.one_by_one = next(filter(self.overrides, _BY_CLIENT), None)
+        self.transfers = any(map(self.overrides, _TRANSFER))
         self.metrics = MetricObjects(module)
         self.local_step, self.local_steps, self.rounds = 0, 1, 1
         self.by_client: ClientValues = {}
@@ -114,16 +118,6 @@ class ClientModule:
     def overrides(self, hook: str) -> bool:
         """Return whether the module overrides a hook of Lightning."""
         return getattr(type(self.module), hook, None) is not getattr(self._base, hook, None)
-
-    @property
-    def one_by_one(self) -> str | None:
-        """Reason why clients' steps cannot share a forward pass; None if they can."""
-        return next((hook for hook in _BY_CLIENT if self.overrides(hook)), None)
-
-    @property
-    def transfers(self) -> bool:
-        """Whether the module changes the batches on their way to the device."""
-        return any(map(self.overrides, _TRANSFER))
 
     @property
     def optimizer(self) -> ConfiguredOptimizer:
@@ -154,22 +148,18 @@ class ClientModule:
                 f"checkpoints leave out the hyperparameters {', '.join(others)} of {type(self.module).__name__}, which are no plain values; "
                 "give them to load_from_checkpoint"
             )
-        for hook in (*_PASSED_ON, *_TRANSFER):
-            if self.overrides(hook):
-                own = getattr(self.module, hook)
-                vars(run)[hook] = self._of_evaluations(own, run) if hook in _TRANSFER else own
+        for hook in filter(self.overrides, _PASSED_ON):
+            vars(run)[hook] = getattr(self.module, hook)
+        for hook in filter(self.overrides, _TRANSFER):
+            own = getattr(self.module, hook)
+            # Lightning's own training batch stands for a round
+            vars(run)[hook] = lambda batch, *given, own=own: (
+                batch if run.trainer.training else own(batch, *given)
+            )
         self.module._trainer = ClientTrainer(run, self)  # type: ignore[assignment]  # acts as a trainer
         # plain functions, because a copy of a module copies bound methods with their objects
         vars(self.module)["log"] = lambda *given, **named: self.log(*given, **named)
         vars(self.module)["optimizers"] = lambda *_, **__: self.module.trainer.optimizers
-
-    @staticmethod
-    def _of_evaluations(hook: Callable[..., Any], run: Any) -> Callable[..., Any]:
-        def call(batch: Any, *args: Any) -> Any:
-            # Lightning's own training batch stands for a round
-            return batch if run.trainer.training else hook(batch, *args)
-
-        return call
 
     def detach(self, run: Any) -> None:
         """Undo :meth:`attach`."""
@@ -260,11 +250,15 @@ class ClientModule:
     def _keep(self, step: LoggedValues, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
         states = self.metrics.take()
         for number, client in enumerate(clients):
-            values, metrics = self.by_client.setdefault(client, (LoggedValues(), {}))
+            values, _ = self.by_client.setdefault(client, (LoggedValues(), {}))
             values.add_all(step.with_totals({n: x[number].detach() for n, x in logged.items()}))
-            self.by_client[client] = values, self.metrics.merged([metrics, states]) if states else metrics
+            self._add_states(client, states)
             if self.overrides("on_train_batch_end"):
                 self._ended[client] = self._outputs
+
+    def _add_states(self, client: int, states: MetricStates) -> None:
+        values, metrics = self.by_client[client]
+        self.by_client[client] = values, self.metrics.merged([metrics, states]) if states else metrics
 
     def steps_that_ended(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """Yield each client whose step has ended, with a function that calls ``on_train_batch_end``."""
@@ -274,6 +268,7 @@ class ClientModule:
             def call(client: int = client, outputs: Any = outputs, batch: Any = batch) -> None:
                 with self.collecting(self.by_client[client][0], batch):
                     self.module.on_train_batch_end(outputs, batch, self.local_step)
+                self._add_states(client, self.metrics.take())
 
             yield client, call
 
@@ -298,9 +293,13 @@ class ClientModule:
         self.metrics.reset()
         return numbers
 
-    def end_round(self) -> tuple[dict[str, float], set[str]]:
-        """Call ``on_train_epoch_end``; return the round's values, and names that progress bars show."""
-        self.metrics.put(self._pooled)
+    def end_round(self, kept: dict[Any, MetricStates]) -> tuple[dict[str, float], set[str]]:
+        """Call ``on_train_epoch_end``; return the round's values, and names that progress bars show.
+
+        Args:
+            kept: States of best values; the entry ``"train"`` is that of the round before.
+        """
+        self.metrics.put({**kept.get("train", {}), **self._pooled})
         self.call("on_train_epoch_end")
         values = self._round.numbers(self.metrics.metrics)
         if both := sorted(values.keys() & (self.evaluated - self._told)):
@@ -309,6 +308,7 @@ class ClientModule:
                 f"self.log({both[0]!r}): logged in training and in evaluations, so the metrics of a round have the value of training"
             )
         shown = {name for name, logged in self._round.items() if logged.prog_bar}
+        kept["train"] = self.metrics.take_best(self._round)
         self._round.clear()
         self.local_step = 0  # Lightning now counts the round
         return values, shown

@@ -49,7 +49,7 @@ class ServerEvaluation:
         self.diverged = False
         self.class_samples: list[int] = []
         self.class_quality: list[float | None] = []
-        self.kept: dict[int | None, Any] = {}
+        self.kept: dict[Any, Any] = {}
         self._task: Task = Classification()
         self.start()
 

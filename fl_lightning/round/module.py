@@ -621,7 +621,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def on_train_epoch_end(self) -> None:
         """Pass the round's metrics to the loggers. Lightning saves a checkpoint afterwards."""
         if self.client_module is not None:
-            values, shown = self.client_module.end_round()
+            values, shown = self.client_module.end_round(self.evaluation.kept)
             self.ranks.agree(lambda: {"logged values": values}, f"round {self.round}")
             for is_shown in (False, True):
                 self.log_numbers({n: x for n, x in values.items() if (n in shown) == is_shown}, is_shown)

@@ -6,8 +6,6 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from torchmetrics import MaxMetric, MinMetric
-
 from fl_lightning.client_module import ClientModule
 from fl_lightning.client_module.logged_values import LoggedValues
 from fl_lightning.client_module.metric_states import MetricStates
@@ -162,12 +160,7 @@ class ModuleEvaluation(ServerEvaluation):
         self._run.task.learn(large)
         self._client.call(f"on_{self._kind}_end")
         if not self._run.trainer.sanity_checking:
-            reset = {x.metric for x in self._values.values()}  # as in Lightning
-            states = self._client.metrics.take().items()
-            best = {
-                n: x for n, x in states if isinstance(metrics[n], MaxMetric | MinMetric) and n not in reset
-            }
-            self.kept[self._of_client] = best
+            self.kept[self._of_client] = self._client.metrics.take_best(self._values)
         self._client.metrics.put(self._held)
         if self is not self._run.evaluation:  # ranks evaluate different variants
             vars(self._client.module).update(self._attributes)

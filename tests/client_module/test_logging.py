@@ -216,6 +216,28 @@ def test_metric_objects_are_pooled_over_the_clients_of_a_round(participation):
         assert run.metrics[name] == pytest.approx(float(value), abs=1e-6), name
 
 
+def test_metric_objects_may_be_updated_after_a_step():
+    class Later(Lit):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.steps = torchmetrics.MeanMetric(), torchmetrics.SumMetric()
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.steps(1)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.mean(outputs["loss"])
+            self.steps(10)
+            self.log("mean", self.mean)
+
+        def on_train_epoch_end(self):
+            self.log("steps", self.steps.compute())
+
+    run = federated(Later(), rounds=2)
+    assert run.metrics["mean"] == pytest.approx(run.metrics["train_loss"], abs=1e-6)
+    assert run.metrics["steps"] == 44.0
+
+
 def test_metrics_that_wrap_a_metric_are_pooled():
     class Wrapped(Lit):
         def __init__(self):
@@ -445,9 +467,14 @@ class KeepsBest(Lit):
     def __init__(self):
         super().__init__(lr=3.0, optimizer="plain")
         self.mean, self.best = torchmetrics.MeanMetric(), torchmetrics.MinMetric()
+        self.largest = torchmetrics.MaxMetric()
 
     def on_train_start(self):
         self.best.reset()
+
+    def on_train_epoch_end(self):
+        self.largest(10.0 - self.current_epoch)
+        self.log("largest", self.largest.compute())
 
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
@@ -477,6 +504,7 @@ def test_a_best_value_is_that_of_all_rounds(server, tmp_path):
     half.fitted.save_checkpoint(tmp_path / "half.ckpt")
     resumed, _ = trained(5, ckpt_path=tmp_path / "half.ckpt")
     assert resumed.metrics["val_best"] == whole.metrics["val_best"] == bests[-1]
+    assert resumed.metrics["largest"] == whole.metrics["largest"] == 10.0
 
 
 class Reads(Callback):
