@@ -115,11 +115,11 @@ class ConfiguredOptimizer:
                         f"configure_optimizers: {name} ends before the run: {error}"
                     ) from error
             self._taken[number] = due
-        self._changed |= self._changes()
-        self._known = [dict(group) for group in self._optimizer.param_groups]
+        if changed := self._changes():
+            self._changed |= changed
+            self._known = [dict(group) for group in self._optimizer.param_groups]
         keys = self._changed & self._optimizer.defaults.keys()
-        groups = self._group_of.items()
-        return {label: {key: group[key] for key in keys} for label, group in groups if keys}
+        return {label: {key: group[key] for key in keys} for label, group in self._group_of.items() if keys}
 
     def _changes(self) -> set[str]:
         pairs = zip(self._known, self._optimizer.param_groups, strict=True)
