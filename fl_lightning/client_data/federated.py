@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.heterogeneity import heterogeneity
-from fl_lightning.client_data.loaders import LoaderBatches
+from fl_lightning.client_data.loaders import LoaderBatches, one_loader
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.recorded import Recorded
 
-_NEVER_CALLED = ("on_before_batch_transfer", "on_after_batch_transfer")
+_NEVER_CALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks that Lightning calls only for the data module of the trainer."""
 
 
@@ -374,6 +374,9 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         Returns:
             The client's ``val_dataloader()`` or ``test_dataloader()``; None if the client has no
             such loader.
+
+        Raises:
+            ConfigurationError: The client has several such loaders.
         """
         client = self.clients[client_id]
         if not is_overridden(f"{split}_dataloader", client):
@@ -383,7 +386,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         if not set_up_for_fit and (client_id, stage) not in self._own_prepared:
             client.setup(stage)
             self._own_prepared.add((client_id, stage))
-        return getattr(client, f"{split}_dataloader")()
+        place = f"clients[{client_id}].{split}_dataloader()"
+        return one_loader(getattr(client, f"{split}_dataloader")(), place)
 
     def _source(self, client_id: int) -> ClientDataModule | LoaderBatches:
         client = self.clients[client_id]

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -52,16 +53,17 @@ class LoaderBatches:
     def __init__(self, datamodule: L.LightningDataModule, client_id: int, seed: int) -> None:
         self.client_id = client_id
         self.seed = seed
-        self.loader: DataLoader[Any] = datamodule.train_dataloader()
+        place = f"clients[{client_id}].train_dataloader()"
+        self.loader: DataLoader[Any] = one_loader(datamodule.train_dataloader(), place)
         try:
             self.steps_per_epoch = len(self.loader)
         except TypeError as error:
             raise ConfigurationError(
-                f"clients[{client_id}].train_dataloader() has no length; a client needs a loader over a sized dataset"
+                f"{place} has no length; a client needs a loader over a sized dataset"
             ) from error
         if self.steps_per_epoch == 0:
             raise ConfigurationError(
-                f"clients[{client_id}].train_dataloader() yields no batch: the client has fewer samples than a batch; "
+                f"{place} yields no batch: the client has fewer samples than a batch; "
                 "use a smaller batch_size or drop_last=False"
             )
         self._at_random = (
@@ -165,3 +167,17 @@ class LoaderBatches:
 
     def _seeded(self, purpose: str, *coordinates: int) -> AbstractContextManager[None]:
         return seeded(derive_seed(self.seed, purpose, self.client_id, *coordinates))
+
+
+def one_loader(loader: Any, place: str) -> Any:
+    """Return a data module's loader.
+
+    Raises:
+        ConfigurationError: The function named ``place`` returned a collection of loaders.
+    """
+    parts = loader.values() if isinstance(loader, dict) else loader if type(loader) in (list, tuple) else ()
+    if isinstance(loader, CombinedLoader) or any(isinstance(part, DataLoader) for part in parts):
+        raise ConfigurationError(
+            f"{place} returns a {type(loader).__name__} of loaders; return one loader, over a data set with the samples of all"
+        )
+    return loader

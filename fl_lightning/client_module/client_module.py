@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
@@ -36,12 +37,6 @@ _PASSED_ON = (
     "on_predict_batch_end", "on_predict_epoch_end", "on_predict_end",
 )  # fmt: skip
 """Hooks that Lightning calls on its own module, and at the right places for a client's module."""
-
-_OF_SERVER = {
-    "optimizers": "belongs to the server; change rates by a scheduler of configure_optimizers",
-    "lr_schedulers": "belongs to the server; a scheduler of configure_optimizers changes rates",
-    "manual_backward": "belongs to manual optimization; return the loss",
-}
 
 _LOG = inspect.signature(L.LightningModule.log)
 
@@ -80,7 +75,10 @@ class ClientModule:
         module: The user's module.
         local_step: The current local step of the round, from 0.
         local_steps: Local steps of a round, of the client with the most local steps.
+        rounds: Planned number of rounds.
         metrics: The module's metric objects.
+        one_by_one: Hook because of which clients' steps cannot share a forward pass, or None.
+        transfers: Whether the module changes batches on their way to the device.
         evaluated: Names of the metrics of evaluations.
         by_client: What steps of this round have logged.
 
@@ -103,8 +101,10 @@ class ClientModule:
                     f"model: {name}.{hook} would never be called, as an executor computes the clients' gradients; use a method's "
                     "on_after_local_backward, or leave it out"
                 )
+        self.one_by_one = next(filter(self.overrides, _BY_CLIENT), None)
+        self.transfers = any(map(self.overrides, _TRANSFER))
         self.metrics = MetricObjects(module)
-        self.local_step, self.local_steps = 0, 1
+        self.local_step, self.local_steps, self.rounds = 0, 1, 1
         self.by_client: ClientValues = {}
         self.evaluated: set[str] = set()
         self._round = self._sink = self._step = LoggedValues()
@@ -118,11 +118,6 @@ class ClientModule:
     def overrides(self, hook: str) -> bool:
         """Return whether the module overrides a hook of Lightning."""
         return getattr(type(self.module), hook, None) is not getattr(self._base, hook, None)
-
-    @property
-    def one_by_one(self) -> str | None:
-        """Reason why clients' steps cannot share a forward pass; None if they can."""
-        return next((hook for hook in _BY_CLIENT if self.overrides(hook)), None)
 
     @property
     def optimizer(self) -> ConfiguredOptimizer:
@@ -144,7 +139,7 @@ class ClientModule:
 
     def attach(self, run: Any) -> None:
         """Give the module its trainer, and collect what it logs."""
-        self._optimizer, self._told, self._print = None, False, run.print
+        self._optimizer, self._told, self._print = None, set[str](), run.print
         self._round.clear()
         self._plain = {name: value for name, value in self.module.hparams.items() if _is_plain(value)}
         others = [name for name in self.module.hparams if name not in self._plain]
@@ -153,28 +148,24 @@ class ClientModule:
                 f"checkpoints leave out the hyperparameters {', '.join(others)} of {type(self.module).__name__}, which are no plain values; "
                 "give them to load_from_checkpoint"
             )
-        for hook in (*_PASSED_ON, *_TRANSFER):
-            if self.overrides(hook):
-                own = getattr(self.module, hook)
-                vars(run)[hook] = self._of_evaluations(own, run) if hook in _TRANSFER else own
-        self.module._trainer = ClientTrainer(run, self)  # type: ignore[assignment]  # acts as a trainer
-        vars(self.module)["log"] = _Log(self)
-        for name, reason in _OF_SERVER.items():
-            vars(self.module)[name] = _Refusal(name, reason)
-
-    @staticmethod
-    def _of_evaluations(hook: Callable[..., Any], run: Any) -> Callable[..., Any]:
-        def call(batch: Any, *args: Any) -> Any:
+        for hook in filter(self.overrides, _PASSED_ON):
+            vars(run)[hook] = getattr(self.module, hook)
+        for hook in filter(self.overrides, _TRANSFER):
+            own = getattr(self.module, hook)
             # Lightning's own training batch stands for a round
-            return batch if run.trainer.training else hook(batch, *args)
-
-        return call
+            vars(run)[hook] = lambda batch, *given, own=own: (
+                batch if run.trainer.training else own(batch, *given)
+            )
+        self.module._trainer = ClientTrainer(run, self)  # type: ignore[assignment]  # acts as a trainer
+        # plain functions, because a copy of a module copies bound methods with their objects
+        vars(self.module)["log"] = lambda *given, **named: self.log(*given, **named)
+        vars(self.module)["optimizers"] = lambda *_, **__: self.module.trainer.optimizers
 
     def detach(self, run: Any) -> None:
         """Undo :meth:`attach`."""
         for hook in (*_PASSED_ON, *_TRANSFER):
             vars(run).pop(hook, None)
-        for name in ("log", *_OF_SERVER):
+        for name in ("log", "optimizers"):
             vars(self.module).pop(name, None)
         self.module._trainer = None
 
@@ -194,7 +185,6 @@ class ClientModule:
         Raises:
             ConfigurationError: The hook freezes parameters or BN layers, or the reverse.
         """
-        self.by_client, self._pooled = {}, {}
         modes = {layer: layer.training for layer in batch_norm_layers(self.module).values()}
         self.call("on_train_epoch_start")
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -206,6 +196,10 @@ class ClientModule:
                 "in all rounds; freeze by a method, such as FixBN, or in configure_optimizers"
             )
 
+    def forget_steps(self) -> None:
+        """Forget what local steps have logged."""
+        self.by_client, self._pooled, self.local_step = {}, {}, 0
+
     def loss(self, batch: Any) -> Tensor:
         """Return the loss that ``training_step`` returns for a batch."""
         self.metrics.reset()  # a method may have called this method outside of a local step
@@ -215,16 +209,17 @@ class ClientModule:
                 self.module.on_train_batch_start(batch, self.local_step) == -1
             ):
                 refuse("on_train_batch_start", "cannot skip the rest of a round by -1; use model.local_steps")
-            outputs = self._called("training_step", batch, self.local_step)
+            outputs = self.call_step("training_step", batch, self.local_step)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else loss and type(loss).__name__
             raise ConfigurationError(
-                f"model: {type(self.module).__name__}.training_step returns {loss if loss is None else type(loss).__name__}; "
+                f"model: {type(self.module).__name__}.training_step returns {kind}; "
                 "return the loss, or a dict with the loss, as each client takes each of its local steps"
             )
         more = outputs if isinstance(outputs, Mapping) else {}
         self._outputs = {**more, "loss": loss.detach()}, batch
-        return loss
+        return loss.reshape(())
 
     def logged(self) -> dict[str, Tensor]:
         """Return the values that the last :meth:`loss` has logged, so that vmap can stack them.
@@ -233,6 +228,7 @@ class ClientModule:
             CannotVectorize: The step has updated a metric object for several clients at once.
         """
         if peek_interpreter_stack() is not None and (name := self.metrics.updated):
+            self.metrics.reset()  # or the end of the run would move tensors of vmap, which fails
             raise CannotVectorize(
                 f"model: training_step of {type(self.module).__name__} updates the metric object {name!r}, which cannot be done for several "
                 "clients at once; use SequentialExecutor and no joint forward pass (FedTAN), or update it in validation_step only"
@@ -255,11 +251,15 @@ class ClientModule:
     def _keep(self, step: LoggedValues, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
         states = self.metrics.take()
         for number, client in enumerate(clients):
-            values, metrics = self.by_client.setdefault(client, (LoggedValues(), {}))
+            values, _ = self.by_client.setdefault(client, (LoggedValues(), {}))
             values.add_all(step.with_totals({n: x[number].detach() for n, x in logged.items()}))
-            self.by_client[client] = values, self.metrics.merged([metrics, states]) if states else metrics
+            self._add_states(client, states)
             if self.overrides("on_train_batch_end"):
                 self._ended[client] = self._outputs
+
+    def _add_states(self, client: int, states: MetricStates) -> None:
+        values, metrics = self.by_client[client]
+        self.by_client[client] = values, self.metrics.merged([metrics, states]) if states else metrics
 
     def steps_that_ended(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """Yield each client whose step has ended, with a function that calls ``on_train_batch_end``."""
@@ -269,6 +269,7 @@ class ClientModule:
             def call(client: int = client, outputs: Any = outputs, batch: Any = batch) -> None:
                 with self.collecting(self.by_client[client][0], batch):
                     self.module.on_train_batch_end(outputs, batch, self.local_step)
+                self._add_states(client, self.metrics.take())
 
             yield client, call
 
@@ -277,30 +278,46 @@ class ClientModule:
         return {
             client: (
                 values.with_totals({name: x.cpu() for name, x in values.totals().items()}),
-                {n: torch.utils._pytree.tree_map(_on_cpu, state) for n, state in metrics.items()},
+                {n: tree_map_only(Tensor, lambda x: x.detach().cpu(), state) for n, state in metrics.items()},
             )
             for client, (values, metrics) in self.by_client.items()
         }
 
-    def merge(self, parts: Sequence[tuple[LoggedValues, MetricStates]]) -> None:
-        """Combine what the clients have logged, in their order."""
+    def merge(self, parts: Sequence[tuple[LoggedValues, MetricStates]]) -> dict[str, float]:
+        """Combine what the clients have logged, in their order, and return it, after their local steps."""
+        self.local_step = self.local_steps
         for values, _ in parts:
             self._round.add_all(values)
         self._pooled = self.metrics.merged([metrics for _, metrics in parts])
-
-    def end_round(self) -> tuple[dict[str, float], set[str]]:
-        """Call ``on_train_epoch_end``; return the round's values, and names that progress bars show."""
         self.metrics.put(self._pooled)
+        numbers = self._round.numbers(self.metrics.metrics)
+        self.metrics.reset()
+        return numbers
+
+    def end_round(self, kept: dict[Any, MetricStates]) -> tuple[dict[str, float], set[str]]:
+        """Call ``on_train_epoch_end``; return the round's values, and names that progress bars show.
+
+        Args:
+            kept: States of best values; the entry ``"train"`` is that of the round before.
+        """
+        self.metrics.put({**kept.get("train", {}), **self._pooled})
         self.call("on_train_epoch_end")
         values = self._round.numbers(self.metrics.metrics)
+        if both := sorted(values.keys() & (self.evaluated - self._told)):
+            self._told.update(both)
+            self._print(
+                f"self.log({both[0]!r}): logged in training and in evaluations, so the metrics of a round have the value of training"
+            )
         shown = {name for name, logged in self._round.items() if logged.prog_bar}
+        kept["train"] = self.metrics.take_best(self._round)
         self._round.clear()
+        self.local_step = 0  # Lightning now counts the round
         return values, shown
 
     def evaluate(
         self, kind: str, batch: Any, batch_idx: int, loader: int | None, values: LoggedValues
-    ) -> None:
-        """Call the evaluation step and the hooks before and after it for a batch.
+    ) -> Any:
+        """Return what the evaluation step returns for a batch; call the hooks before and after it.
 
         Args:
             kind: ``"validation"`` or ``"test"``.
@@ -313,19 +330,14 @@ class ClientModule:
         with self.collecting(values, batch):
             place = (batch_idx, loader or 0)
             self.call(f"on_{kind}_batch_start", batch, *place)
-            outputs = None
-            if self.overrides(f"{kind}_step"):
-                outputs = self._called(
-                    f"{kind}_step", batch, batch_idx, *([] if loader is None else [loader])
-                )
+            numbers = place if loader is not None else place[:1]
+            outputs = self.call_step(f"{kind}_step", batch, *numbers)
             self.call(f"on_{kind}_batch_end", outputs, batch, *place)
         self._loaders = None
+        return outputs
 
-    def predict(self, batch: Any, batch_idx: int, loader: int) -> Any:
-        """Return the result of ``predict_step``."""
-        return self._called("predict_step", batch, batch_idx, loader)
-
-    def _called(self, step: str, batch: Any, *numbers: int) -> Any:
+    def call_step(self, step: str, batch: Any, *numbers: int) -> Any:
+        """Call a step with the batch, and with as many of the numbers as its signature accepts."""
         function = getattr(self.module, step)
         accepted = inspect.signature(function).parameters.values()
         if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in accepted):
@@ -351,8 +363,8 @@ class ClientModule:
             )
         if self._loaders is not None and given.get("add_dataloader_idx", True):
             name = f"{name}/dataloader_idx_{self._loaders}"
-        if given.get("on_step") and self._sink is self._step and not self._told:
-            self._told = True
+        if given.get("on_step") and self._sink is self._step and "on_step" not in self._told:
+            self._told.add("on_step")
             self._print(
                 "self.log(on_step=True): a round has one row, with the mean over the local steps of all clients"
             )
@@ -394,29 +406,6 @@ class ClientModule:
             ) from None
 
 
-class _Log:
-    """The method ``log`` of a user's module during a run."""
-
-    def __init__(self, client: ClientModule) -> None:
-        self.client = client
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.client.log(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> "_Log":
-        return self  # a copy of the module is no other run
-
-
-class _Refusal:
-    """A method of Lightning that a client's step must not call."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.name, self.reason = name, reason
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        refuse(f"{self.name}()", self.reason)
-
-
 def _is_plain(value: Any) -> bool:
     file = io.BytesIO()
     try:
@@ -426,7 +415,3 @@ def _is_plain(value: Any) -> bool:
     except Exception:  # noqa: BLE001  # pickle calls the object's own code
         return False
     return True
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -5,32 +5,49 @@ from typing import Any, NoReturn
 from fl_lightning.errors import ConfigurationError
 
 _REFUSED = {
-    "optimizers": "belongs to the server; change rates by a scheduler of configure_optimizers",
-    "lr_scheduler_configs": "belongs to the server; a scheduler of configure_optimizers changes rates",
+    "optimizers": "belong to the server; the run logs client/lr, and a scheduler of configure_optimizers changes it",
+    "lr_scheduler_configs": "belong to the server; a scheduler of configure_optimizers changes rates",
     "train_dataloader": "has no batches of a client; use trainer.num_training_batches",
+    "datamodule.train_dataloader": "has no batches of a client; use trainer.num_training_batches, or the data modules in .clients",
 }
 
 
-class ClientTrainer:
+class _View:
+    """An object of the run, some of whose attributes are refused."""
+
+    def __init__(self, seen: Any, place: str) -> None:
+        vars(self).update(_seen=seen, _place=place)
+
+    def __getattr__(self, name: str) -> Any:
+        if (place := self._place + name) in _REFUSED:
+            refuse(f"trainer.{place}", _REFUSED[place])
+        return getattr(self._seen, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._seen, name, value)
+
+
+class ClientTrainer(_View):
     """The run's trainer, with the counts of a client.
 
     ``current_epoch`` is the round minus 1. E is the largest number of local steps that a client takes
     in a round. ``global_step`` is (round - 1) E + k in local step k. ``num_training_batches`` is E.
-    ``estimated_stepping_batches`` is E times the planned rounds. Everything else is the trainer's.
+    ``estimated_stepping_batches`` is E times the planned rounds. Between the last local step and the
+    next round, ``global_step`` counts the round's steps. Everything else is the trainer's.
 
     Args:
         run: The federated module.
-        client: The client's module, whose ``local_step`` and ``local_steps`` are read.
+        client: The client's module, whose counts are read.
     """
 
     def __init__(self, run: Any, client: Any) -> None:
-        vars(self).update(_run=run, _client=client)
+        super().__init__(run.trainer, "")
+        vars(self).update(_client=client, datamodule=_View(run.trainer.datamodule, "datamodule."))
 
     @property
     def global_step(self) -> int:
         """Number of local steps before the current one."""
-        steps: int = self._run.trainer.current_epoch * self._client.local_steps + self._client.local_step
-        return steps
+        return int(self._seen.current_epoch * self._client.local_steps + self._client.local_step)
 
     @property
     def num_training_batches(self) -> int:
@@ -40,20 +57,12 @@ class ClientTrainer:
     @property
     def estimated_stepping_batches(self) -> int:
         """Number of local steps of the run."""
-        return int(self._client.local_steps * (self._run.total_rounds or 1))
+        return int(self._client.local_steps * self._client.rounds)
 
     @property
     def is_last_batch(self) -> bool:
         """Whether the current local step is the last of the round."""
         return bool(self._client.local_step == self._client.local_steps - 1)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _REFUSED:
-            refuse(f"trainer.{name}", _REFUSED[name])
-        return getattr(self._run.trainer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._run.trainer, name, value)
 
 
 def refuse(name: str, reason: str) -> NoReturn:

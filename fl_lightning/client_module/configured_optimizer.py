@@ -48,19 +48,28 @@ class ConfiguredOptimizer:
                 f"{place}: {len(optimizers)} optimizers; a client has one optimizer of torch"
             )
         self._optimizer: Optimizer = optimizers[0]
-        for config in self._schedulers:
-            if config.reduce_on_plateau:
-                raise ConfigurationError(
-                    f"{place}: ReduceLROnPlateau reads metrics, which clients do not share; use a schedule over steps or epochs"
-                )
+        if any(config.reduce_on_plateau for config in self._schedulers):
+            raise ConfigurationError(
+                f"{place}: ReduceLROnPlateau reads metrics, which clients do not share; use a schedule over steps or epochs"
+            )
+        if self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks:
+            raise ConfigurationError(
+                f"{place}: hooks of the optimizer's step would never be called; use on_train_batch_end"
+            )
         self._taken = [0 for _ in self._schedulers]
-        self._changed: set[str] = set()
+        self._changed = {"lr"} if self._schedulers else set[str]()
+        self._known = [dict(group) for group in self._optimizer.param_groups]
         names = {parameter: name for name, parameter in module.named_parameters()}
         kinds = parameter_groups(module, {})
         self.groups: dict[str, str] = {}
         self._group_of: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
+                if parameter not in names:
+                    raise ConfigurationError(
+                        f"{place}: a parameter {[*parameter.shape]} of the optimizer would not be trained, as it belongs to no "
+                        "part of the module; make its layer an attribute, or use nn.ModuleList in place of a list"
+                    )
                 if (name := names.get(parameter)) in kinds:
                     label = kinds[name] + (f"_{number}" if number else "")
                     self.groups[name], self._group_of[label] = label, group
@@ -84,7 +93,11 @@ class ConfiguredOptimizer:
             local_steps: Local steps of the client with the most local steps in a round.
             step: The current local step, from 0.
         """
-        before = [dict(group) for group in self._optimizer.param_groups]
+        if changed := self._changes():
+            raise ConfigurationError(
+                f"configure_optimizers: a hook or step changed {min(changed)!r} of the optimizer, which no checkpoint contains; change it by "
+                "a scheduler, such as LambdaLR"
+            )
         for number, config in enumerate(self._schedulers):
             every = config.frequency
             # as Lightning, which counts steps from the start of each epoch
@@ -102,13 +115,12 @@ class ConfiguredOptimizer:
                         f"configure_optimizers: {name} ends before the run: {error}"
                     ) from error
             self._taken[number] = due
-        if self._schedulers:
-            self._changed.add("lr")
-        for old, new in zip(before, self._optimizer.param_groups, strict=True):
-            self._changed |= {key for key in old if key != "params" and old[key] != new[key]}
+        if changed := self._changes():
+            self._changed |= changed
+            self._known = [dict(group) for group in self._optimizer.param_groups]
         keys = self._changed & self._optimizer.defaults.keys()
-        return (
-            {label: {key: group[key] for key in keys} for label, group in self._group_of.items()}
-            if keys
-            else {}
-        )
+        return {label: {key: group[key] for key in keys} for label, group in self._group_of.items() if keys}
+
+    def _changes(self) -> set[str]:
+        pairs = zip(self._known, self._optimizer.param_groups, strict=True)
+        return {key for old, new in pairs for key in old if key != "params" and old[key] != new[key]}

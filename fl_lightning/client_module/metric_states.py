@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torchmetrics import Metric
+from torchmetrics import MaxMetric, Metric, MinMetric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from fl_lightning.errors import ConfigurationError
@@ -47,6 +47,15 @@ class MetricObjects:
         }
         self.reset()
         return states
+
+    def take_best(self, logged: Mapping[str, Any]) -> MetricStates:
+        """Return the states of best values, and reset all metrics.
+
+        Metrics that are logged as objects have no state, because Lightning resets them.
+        """
+        reset = {each.metric for each in logged.values()}
+        best = {name for name, x in self.metrics.items() if isinstance(x, MaxMetric | MinMetric)} - reset
+        return {name: state for name, state in self.take().items() if name in best}
 
     def put(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Reset all metrics, and set the given states."""

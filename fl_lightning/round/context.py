@@ -36,6 +36,7 @@ class RunContext(ClientTask, Protocol):
         communication: Bytes and exchanges of the newest round.
         tracking_layers: BN layers that update running statistics in training. BN layers in eval
             mode are not included.
+        evaluation: Evaluation of the server's model.
     """
 
     client_module: ClientModule | None
@@ -54,6 +55,7 @@ class RunContext(ClientTask, Protocol):
     clock: RoundClock
     communication: Communication
     tracking_layers: list[_BatchNorm]
+    evaluation: Any
 
     @property
     def data(self) -> FederatedDataModule:
@@ -118,6 +120,9 @@ class RunContext(ClientTask, Protocol):
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
         """Log metrics of this round that are plain numbers."""
+
+    def show_to_callbacks(self, metrics: Mapping[str, float]) -> None:
+        """Set values of ``trainer.callback_metrics``."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first rank only."""

@@ -40,6 +40,7 @@ class ServerEvaluation:
             the list is empty.
         class_quality: Main metric of each class, such as the accuracy; None for a class without
             samples. Without class labels, the list is empty.
+        kept: States that the next evaluation needs, such as the best value so far, by client.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class ServerEvaluation:
         self.diverged = False
         self.class_samples: list[int] = []
         self.class_quality: list[float | None] = []
+        self.kept: dict[Any, Any] = {}
         self._task: Task = Classification()
         self.start()
 

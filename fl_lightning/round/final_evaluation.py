@@ -14,8 +14,8 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     Args:
         module: The trained module.
     """
-    trainer, data = module.trainer, module.data
-    own = module.client_module.evaluated if module.client_module else set()
+    trainer, data, client = module.trainer, module.data, module.client_module
+    own = client.evaluated if client else set()
     metrics = {n: value for n, value in module.metrics.items() if n.startswith("val/") or n in own}
     measured = {module.metric_name("val", n): value for n, value in module.evaluation.metrics.items()}
     # a finished run that is resumed has its checkpoint's metrics, but has not evaluated the model
@@ -24,7 +24,8 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     if not known and data.fit_split == "val" and has_batches(data.val_dataloader()):
         # these calls return no metrics if limit_val_batches or limit_test_batches is 0
         evaluations += trainer.validate(module, datamodule=data, verbose=False)
-    if has_batches(data.test_dataloader()):
+    data.setup("test")
+    if has_batches(data.test_dataloader()) and (client is None or client.overrides("test_step")):
         evaluations += trainer.test(module, datamodule=data, verbose=False)
     for evaluation in evaluations:
         metrics |= evaluation

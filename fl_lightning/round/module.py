@@ -38,7 +38,7 @@ from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
 from fl_lightning.optimizers.client_lr import LRSchedule, lr_factor
 from fl_lightning.optimizers.settings import OptimizerCallable
-from fl_lightning.randomness import isolated
+from fl_lightning.randomness import derive_seed, isolated, seeded
 from fl_lightning.ranks import Ranks
 from fl_lightning.recorded import Recorded
 from fl_lightning.round import hooks
@@ -272,7 +272,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self._parts: tuple[str, ...] | None = None
         self._modes: dict[nn.Module, bool] = {}
         self._eval_mode = ExitStack()
-        self._resumed = False
+        self._resumed = self._unchecked = False
         self._left_out: dict[str, str] | None = None
         self._evaluate_every: int | None = None
 
@@ -394,7 +394,14 @@ class FederatedModule(Recorded, L.LightningModule):
             self.client_module.local_step = step
         sources = plan.sources(clients, self.round, step)
         batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
-        return (batches.union() if self.centralised else batches).map(self.on_device)
+        batches = batches.union() if self.centralised else batches
+        if self.client_module is None or not self.client_module.transfers:
+            return batches.map(self.on_device)
+        moved = []
+        for client, position, batch in zip(*sources, batches.batches(), strict=not self.centralised):
+            with seeded(derive_seed(self.seed, "transfer", client, position)):
+                moved.append(self.on_device(batch))
+        return BatchStack(batches=moved)
 
     def client_loss(self, batch: Any) -> Tensor:
         """Return a client's loss, a scalar.
@@ -449,7 +456,8 @@ class FederatedModule(Recorded, L.LightningModule):
         if self.client_module is not None:
             # a rank without clients computes a client of the first rank again
             logged = {client: x for part in reversed(of_ranks) for client, x in part.items()}
-            self.client_module.merge([logged[client] for client in clients if client in logged])
+            merged = self.client_module.merge([logged[client] for client in clients if client in logged])
+            self.show_to_callbacks(merged)
 
     def weight_share(self, cohort: Cohort) -> float:
         """Return the cohort's share of the total weight of all clients.
@@ -478,19 +486,32 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def prepare_data(self) -> None:
         """Let a LightningModule prepare its data."""
-        if self.client_module is not None:
-            self.client_module.call("prepare_data")
+        self._call_own("prepare_data")
 
     def configure_callbacks(self) -> Any:
         """Return the callbacks of a LightningModule."""
-        return [] if self.client_module is None else self.client_module.call("configure_callbacks")
+        return self._call_own("configure_callbacks") or []
 
     def setup(self, stage: str) -> None:
         """Convert weights to the run's precision, plan rounds, and let methods replace layers."""
         # correct the rank, because Lightning uses a scheduler's rank even for separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
+        if stage == "fit":
+            self.evaluation.kept = {}
+            check_trainer(self.trainer)
+            require_clients(self.data)
+            self.plan = self.make_plan(self.data)
+            self.plan.check((self.aggregator, self.statistics.rule))
         if self.client_module is not None:
             self.client_module.attach(self)
+            if stage == "fit":
+                budget, limit = self._asked_rounds()
+                self.client_module.local_steps = max(map(self.plan.full_steps, range(self.data.num_clients)))
+                self.client_module.rounds = budget or limit or 1
+            if stage == "test" and not self.client_module.overrides("test_step"):
+                raise ConfigurationError(
+                    f"model: {type(self.model).__name__} has no test_step to evaluate; write one, or use validate"
+                )
             self.data.evaluates_clients = self.data.server is None
             self.client_module.call("setup", stage)
             self.client_module.call("configure_model")
@@ -515,10 +536,6 @@ class FederatedModule(Recorded, L.LightningModule):
         self.prepare_metrics()
         if stage != "fit":
             return
-        check_trainer(self.trainer)
-        require_clients(self.data)
-        self.plan = self.make_plan(self.data)
-        self.plan.check((self.aggregator, self.statistics.rule))
         for note in self.data.notes:
             self.print(note)
         restore_batch_norm(self.model)  # a failed fit may have left replaced layers in the model
@@ -567,13 +584,9 @@ class FederatedModule(Recorded, L.LightningModule):
         if self.chooses_executor:
             self.executor.close()  # a failed fit may not have closed the executor
             alone = self.client_module and self.client_module.one_by_one
+            reason = f"one client after the other: {alone} of {type(self.model).__name__}"
             self.executor_choice = (
-                Choice(
-                    SequentialExecutor(),
-                    f"one client after the other: {alone} of {type(self.model).__name__}",
-                )
-                if alone
-                else choose_executor(self, len(clients))
+                Choice(SequentialExecutor(), reason) if alone else choose_executor(self, len(clients))
             )
             self.executor = self.executor_choice.executor
         self.record.compiled = decide_compilation(
@@ -589,19 +602,24 @@ class FederatedModule(Recorded, L.LightningModule):
         self._cohort = None
 
     def on_train_start(self) -> None:
-        """Check metrics, outputs and first local steps, and record digests of the data."""
+        """Check metrics and outputs, and record digests of the data."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
         self.output_check.before_training(self)
         self._call_own("on_train_start")
         self.record.data = self.record.data or self.data.fingerprint()
-        if self.check_first_steps:
-            self.ranks.exchange(self._check_first_steps)
+        self._unchecked = self.check_first_steps
 
     def on_train_epoch_start(self) -> None:
-        """Request an evaluation in the last round, whatever ``check_val_every_n_epoch`` is."""
+        """Check the first local steps, and request an evaluation in the last round."""
         if self.client_module is not None:
-            self.client_module.start_round()
+            with seeded(derive_seed(self.seed, "on_train_epoch_start", self.round)):
+                self.client_module.start_round()
+        if self._unchecked:  # not earlier, because steps may read what on_train_epoch_start sets
+            self.ranks.exchange(self._check_first_steps)
+            self._unchecked = False
+        if self.client_module is not None:
+            self.client_module.forget_steps()
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1
@@ -609,7 +627,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def on_train_epoch_end(self) -> None:
         """Pass the round's metrics to the loggers. Lightning saves a checkpoint afterwards."""
         if self.client_module is not None:
-            values, shown = self.client_module.end_round()
+            values, shown = self.client_module.end_round(self.evaluation.kept)
             self.ranks.agree(lambda: {"logged values": values}, f"round {self.round}")
             for is_shown in (False, True):
                 self.log_numbers({n: x for n, x in values.items() if (n in shown) == is_shown}, is_shown)
@@ -633,6 +651,12 @@ class FederatedModule(Recorded, L.LightningModule):
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
+    def _asked_rounds(self) -> tuple[int | None, int | None]:
+        """Return the rounds of ``model.budget_epochs``, and of ``trainer.max_epochs``."""
+        limit = self.trainer.max_epochs
+        budget = self.plan.limit(self.budget_epochs) if self.budget_epochs is not None else None
+        return budget, None if limit == -1 else limit
+
     def _fix_rounds(self) -> int:
         """Set and return the planned number of rounds. A resumed run keeps the number."""
         trainer = self.trainer
@@ -640,8 +664,7 @@ class FederatedModule(Recorded, L.LightningModule):
             # discard the totals of an earlier fit of this module
             self.total_rounds, self.record = None, RunRecord()
         self._resumed = False
-        limit = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
-        budget = self.plan.limit(self.budget_epochs) if self.budget_epochs is not None else None
+        budget, limit = self._asked_rounds()
         planned = self.total_rounds or budget or limit
         if planned is None:
             raise ConfigurationError("trainer.max_epochs: set the number of rounds, or model.budget_epochs")
@@ -666,6 +689,7 @@ class FederatedModule(Recorded, L.LightningModule):
             "total_rounds": self.total_rounds,
             "parts": self.parts,
             "record": self.record.state_dict(),
+            "kept": self.evaluation.kept,
             "left_out": {}
             if self.strict_loading
             else left_out(self.model, checkpoint["state_dict"], self.merged),
@@ -686,6 +710,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])
         self._left_out = state.get("left_out", {})
+        self.evaluation.kept = state.get("kept", {})
         if self._trainer is not None:
             self._check_data(checkpoint["global_step"])
         self._call_own("on_load_checkpoint", checkpoint)
@@ -752,11 +777,15 @@ class FederatedModule(Recorded, L.LightningModule):
         """
         for name, value in metrics.items():
             self.record.add(name, value)
+        self.show_to_callbacks(metrics)
+        if prog_bar:
+            self.trainer.progress_bar_metrics.update(metrics)
+
+    def show_to_callbacks(self, metrics: Mapping[str, float]) -> None:
+        """Set values of ``trainer.callback_metrics``."""
         self.trainer.callback_metrics.update(
             zip(metrics, torch.tensor([*metrics.values()]).unbind(), strict=True)
         )
-        if prog_bar:
-            self.trainer.progress_bar_metrics.update(metrics)
 
     def on_device(self, batch: Any) -> Any:
         """Move a batch to this module's device, and convert it to the run's precision."""
@@ -808,26 +837,25 @@ class FederatedModule(Recorded, L.LightningModule):
                 "out, or give the network itself as model.model"
             )
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Evaluate the server model on a batch of evaluation data."""
         with isolated():
             if isinstance(self.evaluation, ModuleEvaluation):
-                self.evaluation.step_of_loop(batch, batch_idx, dataloader_idx)
-            elif dataloader_idx:
+                return self.evaluation.step_of_loop(batch, batch_idx, dataloader_idx)
+            if dataloader_idx:
                 raise ConfigurationError(
                     "data: the server has several loaders of evaluation data; return one loader"
                 )
-            else:
-                self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
+            return self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Evaluate the server model on a batch of test data."""
-        self.validation_step(batch, batch_idx, dataloader_idx)
+        return self.validation_step(batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Return the server model's outputs on a batch."""
         if self.client_module is not None and self.client_module.overrides("predict_step"):
-            return self.client_module.predict(batch, batch_idx, dataloader_idx)
+            return self.client_module.call_step("predict_step", batch, batch_idx, dataloader_idx)
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def on_validation_model_eval(self) -> None:
@@ -907,7 +935,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     def _configure_client_module(self, client: ClientModule) -> None:
         """Take over the optimizer of a LightningModule, and freeze parameters that it leaves out."""
-        client.local_steps = max(map(self.plan.full_steps, range(self.data.num_clients)))
+        client.rounds = self.planned_rounds
         if not client.optimizer.groups:
             raise ConfigurationError(
                 f"model: the optimizer of {type(self.model).__name__} has no trainable parameter"

@@ -9,7 +9,6 @@ from typing import Any
 from fl_lightning.client_module import ClientModule
 from fl_lightning.client_module.logged_values import LoggedValues
 from fl_lightning.client_module.metric_states import MetricStates
-from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -38,9 +37,7 @@ class _ModuleTask(Task):
 
     def loss(self, outputs: Any, targets: Any) -> Any:
         """Raise an error, because the module computes its own loss."""
-        raise ConfigurationError(
-            "model: a LightningModule with a training_step has no loss of (outputs, targets)"
-        )
+        raise NotImplementedError("a LightningModule with a training_step has no loss of (outputs, targets)")
 
     def learn(self, names: Mapping[str, bool | None]) -> None:
         """Add the names of logged metrics."""
@@ -67,6 +64,7 @@ class ModuleEvaluation(ServerEvaluation):
 
     def __init__(self, run: RunContext, client: ClientModule) -> None:
         self._run, self._client = run, client
+        self._of_client: int | None = None
         super().__init__()
 
     def start(self) -> None:
@@ -116,23 +114,29 @@ class ModuleEvaluation(ServerEvaluation):
             return trainer.num_sanity_val_batches
         return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
 
-    def _step(self, batch: Any, batch_idx: int, loader: int | None) -> None:
+    def _step(self, batch: Any, batch_idx: int, loader: int | None) -> Any:
         by_client = self._run.data.evaluates_clients and loader is not None
         if self._values is not None and by_client and loader != self._last:
             self._end()
         if self._values is None:
             self._values, self._held, self._index = LoggedValues(), self._client.metrics.take(), batch_idx
+            self._of_client = loader if by_client else None
+            attributes = vars(self._client.module).items()
+            self._attributes = {name: value for name, value in attributes if not name.startswith("_")}
+            self._client.metrics.put(self.kept.get(self._of_client, {}))
             with self._client.collecting(self._values):
                 self._client.call(f"on_{self._kind}_start")
                 self._client.call(f"on_{self._kind}_epoch_start")
         self._last = loader
         seed_everything(derive_seed(self._run.seed, "evaluation", self._run.trainer.global_step, batch_idx))
-        self._client.evaluate(self._kind, batch, batch_idx, None if by_client else loader, self._values)
         self._index = batch_idx + 1
+        return self._client.evaluate(
+            self._kind, batch, batch_idx, None if by_client else loader, self._values
+        )
 
-    def step_of_loop(self, batch: Any, batch_idx: int, loader: int) -> None:
-        """Evaluate a batch in a loop of Lightning's trainer."""
-        self._step(batch, batch_idx, loader if len(self._limits) > 1 else None)
+    def step_of_loop(self, batch: Any, batch_idx: int, loader: int) -> Any:
+        """Evaluate a batch in a loop of Lightning's trainer, and return the step's outputs."""
+        return self._step(batch, batch_idx, loader if len(self._limits) > 1 else None)
 
     def finish(self) -> dict[str, float]:
         """Return the metrics by the names that the module has logged."""
@@ -145,13 +149,19 @@ class ModuleEvaluation(ServerEvaluation):
 
     def _end(self) -> None:
         assert self._values is not None
+        metrics = self._client.metrics.metrics
+        if self is self._run.evaluation:  # the metrics of variants have other names
+            self._run.show_to_callbacks(self._values.numbers(metrics))
         with self._client.collecting(self._values):
             self._client.call(f"on_{self._kind}_epoch_end")
-        metrics = self._client.metrics.metrics
         self._parts.append(self._values.numbers(metrics))
         self.shown |= {name for name, logged in self._values.items() if logged.prog_bar}
         large = {n: metrics[x.metric].higher_is_better if x.metric else None for n, x in self._values.items()}
         self._run.task.learn(large)
         self._client.call(f"on_{self._kind}_end")
+        if not self._run.trainer.sanity_checking:
+            self.kept[self._of_client] = self._client.metrics.take_best(self._values)
         self._client.metrics.put(self._held)
+        if self is not self._run.evaluation:  # ranks evaluate different variants
+            vars(self._client.module).update(self._attributes)
         self._values = None

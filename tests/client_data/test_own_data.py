@@ -199,7 +199,9 @@ def test_data_of_another_type_is_refused():
         run(1, data=Author(0))
 
 
-@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
+@pytest.mark.parametrize(
+    "hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+)
 def test_a_hook_that_would_never_change_a_batch_is_refused(hook):
     changed = type("Changed", (Author,), {hook: lambda self, batch, dataloader_idx: batch})
     FederatedDataModule([Author(0)], Author(1))

@@ -6,16 +6,19 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping
+from helpers import Rows
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
 
 IN_FLOAT = {"trainer": {"precision": "32-true"}}
 from recorded_calls import RecordingExecutor
 from torch import nn
+from torch._C._functorch import is_batchedtensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, callbacks
+from fl_lightning.errors import CannotVectorize
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.methods import VariantEvaluation
 
@@ -227,6 +230,28 @@ def test_metric_objects_are_pooled_over_the_clients_of_a_round(participation):
         assert run.metrics[name] == pytest.approx(float(value), abs=1e-6), name
 
 
+def test_metric_objects_may_be_updated_after_a_step():
+    class Later(Lit):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.steps = torchmetrics.MeanMetric(), torchmetrics.SumMetric()
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.steps(1)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.mean(outputs["loss"])
+            self.steps(10)
+            self.log("mean", self.mean)
+
+        def on_train_epoch_end(self):
+            self.log("steps", self.steps.compute())
+
+    run = federated(Later(), rounds=2)
+    assert run.metrics["mean"] == pytest.approx(run.metrics["train_loss"], abs=1e-6)
+    assert run.metrics["steps"] == 44.0
+
+
 def test_metrics_that_wrap_a_metric_are_pooled():
     class Wrapped(Lit):
         def __init__(self):
@@ -398,6 +423,43 @@ def test_values_that_a_module_keeps_over_an_evaluation_are_those_of_one_model():
     assert run.metrics["sum"] != run.metrics["sum_halved"]
 
 
+@pytest.mark.parametrize("method", [Variant, callbacks.FedBN, callbacks.ClientEvaluation])
+def test_attributes_that_an_evaluation_sets_are_those_of_the_server(method):
+    class Threshold(Lit):
+        def __init__(self):
+            super().__init__()
+            self.outputs, self.threshold = [], 0.0
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.outputs.append(self.net(batch[0]).max())
+
+        def on_validation_epoch_end(self):
+            self.threshold = float(torch.stack(self.outputs).max())
+            self.outputs.clear()
+            self.log("threshold", self.threshold)
+
+        def on_train_epoch_end(self):
+            self.log("used", self.threshold)
+
+    run = federated(Threshold(), method(), rounds=2)
+    assert run.metrics["used"] == pytest.approx(run.metrics["threshold"], rel=1e-6)
+
+
+def test_a_name_of_training_and_of_evaluations_is_told(capsys):
+    class Same(Lit):
+        def training_step(self, batch, batch_idx):
+            loss = cross_entropy(self(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", 7.0)
+
+    assert federated(Same(), rounds=2).metrics["loss"] < 7
+    assert capsys.readouterr().out.count("self.log('loss'): logged in training and in evaluations") == 1
+
+
 def test_each_clients_own_model_is_evaluated_by_the_modules_own_steps():
     module, method = Lit(metrics=True), callbacks.FedBN()
     run = federated(module, method, rounds=2, **IN_FLOAT)
@@ -411,6 +473,86 @@ def test_each_clients_own_model_is_evaluated_by_the_modules_own_steps():
         assert run.metrics[f"own_{name}"] == pytest.approx(sum(x[name] for x in own) / 2, abs=1e-12)
         assert run.metrics[f"personal_{name}"] == pytest.approx(sum(x[name] for x in personal) / 2, abs=1e-12)
     assert run.metrics["own_val_loss"] != run.metrics["personal_val_loss"]
+
+
+class KeepsBest(Lit):
+    """Logs the smallest loss of all evaluations, as templates of Lightning do."""
+
+    def __init__(self):
+        super().__init__(lr=3.0, optimizer="plain")
+        self.mean, self.best = torchmetrics.MeanMetric(), torchmetrics.MinMetric()
+        self.largest = torchmetrics.MaxMetric()
+
+    def on_train_start(self):
+        self.best.reset()
+
+    def on_train_epoch_end(self):
+        self.largest(10.0 - self.current_epoch)
+        self.log("largest", self.largest.compute())
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.mean(cross_entropy(self(batch[0]), batch[1]), weight=len(batch[0]))
+
+    def on_validation_epoch_end(self):
+        self.best(self.mean.compute())
+        self.mean.reset()
+        self.log("val_best", self.best.compute())
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_a_best_value_is_that_of_all_rounds(server, tmp_path):
+    def trained(rounds, **settings):
+        torch.manual_seed(0)
+        rows = Rows()
+        return federated(KeepsBest(), rows, data=sites(server=server), rounds=rounds, **settings), rows.rows
+
+    whole, rows = trained(5)
+    losses, bests = ([row[name] for row in rows.values()] for name in ("val_loss", "val_best"))
+    assert losses.index(min(losses)) < 4
+    if server:
+        assert bests == pytest.approx([min(losses[: number + 1]) for number in range(5)])
+    assert sorted(bests, reverse=True) == bests
+
+    half, _ = trained(3)
+    half.fitted.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = trained(5, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.metrics["val_best"] == whole.metrics["val_best"] == bests[-1]
+    assert resumed.metrics["largest"] == whole.metrics["largest"] == 10.0
+
+
+class Reads(Callback):
+    """Reads metrics and outputs as callbacks of Lightning do."""
+
+    def __init__(self):
+        self.train, self.outputs = [], []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.train.append(float(trainer.callback_metrics["train_loss"]))
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.outputs.append(outputs)
+
+
+@pytest.mark.parametrize("methods", [[], [callbacks.FedBN()]])
+def test_hooks_and_callbacks_read_the_values_of_this_round(methods):
+    class Own(Lit):
+        read = ()
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            return {"batch_idx": batch_idx}
+
+        def on_validation_epoch_end(self):
+            if not self.trainer.sanity_checking and len(self.read) < 2:
+                self.read = (*self.read, float(self.trainer.callback_metrics["val_loss"]))
+
+    module, reads, rows = Own(metrics=True), Reads(), Rows()
+    run = federated(module, reads, rows, *methods, rounds=2, trainer={"num_sanity_val_steps": 0})
+    assert reads.train == pytest.approx([row["train_loss"] for row in rows.rows.values()], rel=1e-6)
+    assert module.read[0] == pytest.approx(rows.rows[1]["val_loss"], rel=1e-6)
+    assert float(run.fitted.callback_metrics["val_loss"]) == pytest.approx(run.metrics["val_loss"], rel=1e-6)
+    assert reads.outputs == [{"batch_idx": number} for number in (0, 1, 2)] * 2
 
 
 def test_a_prefix_stays_in_front_of_the_name():
@@ -477,3 +619,11 @@ def test_a_loss_with_class_weights_depends_on_the_batches_as_in_lightning():
         assert run.metrics["val_loss"] == evaluated_alone(run.model, Batches(9, batch_size=size))["val_loss"]
         losses.add(round(run.metrics["val_loss"], 6))
     assert len(losses) == 2
+
+
+def test_a_refused_metric_object_keeps_no_tensor_of_vmap():
+    """The end of a failed run moves the module, which fails for such tensors and would hide the message."""
+    module = Lit(metrics=True)
+    with pytest.raises(CannotVectorize, match="updates the metric object 'train_acc'"):
+        federated(module, executor=VectorizedExecutor())
+    assert not any(map(is_batchedtensor, module.train_acc.metric_state.values()))

@@ -3,12 +3,16 @@
 from copy import deepcopy
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from lightning_sites import Lit, Site, federated, sites
+from lightning_sites import FEATURES, Lit, Site, federated, sites
+from torch.utils.data import DataLoader
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule, Run
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.execution.graphs import GraphExecutor
+from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 
 REFUSED = (
@@ -57,6 +61,12 @@ def plateau(module):
     return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val_loss"}
 
 
+def hooked(module):
+    optimizer = sgd(module)
+    optimizer.register_step_post_hook(lambda *given: None)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -64,6 +74,7 @@ def plateau(module):
         (returning(None), "Returns.training_step returns None; return the loss"),
         (returning({"other": 1}), "Returns.training_step returns None; return the loss"),
         (returning("loss"), "Returns.training_step returns str; return the loss"),
+        (returning(torch.ones(2)), "Returns.training_step returns a tensor [2]; return the loss"),
         (optimizing(lambda self: None), "Optimizes.configure_optimizers: Unknown configuration"),
         (
             optimizing(lambda self: [sgd(self), sgd(self)]),
@@ -72,8 +83,16 @@ def plateau(module):
         (optimizing(plateau), "Optimizes.configure_optimizers: ReduceLROnPlateau reads metrics"),
         (optimizing(lambda self: torch.optim.LBFGS(self.parameters())), "client_optimizer"),
         (
-            optimizing(lambda self: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)),
+            optimizing(lambda self: torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)),
+            "Optimizes.configure_optimizers: a parameter [3] of the optimizer would not be trained, as it belongs to no part",
+        ),
+        (
+            optimizing(lambda self: torch.optim.SGD(self.requires_grad_(False).parameters(), lr=0.1)),
             "model: the optimizer of Optimizes has no trainable parameter",
+        ),
+        (
+            optimizing(hooked),
+            "Optimizes.configure_optimizers: hooks of the optimizer's step would never be called",
         ),
     ],
 )
@@ -97,12 +116,16 @@ def test_a_setting_that_the_module_decides_is_refused(setting):
 @pytest.mark.parametrize(
     ("used", "message"),
     [
-        (lambda self: self.optimizers(), r"self.optimizers\(\): belongs to the server"),
-        (lambda self: self.lr_schedulers(), r"self.lr_schedulers\(\): belongs to the server"),
-        (lambda self: self.trainer.optimizers, "self.trainer.optimizers: belongs to the server"),
+        (lambda self: self.optimizers(), "self.trainer.optimizers: belong to the server"),
+        (lambda self: self.lr_schedulers(), "self.trainer.lr_scheduler_configs: belong to the server"),
+        (lambda self: self.trainer.optimizers, "self.trainer.optimizers: belong to the server"),
         (
             lambda self: self.trainer.train_dataloader,
             "self.trainer.train_dataloader: has no batches of a client",
+        ),
+        (
+            lambda self: len(self.trainer.datamodule.train_dataloader()),
+            "self.trainer.datamodule.train_dataloader: has no batches of a client",
         ),
     ],
 )
@@ -277,6 +300,40 @@ def test_batches_pass_the_modules_transfer_hooks():
     )
 
 
+class Augments(Lit):
+    """Draws random numbers on the way to the device, once for each batch of a client."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not self.trainer.training:
+            return batch
+        assert batch[0].shape == (8, FEATURES)
+        return batch[0] + torch.randn_like(batch[0]) + np.random.rand(), batch[1]
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden")
+@pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+def test_random_numbers_of_a_transfer_hook_depend_on_client_and_step_only(executor):
+    losses = []
+    for drawn in (1, 2):
+        torch.manual_seed(0)
+        module = Augments(optimizer="plain")
+        torch.manual_seed(drawn)
+        np.random.seed(drawn)
+        losses.append(federated(module, executor=executor()).metrics["train_loss"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden")
+def test_a_transfer_hook_gets_the_batch_of_one_client():
+    class Stacks(FederatedDataModule):
+        def cohort_batch(self, client_ids, steps):
+            return BatchStack(stack=super().cohort_batch(client_ids, steps).stack())
+
+    data = Stacks([Site(0), Site(1)], server=Site(99))
+    run = federated(Augments(optimizer="plain"), data=data, rounds=1, executor=VectorizedExecutor())
+    assert "train_loss" in run.metrics
+
+
 def test_the_trainer_counts_local_steps():
     class Counts(Lit):
         def __init__(self):
@@ -294,6 +351,41 @@ def test_the_trainer_counts_local_steps():
     module = Counts()
     federated(module, data=sites(1), rounds=2, local_steps=3, check_first_steps=False)
     assert module.counts == [(r, k, 3 * r + k) for r in range(2) for k in range(3)]
+
+
+def test_counts_are_known_from_setup_on():
+    class Counts(Lit):
+        def __init__(self):
+            super().__init__()
+            self.counts = []
+
+        def setup(self, stage):
+            self.counts.append(self.trainer.estimated_stepping_batches)
+
+        configure_model = on_fit_start = lambda self: Counts.setup(self, "fit")
+
+    module = Counts()
+    federated(module, rounds=3)
+    assert module.counts == [6, 6, 6]
+    federated(module, rounds=2, local_steps=None, budget_epochs=5, local_epochs=1)
+    assert module.counts[3:] == [10, 10, 10]
+
+
+@pytest.mark.first_steps
+def test_between_rounds_the_trainer_counts_all_local_steps_before():
+    class Counts(Lit):
+        def __init__(self):
+            super().__init__()
+            self.counts = []
+
+        def on_train_epoch_start(self):
+            self.counts.append(self.global_step)
+
+        on_validation_epoch_end = on_train_epoch_end = on_train_end = on_train_epoch_start
+
+    module = Counts()
+    federated(module, rounds=2, local_steps=3, trainer={"num_sanity_val_steps": 0})
+    assert module.counts == [0, 3, 3, 3, 6, 6, 6]
 
 
 def test_a_module_may_end_the_run():
@@ -387,3 +479,84 @@ def test_data_modules_know_the_trainer(tmp_path):
     data, ranks = FederatedDataModule([Asks(0)], server=Asks(9)), {"devices": 2, "strategy": "cohort"}
     Run(FederatedModule(Lit(), local_steps=1), data, run_root=tmp_path, max_epochs=1, **ranks).fit()
     federated(Lit(), data=FederatedDataModule([Asks(0)], server=Asks(9)), rounds=1)
+
+
+@pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+def test_a_loss_may_have_one_element(executor):
+    class Shaped(Lit):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)[None]
+
+    torch.manual_seed(0)
+    plain = federated(Lit(), rounds=1, executor=executor())
+    torch.manual_seed(0)
+    shaped = federated(Shaped(), rounds=1, executor=executor())
+    assert shaped.metrics["train/loss"] == plain.metrics["train/loss"]
+
+
+class Several(Site):
+    """A site with two loaders."""
+
+    def __init__(self, split):
+        super().__init__(0)
+        own = getattr(self, f"{split}_dataloader")
+        setattr(self, f"{split}_dataloader", lambda: {"a": own(), "b": own()})
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_several_loaders_of_a_client_are_refused(split):
+    data = FederatedDataModule([Several(split)])
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"clients\[0\].{split}_dataloader\(\) returns a dict of loaders; return one",
+    ):
+        federated(Lit(), data=data, rounds=1)
+
+
+class SetsUpByStage(Site):
+    """A site that loads the test data for tests only."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.tested = self.held_out if stage == "test" else None
+
+    def test_dataloader(self):
+        return DataLoader(self.tested)
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_test_data_may_be_set_up_for_tests_only(server, tmp_path):
+    data = FederatedDataModule([SetsUpByStage(0)], server=SetsUpByStage(1) if server else None)
+    run = Run(FederatedModule(Lit(), local_steps=1), data, run_root=tmp_path, max_epochs=1, accelerator="cpu")
+    assert "test_loss" in run.fit()
+
+
+@pytest.mark.first_steps
+def test_an_attribute_may_be_made_at_the_start_of_a_round():
+    class Annealed(Lit):
+        def on_train_epoch_start(self):
+            self.weight, self.losses = 1 / (1 + self.current_epoch), []
+
+        def training_step(self, batch, batch_idx):
+            self.losses.append(self.weight)
+            return self.weight * super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self):
+            self.log("count", float(len(self.losses)))
+            self.log("weight", self.losses[-1])
+
+    run = federated(Annealed(), rounds=2)
+    assert (run.metrics["count"], run.metrics["weight"]) == (4.0, 0.5)
+
+
+def test_a_test_without_a_test_step_is_refused(tmp_path):
+    class NoTest(Lit):
+        test_step = L.LightningModule.test_step
+
+    data = sites(dtype=torch.float32)
+    run = Run(
+        FederatedModule(NoTest(), local_steps=1), data, run_root=tmp_path, max_epochs=1, accelerator="cpu"
+    )
+    assert "val_loss" in run.fit()
+    with pytest.raises(ConfigurationError, match=r"^model: NoTest has no test_step to evaluate; write"):
+        run.module.trainer.test(run.module, datamodule=data)

@@ -329,3 +329,20 @@ def test_the_steps_of_clients_draw_the_same_numpy_numbers_whatever_happened_befo
     assert runs[0].metrics["share"] != federated(deepcopy(start), rounds=1).metrics["share"]
     with pytest.raises(ConfigurationError, match="draws random numbers of NumPy"):
         federated(deepcopy(start), rounds=1, executor=VectorizedExecutor())
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_batch_start"])
+def test_a_rate_that_is_changed_by_hand_is_refused(hook):
+    class ByHand(Lit):
+        def configure_optimizers(self):
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return self.optimizer
+
+    def change(self, *given):
+        self.optimizer.param_groups[0]["lr"] *= 0.9
+
+    setattr(ByHand, hook, change)
+    with pytest.raises(
+        ConfigurationError, match="configure_optimizers: a hook or step changed 'lr' of the optimizer"
+    ):
+        federated(ByHand(), rounds=2)

@@ -402,7 +402,7 @@ class Writes(nn.Sequential):
 
     def __init__(self, *layers):
         super().__init__(*layers)
-        self._steps, self.means, self.longer = 0, [], torch.zeros(1)
+        self._steps, self.means, self.longer = 0, [], ()
 
 
 class CountsPrivately(Writes):
@@ -419,7 +419,7 @@ class Appends(Writes):
 
 class Lengthens(Writes):
     def forward(self, x):
-        self.longer = torch.cat([self.longer, x.mean()[None]])
+        self.longer = torch.stack([*self.longer, x.mean()])
         return super().forward(x)
 
 
@@ -453,7 +453,7 @@ REFUSED = {
     "item": (model_of(lambda x: x * (1.0 if x.mean().item() > -100 else 2.0)), NOT_PERMITTED),
     "if": (model_of(lambda x: x if x.mean() > -100 else 2 * x), NOT_PERMITTED),
     "tolist": (model_of(lambda x: x * max(x.flatten().tolist())), NOT_PERMITTED),
-    "copy to the CPU": (model_of(lambda x: x + x.mean().cpu()), NOT_PERMITTED),
+    "copy to the CPU": (model_of(lambda x: x + x.mean().cpu().to(x.device)), NOT_PERMITTED),
     "numpy": (model_of(lambda x: x * float(np.clip(x.numpy().mean(), 1, 1))), NOT_PERMITTED),
     "print": (model_of(printed), NOT_PERMITTED),
     "text": (model_of(lambda x: x * len(f"{x.mean()}")), NOT_PERMITTED),
