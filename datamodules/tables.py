@@ -18,7 +18,11 @@ _UNKNOWN = ("", "na", "n/a", "<na>", "#n/a", "nan", "null", "?")
 
 
 def read_table(
-    path: Path, targets: str | Sequence[str] | None, groups: str | None, columns: Sequence[str] | None
+    path: Path,
+    targets: str | Sequence[str] | None,
+    groups: str | None,
+    columns: Sequence[str] | None,
+    labelled: bool = True,
 ) -> dict[str, Any]:
     """Read samples from the columns of a table. Spaces around names and values are removed.
 
@@ -28,12 +32,14 @@ def read_table(
         groups: Name of the column of groups. None: no groups.
         columns: Names of the feature columns. None: all columns that are neither targets nor
             groups.
+        labelled: Whether to read the targets (default True).
 
     Returns:
         ``features`` (float64, ``[N, columns]``), ``targets`` (int64 or float64, ``[N]`` or
-        ``[N, targets]``), ``groups`` (list of text, or None) and ``class_names``. If the target
-        column has words, each word is a class: ``targets`` has the positions in the sorted
-        ``class_names``. Otherwise, ``class_names`` is None.
+        ``[N, targets]``), ``groups`` (list of text, or None), ``columns`` (names of the features),
+        ``places`` (lines or rows) and ``class_names``. If the target column has words, each word is
+        a class: ``targets`` has the positions in the sorted ``class_names``. Otherwise,
+        ``class_names`` is None. If targets are not read, only features, columns and places.
 
     Raises:
         ConfigurationError: The file cannot be read, or a column or value is missing or no number.
@@ -49,8 +55,9 @@ def read_table(
             f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
             "feature columns in data.columns, or write the file with index=False"
         )
+    names, needed = (names, ("targets", "columns")) if labelled else ([], ("columns",))
     for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
-        if not wanted and setting != "groups":
+        if not wanted and setting in needed:
             wanted = ["null"]
         for name in wanted:
             if header.count(name) != 1:
@@ -59,9 +66,12 @@ def read_table(
                     f"data.{setting}: {name} {what} of {path}; it has {', '.join(header)}"
                 )
     features = [_numbers(path, table[name]) for name in used]
+    read = {"features": np.stack(features, axis=1), "columns": used, "places": table.index.to_list()}
+    if not labelled:
+        return read
     numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
     return {
-        "features": np.stack(features, axis=1),
+        **read,
         "targets": numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1),
         "class_names": words[0] if len(words) == 1 else None,
         "groups": _names(path, "groups", table[groups]) if group else None,

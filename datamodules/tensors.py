@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.client_data.raw_inputs import NewSamples, Normalize
 from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
 from fl_lightning.datamodules.partitions import Natural
@@ -91,6 +92,8 @@ class TensorData(InMemorySamples):
             given = _read(user_path("data.features", str(features)), given, columns)
         if names := given.pop("class_names", None):
             self.class_names = names
+        self.columns: Sequence[str] | None = given.pop("columns", None)
+        given.pop("places", None)
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
         named = {name: x for name, x in given.items() if x is not None and "groups" in name}
@@ -119,7 +122,31 @@ class TensorData(InMemorySamples):
                     "least as many samples as classes, give names in a table, or floating-point targets if they are no classes"
                 )
             self.num_classes = highest + 1
-        self.in_features = self._data["features"][0].numel()
+        self.input_shape = self._data["features"].shape[1:]
+        self.in_features = self.input_shape.numel()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a trained model needs of its data, with the names of a table's features."""
+        return {**super().facts(), "columns": self.columns and [*self.columns]}
+
+    @classmethod
+    def new_samples(
+        cls, path: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], labelled: bool
+    ) -> NewSamples:
+        """Read a new file. Columns that are no features are ignored, and so are groups."""
+        names = settings.get("targets") if path.suffix in (".csv", ".parquet") else None
+        given = {**dict.fromkeys(_PARTS), "targets": names}
+        read = _read(path, given, facts["columns"], labelled)
+        features = _tensor("features", read["features"])
+        if (shape := [*features.shape[1:]]) != facts["input_shape"]:
+            raise ConfigurationError(
+                f"{path}: samples have the shape {shape}, but {facts['input_shape']} in the run; give the features of the run, in their order"
+            )
+        places = read.get("places", range(len(features)))
+        unit = {".csv": "line", ".parquet": "row"}.get(path.suffix, "index")
+        if not labelled:
+            return NewSamples(places, unit, features.__getitem__)
+        return NewSamples(places, unit, features.__getitem__, _new_targets(path, read, facts))
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of samples of class c at client i.
@@ -141,7 +168,8 @@ class TensorData(InMemorySamples):
         features = torch.cat([parts["features"], parts["test_features"]])
         targets = torch.cat([parts["targets"], parts["test_targets"]])
         if self.standardize:
-            features = _standardized(features, torch.unique(torch.cat(dealt.clients)))
+            self.normalize = _standardization(features[torch.unique(torch.cat(dealt.clients))])
+            features = self.normalize(features)
 
         def samples(index: Tensor) -> Samples:
             return Samples(features[index], targets[index])
@@ -195,22 +223,25 @@ class ScikitLearn(TensorData):
             self.class_names = [str(name) for name in loaded.target_names]
 
 
-def _read(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
+def _read(
+    path: Path, given: Mapping[str, Any], columns: Sequence[str] | None, labelled: bool = True
+) -> dict[str, Any]:
     kinds = ".csv, .parquet, .npz or .pt"
     if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
         raise ConfigurationError(f"data.features: {path} has no known ending; use {kinds}")
     if not path.is_file():
         raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
     if path.suffix in (".csv", ".parquet"):
-        return {**given, **read_table(path, given["targets"], given["groups"], columns)}
+        return {**given, **read_table(path, given["targets"], given["groups"], columns, labelled)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)
         )
     except (OSError, ValueError, EOFError) as error:
         raise ConfigurationError(f"data.features: {path} cannot be read: {error}") from error
-    if not isinstance(content, Mapping) or not {"features", "targets"} <= content.keys():
-        raise ConfigurationError(f"data.features: {path} holds no features and targets; write both by name")
+    needed = _PARTS[: 1 + labelled]
+    if not isinstance(content, Mapping) or not {*needed} <= content.keys():
+        raise ConfigurationError(f"data.features: {path} holds no {' and '.join(needed)}; write both by name")
     for name in _PARTS[1:]:
         if name in content and given[name] is not None:
             raise ConfigurationError(f"data.{name}: {path} holds {name}; leave data.{name} out")
@@ -275,10 +306,25 @@ def _strata(targets: Tensor) -> Tensor:
     return torch.bucketize(targets.double(), edges)
 
 
-def _standardized(features: Tensor, train: Tensor) -> Tensor:
+def _standardization(features: Tensor) -> Normalize:
     if not features.is_floating_point():
         raise ConfigurationError(
             f"data.standardize: features are {features.dtype}; give features of floating point, or standardize: false"
         )
-    mean, std = features[train].double().mean(0), features[train].double().std(0, correction=0)
-    return ((features.double() - mean) / std.where(std > 0, 1)).to(features.dtype)
+    mean, std = features.double().mean(0), features.double().std(0, correction=0)
+    return Normalize(mean, std.where(std > 0, 1))
+
+
+def _new_targets(path: Path, read: Mapping[str, Any], facts: Mapping[str, Any]) -> Tensor:
+    """Return the targets of a new file. Classes are numbered as in the run."""
+    targets = _tensor("targets", read["targets"])
+    if facts["num_classes"] is None:
+        return targets
+    names = (facts["class_names"] if "places" in read else None) or [*map(str, range(facts["num_classes"]))]
+    numbers, words = {name: number for number, name in enumerate(names)}, read.get("class_names")
+    given = [words[x] if words else str(x) for x in targets.tolist()]
+    if unknown := [name for name in given if name not in numbers]:
+        raise ConfigurationError(
+            f"{path}: the target {unknown[0]} is no class of the run; its classes are {', '.join(names)}"
+        )
+    return torch.tensor([numbers[name] for name in given])

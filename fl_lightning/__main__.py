@@ -17,6 +17,7 @@ from fl_lightning.launched import launched_rank
 
 _RUNS = ("fit", "validate", "test", "predict")
 _OTHERS = {
+    "export": "fl_lightning.cli.export",
     "verify": "fl_lightning.cli.verify",
     "study": "fl_lightning.cli.study",
     "report": "fl_lightning.cli.report",
@@ -28,15 +29,16 @@ _OTHERS = {
 _COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,runs,partition,list,dashboard} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,export,verify,study,report,runs,partition,list,dashboard} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
 commands:
   fit        train, print a table of results and write runs/NAME/...
   validate   evaluate a checkpoint on the validation data
-  test       evaluate a checkpoint on the test data
-  predict    write a checkpoint's predictions on the test data
+  test       evaluate a checkpoint on the test data; test RUN FILE: a run's model on a new file with targets
+  predict    write a checkpoint's predictions on the test data; predict RUN FILE: of a new table or folder of images
+  export     write a run's model as a file that needs no fl_lightning: export runs/NAME/HASH-s0
   verify     check the rules and claims of methods: verify --callback FixBN, --callback methods.Mine, --all
   study      run the cells of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
   report     write one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
@@ -92,6 +94,8 @@ def _run(arguments: list[str]) -> None:
             sys.exit(2)
     elif arguments == ["--version"]:
         print(f"fl_lightning {__version__}")
+    elif arguments[0] in ("test", "predict") and not arguments[1].startswith("-"):
+        import_module("fl_lightning.cli.new_samples").main(arguments)
     elif arguments[0] in _OTHERS:
         if arguments[0] in ("study", "partition"):
             _check_files(arguments)

@@ -111,6 +111,15 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool
         os.close(file)
 
 
+def unused(path: Path) -> Path:
+    """Return a path at which nothing exists: ``path``, or with ``.2``, ``.3`` before the suffix."""
+    number, found = 1, path
+    while found.exists() or found.is_symlink():
+        number += 1
+        found = path.with_name(f"{path.stem}.{number}{path.suffix}")
+    return found
+
+
 def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
     """Return a user's path, with ``~`` expanded.
 

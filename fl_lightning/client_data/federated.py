@@ -8,9 +8,11 @@ rounds, and a resumed run draws the same batches.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import ceil
+from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -19,8 +21,12 @@ from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches
+from fl_lightning.client_data.raw_inputs import NewSamples, Normalize
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.recorded import Recorded
+
+SIZES = ("num_classes", "in_channels", "image_size", "in_features")
+"""Attributes of the data that are defaults of a model's arguments with the same names."""
 
 _NEVER_CALLED = ("on_before_batch_transfer", "on_after_batch_transfer")
 """Hooks that Lightning calls only for the data module of the trainer."""
@@ -162,6 +168,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         evaluates_clients: Whether the evaluation data are the clients' own. A run of a
             LightningModule sets this attribute if there is no server.
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
+        normalize: Normalisation of raw inputs, with the mean and the standard deviation of the
+            training data; None if the model takes raw inputs. It is known after ``setup``.
+        input_shape: Shape of a raw sample. The default is read from ``in_features``, or from
+            ``in_channels`` and ``image_size``.
+        eval_batch_size: Number of samples in a batch of an evaluation.
 
     Raises:
         ConfigurationError: A client or the server has a hook that changes batches.
@@ -185,6 +196,9 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     client_names: Sequence[str] = ()
     loaded: str | None = None
     evaluates_clients: bool = False
+    normalize: Normalize | None = None
+    input_shape: Sequence[int] | None = None
+    eval_batch_size: int = 500
 
     def __init__(
         self,
@@ -347,6 +361,46 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         list is empty.
         """
         return []
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a trained model needs of its data, in plain form. Checkpoints keep it."""
+        # plain numbers: a checkpoint with numbers of NumPy could not be loaded without code
+        sizes = {
+            name: None if (x := getattr(self, name)) is None else np.asarray(x).tolist() for name in SIZES
+        }
+        features, channels, side = sizes["in_features"], sizes["in_channels"], sizes["image_size"]
+        shape = None if features is None else [features]
+        if channels is not None and side is not None:
+            shape = [channels, *(side if isinstance(side, list) else [side, side])]
+        return {
+            **sizes,
+            "num_clients": self.num_clients,
+            "class_names": None if self.class_names is None else [*map(str, self.class_names)],
+            "client_names": [*map(str, self.client_names)],
+            "input_shape": shape if self.input_shape is None else [*self.input_shape],
+            "eval_batch_size": self.eval_batch_size,
+            "normalize": None if self.normalize is None else self.normalize.settings(),
+        }
+
+    @classmethod
+    def new_samples(
+        cls, path: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], labelled: bool
+    ) -> NewSamples:
+        """Read the samples of a new file or folder, in the form of a run's data.
+
+        Args:
+            path: The file or folder.
+            settings: Arguments of the run's data module, as in ``config.yaml``.
+            facts: Result of :meth:`facts`, from the run's checkpoint.
+            labelled: Whether to read targets too.
+
+        Raises:
+            ConfigurationError: The file cannot be read.
+        """
+        raise ConfigurationError(
+            f"{path}: {cls.__name__} cannot read new files; define {cls.__name__}.new_samples, or call fl_lightning.load_model from "
+            "Python"
+        )
 
     def own_dataloader(self, client_id: int, split: str) -> Any:
         """Return a client's own evaluation data. Methods with personal models use these data.

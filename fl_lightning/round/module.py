@@ -659,6 +659,7 @@ class FederatedModule(Recorded, L.LightningModule):
             "total_rounds": self.total_rounds,
             "parts": self.parts,
             "record": self.record.state_dict(),
+            "data": self.data.facts(),
             "left_out": {}
             if self.strict_loading
             else left_out(self.model, checkpoint["state_dict"], self.merged),

@@ -10,8 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from fl_lightning.batch_norm.swapping import evaluating
+from fl_lightning.client_data.raw_inputs import NewSamples
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import atomic_write, write_text
+from fl_lightning.files import atomic_write, csv_text, unused, write_text
 from fl_lightning.pictures.overlays import colours, default_palette, overlay_figure
 from fl_lightning.round.final_evaluation import has_batches
 from fl_lightning.round.module import FederatedModule
@@ -27,6 +28,8 @@ _IGNORED = 255  # label that the picture shows in black
 def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
     """Write predictions as ``<path>.csv``; for a segmentation, as ``<path>/<index>.png``.
 
+    If the file or folder exists, ``.2`` is appended to its name.
+
     The columns of the CSV file are index, target, prediction, and probability of the prediction. An
     image shows each pixel in the colour of its predicted class.
 
@@ -39,7 +42,7 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
     Returns:
         A message with the number of predictions and the path.
     """
-    lines, images = ["index,target,prediction,probability"], 0
+    lines, images, path = ["index,target,prediction,probability"], 0, unused(path)
     for scores, batch in zip(outputs, batches, strict=True):
         if not isinstance(scores, Tensor) or not isinstance(batch, list | tuple) or len(batch) != 2:
             raise ConfigurationError(
@@ -68,9 +71,51 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
             lines.append(f"{len(lines) - 1},{target},{guess},{chance:.6g}")
     if images:
         return f"{images:,} predictions written to {path}"
-    table = path.with_name(f"{path.name}.csv")
+    table = unused(path.with_name(f"{path.name}.csv"))
     write_text(table, "\n".join(lines) + "\n")
     return f"{len(lines) - 1:,} predictions written to {table}"
+
+
+def write_rows(
+    path: Path, samples: NewSamples, outputs: Sequence[Any], class_names: Sequence[str] | None
+) -> Path:
+    """Write a line for each new sample: its place, and its class or the values of the output.
+
+    Args:
+        path: The CSV file. If it exists, ``.2`` is appended to its stem.
+        samples: The samples.
+        outputs: Outputs of each batch, ``[b, ...]``.
+        class_names: Names of the classes if the outputs are class scores ``[b, classes]``. Each
+            class then has a column with its probability. None: the outputs are written as they are.
+
+    Returns:
+        Path of the written file.
+
+    Raises:
+        ConfigurationError: The outputs do not have a row for each sample.
+    """
+    if not all(isinstance(output, Tensor) and output.ndim for output in outputs):
+        raise ConfigurationError(
+            f"predict: outputs are {type(outputs[0]).__name__}, and not tensors with a row for each sample; return such a tensor from "
+            "predict_step, or call Trainer.predict from Python"
+        )
+    values = torch.cat([*outputs]).detach().cpu()
+    if len(values) != len(samples.places):
+        raise ConfigurationError(
+            f"predict: {len(values)} rows of outputs for {len(samples.places)} samples; return a row for each sample from predict_step"
+        )
+    if class_names is not None:
+        columns = ["prediction", *(f"probability_{name}" for name in class_names)]
+        guesses = [class_names[guess] for guess in values.argmax(1).tolist()]
+        cells = [
+            [guess, *row] for guess, row in zip(guesses, values.float().softmax(1).tolist(), strict=True)
+        ]
+    else:
+        cells = values.flatten(1).tolist() if values.ndim > 1 else values[:, None].tolist()
+        columns = ["value"] if len(cells[0]) == 1 else [f"value_{number}" for number in range(len(cells[0]))]
+    rows = [[place, *row] for place, row in zip(samples.places, cells, strict=True)]
+    write_text(path := unused(path), csv_text([[samples.unit, *columns], *rows]))
+    return path
 
 
 def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:
