@@ -94,7 +94,7 @@ def _run(arguments: list[str]) -> None:
             sys.exit(2)
     elif arguments == ["--version"]:
         print(f"fl_lightning {__version__}")
-    elif arguments[0] in ("test", "predict") and not arguments[1].startswith("-"):
+    elif arguments[0] in ("test", "predict") and arguments[1:] and not arguments[1].startswith("-"):
         import_module("fl_lightning.cli.new_samples").main(arguments)
     elif arguments[0] in _OTHERS:
         if arguments[0] in ("study", "partition"):

@@ -24,7 +24,7 @@ from fl_lightning.experiments.run_directory.config_digest import full_name
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.load_run import load_run
 from fl_lightning.experiments.run_directory.trained_model import RecalledData, TrainedModel
-from fl_lightning.files import unused, user_file
+from fl_lightning.files import unused, user_file, user_path
 from fl_lightning.methods.local_state import LocalState
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
 from fl_lightning.round.hooks import extend_model, in_order
@@ -116,7 +116,7 @@ def load_model(
         model.class_names[scores.argmax()]
 
     Args:
-        run: The run directory.
+        run: The run directory, or the folder ``runs/NAME`` of a single run.
         checkpoint: ``"last"``, ``"best"``, or the path of a checkpoint. If the run has monitored no
             metric, ``"best"`` is the last checkpoint.
         client: Name or number of a client. Only with a method that gives each client a separate
@@ -155,7 +155,8 @@ def restore(
     Raises:
         ConfigurationError: See :func:`load_model`.
     """
-    loaded = load_run(run)
+    runs = [config.parent for config in user_path("run", run).glob("*/config.yaml")]
+    loaded = load_run(runs[0] if len(runs) == 1 else run)
     attempt = Attempt(loaded.path)
     path = _checkpoint(attempt, checkpoint)
     content = load_checkpoint(path)
@@ -188,7 +189,7 @@ def restore(
 
 def _checkpoint(attempt: Attempt, checkpoint: str) -> Path:
     if checkpoint not in ("best", "last"):
-        return Path(checkpoint)
+        return user_path("checkpoint", checkpoint)
     names = ["best.ckpt", "last.ckpt"] if checkpoint == "best" else ["last.ckpt"]
     paths = [attempt.checkpoints / name for name in names]
     found = next((path for path in paths if path.is_file()), None)
@@ -210,7 +211,15 @@ def _loaded(
     with TemporaryDirectory() as folder, isolate_rng():
         file = Path(folder) / "config.yaml"
         file.write_text(yaml.safe_dump(config))
-        cli = build(["--config", str(file), *settings])
+        try:
+            cli = build(["--config", str(file), *settings])
+        except ConfigurationError as error:
+            if settings:
+                raise
+            place = path.parents[1] / "config.yaml"
+            raise ConfigurationError(
+                f"{error}; {place} must name classes that can be imported here, with their arguments"
+            ) from error
         given = vars(cli.config_init.fit.trainer)
         methods = in_order(as_list(given["callbacks"]))
         kept = {name: given[name] for name in _KEPT if name != "callbacks"}

@@ -80,7 +80,7 @@ def predicted(capsys, *arguments):
     return table_of(capsys.readouterr().out.splitlines()[-1].partition(" written to ")[2])
 
 
-def tested(capsys, *arguments):
+def accuracy_on(capsys, *arguments):
     """Evaluate a new file, and return the printed accuracy."""
     capsys.readouterr()
     command(["test", *arguments])
@@ -200,7 +200,7 @@ def test_a_new_labelled_file_is_tested_with_the_runs_classes(patients, capsys):
     targets = [line.split(",")[2].strip() for line in Path("new.csv").read_text().splitlines()[1:]]
     right = [row[1] == target for row, target in zip(rows[1:], targets, strict=True)]
     assert 0 < sum(right) < 40
-    assert tested(capsys, run, "new.csv") == pytest.approx(sum(right) / 40)
+    assert accuracy_on(capsys, run, "new.csv") == pytest.approx(sum(right) / 40)
     # a file may lack a class: "well" is class 1 of the run, and not class 0 of this file
     kept = [
         line
@@ -209,7 +209,7 @@ def test_a_new_labelled_file_is_tested_with_the_runs_classes(patients, capsys):
     ]
     Path("well.csv").write_text("\n".join(["site,age,outcome,dose", *kept]) + "\n")
     share = np.mean([yes for yes, target in zip(right, targets, strict=True) if target == "well"])
-    assert tested(capsys, run, "well.csv") == pytest.approx(share)
+    assert accuracy_on(capsys, run, "well.csv") == pytest.approx(share)
     Path("other.csv").write_text("site,age,outcome,dose\nBonn,60,dead,2\n")
     message = message_of(capsys, lambda: command(["test", run, "other.csv"]))
     assert "other.csv: the target dead is no class of the run; its classes are ill, well" in message
@@ -322,7 +322,7 @@ def test_images_of_a_folder_are_predicted_and_tested_as_inside_the_run(capsys):
     (row,) = predicted(capsys, run, "images/test/cat/1.png")[1:]
     assert row[0] == "1.png"
     right = [row[0].partition("/")[0] == row[1] for row in rows[1:]]
-    assert tested(capsys, run, "images/test") == pytest.approx(np.mean(right))
+    assert accuracy_on(capsys, run, "images/test") == pytest.approx(np.mean(right))
     message = message_of(capsys, lambda: command(["test", run, "images/train"]))
     assert "images/train holds samples that trained the model" in message
     Path("new/zebra").mkdir(parents=True)
@@ -403,3 +403,21 @@ def test_onnx_needs_its_packages(patients, capsys, monkeypatch):
     monkeypatch.setattr("fl_lightning.cli.export.find_spec", lambda name: None)
     message = message_of(capsys, lambda: command(["export", run, "--output", "model.onnx"]))
     assert "output: model.onnx needs the packages onnx and onnxscript; pip install onnx onnxscript" in message
+
+
+def test_a_network_that_the_configuration_does_not_describe_is_told(patients, capsys):
+    _, run = fit()
+    file = Path(run, "config.yaml")
+    file.write_text(file.read_text().replace("fl_lightning.models.TabularMLP", "script.Net"))
+    with pytest.raises(
+        ConfigurationError, match=r"script.*; .*config.yaml must name classes that can be imported here"
+    ):
+        load_model(run)
+
+
+def test_the_folder_of_a_single_run_stands_for_the_run(patients):
+    fit()
+    assert load_model("runs/run").class_names == ["ill", "well"]
+    fit(standardize=False)
+    with pytest.raises(ConfigurationError, match=r"runs/run is no run directory .*; it has runs/run/"):
+        load_model("runs/run")
