@@ -1,7 +1,7 @@
 """Data sets of image files, decoded once and cached as tensors on disk."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,17 +109,15 @@ class ImageFiles(InMemoryDataModule):
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
 
     @classmethod
-    def new_samples(
-        cls, path: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], labelled: bool
-    ) -> NewSamples:
+    def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
         """Read a folder of new images. For targets, it needs a folder for each class."""
-        channels, *_, size = facts["input_shape"]
+        channels, size, _ = known.input_shape
 
         def read(file: Path) -> Tensor:
             image = square(read_image(file, "L" if channels == 1 else "RGB"), size)
             return stacked([image], 1, channels, size)[0]
 
-        return new_images(path, facts["class_names"] or [], labelled, read)
+        return new_images(path, known.class_names, labelled, read)
 
     def prepare_data(self) -> None:
         """Build the cache if it is invalid. Do nothing if the data are already in memory."""

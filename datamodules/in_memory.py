@@ -228,6 +228,7 @@ class InMemoryDataModule(InMemorySamples):
         groups = data.train_groups, data.test_groups, data.group_names
         dealt = self.distribute(data.train_labels, data.test_labels, *groups)
         normalize = self._normalization(data.train_images)
+        self.input_shape = data.train_images.shape[1:]
         self.normalize = Normalize(normalize.mean, normalize.std, normalize.scale, len(normalize.mean) > 1)
 
         def trained(samples: Tensor) -> TrainImages:

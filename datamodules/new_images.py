@@ -14,10 +14,10 @@ from fl_lightning.errors import ConfigurationError
 def new_images(
     path: Path, classes: Sequence[str], labelled: bool, read: Callable[[Path], Tensor]
 ) -> NewSamples:
-    """Return the images of a folder and its subfolders, or a single image.
+    """Return the images of a folder and its subfolders.
 
     Args:
-        path: The folder, or the image.
+        path: The folder.
         classes: Names of the classes.
         labelled: Whether the folder holds a folder for each class.
         read: Function that returns the raw image ``[C, H, W]`` of a file.
@@ -25,7 +25,7 @@ def new_images(
     Raises:
         ConfigurationError: There is no image, or a folder is no class.
     """
-    targets = None
+    targets, files = None, [path / name for name in image_names(path)]
     if labelled:
         if unknown := sorted({*subfolders(path)}.difference(classes)):
             raise ConfigurationError(
@@ -33,15 +33,8 @@ def new_images(
             )
         images = ClassImages(path, classes)
         files, targets = [file for file, _ in images.samples()], images.labels
-    else:
-        files = [path] if path.is_file() else [path / name for name in image_names(path)]
     if not files:
         layout = "a folder for each class" if labelled else "images"
         raise ConfigurationError(f"{path} holds no images to read; give a folder with {layout}")
-    folder = path.parent if path.is_file() else path
-    return NewSamples(
-        [str(file.relative_to(folder)) for file in files],
-        "file",
-        lambda part: torch.stack([read(file) for file in files[part]]),
-        targets,
-    )
+    places = [str(file.relative_to(path)) for file in files]
+    return NewSamples("file", places, lambda part: torch.stack([read(x) for x in files[part]]), targets)

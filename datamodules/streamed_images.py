@@ -1,6 +1,6 @@
 """Image classification data sets larger than memory, such as ImageNet."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class StreamedImages(PartitionedDataModule):
             )
         self.folders = ClassFolders(Path(data_dir).expanduser())
         self.class_names, self.num_classes = self.folders.classes, len(self.folders.classes)
-        self.image_size = image_size
+        self.image_size, self.input_shape = image_size, (3, image_size, image_size)
         self._stream = {"mean": mean, "std": std, "threads": threads}
         self.normalize = Normalize(torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1), 255.0)
         crop = v2.RandomResizedCrop(image_size, tuple(crop_scale))
@@ -119,12 +119,10 @@ class StreamedImages(PartitionedDataModule):
         self._plain = _plain(image_size)
 
     @classmethod
-    def new_samples(
-        cls, path: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], labelled: bool
-    ) -> NewSamples:
+    def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
         """Read a folder of new images. For targets, it needs a folder for each class."""
-        transform = _plain(facts["image_size"])
-        return new_images(path, facts["class_names"], labelled, lambda file: transform(read_image(file)))
+        transform = _plain(known.image_size)
+        return new_images(path, known.class_names, labelled, lambda file: transform(read_image(file)))
 
     def evaluation_digest(self) -> str:
         """Return the digest of the test images and the indices of the validation images."""

@@ -94,6 +94,7 @@ class TensorData(InMemorySamples):
             self.class_names = names
         self.columns: Sequence[str] | None = given.pop("columns", None)
         given.pop("places", None)
+        self.targets = targets if self.columns else None
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
         named = {name: x for name, x in given.items() if x is not None and "groups" in name}
@@ -126,27 +127,26 @@ class TensorData(InMemorySamples):
         self.in_features = self.input_shape.numel()
 
     def facts(self) -> dict[str, Any]:
-        """Return what a trained model needs of its data, with the names of a table's features."""
-        return {**super().facts(), "columns": self.columns and [*self.columns]}
+        """Return what a trained model needs of its data, with the names of a table's columns."""
+        return {**super().facts(), "columns": self.columns, "targets": self.targets}
 
     @classmethod
-    def new_samples(
-        cls, path: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], labelled: bool
-    ) -> NewSamples:
+    def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
         """Read a new file. Columns that are no features are ignored, and so are groups."""
-        names = settings.get("targets") if path.suffix in (".csv", ".parquet") else None
-        given = {**dict.fromkeys(_PARTS), "targets": names}
-        read = _read(path, given, facts["columns"], labelled)
+        given = {**dict.fromkeys(_PARTS), "targets": known.targets}
+        read = _read(path, given, known.columns, labelled)
         features = _tensor("features", read["features"])
-        if (shape := [*features.shape[1:]]) != facts["input_shape"]:
+        if (shape := [*features.shape[1:]]) != known.input_shape:
             raise ConfigurationError(
-                f"{path}: samples have the shape {shape}, but {facts['input_shape']} in the run; give the features of the run, in their order"
+                f"{path}: samples have the shape {shape}, but {known.input_shape} in the run; give the features of the run, in their order"
             )
-        places = read.get("places", range(len(features)))
+        targets = None
+        if labelled and "places" in read and known.num_classes is not None:
+            targets = _labels(path, read, known.class_names)
+        elif labelled:
+            targets = _tensor("targets", read["targets"])
         unit = {".csv": "line", ".parquet": "row"}.get(path.suffix, "index")
-        if not labelled:
-            return NewSamples(places, unit, features.__getitem__)
-        return NewSamples(places, unit, features.__getitem__, _new_targets(path, read, facts))
+        return NewSamples(unit, read.get("places", range(len(features))), features.__getitem__, targets)
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of samples of class c at client i.
@@ -315,16 +315,12 @@ def _standardization(features: Tensor) -> Normalize:
     return Normalize(mean, std.where(std > 0, 1))
 
 
-def _new_targets(path: Path, read: Mapping[str, Any], facts: Mapping[str, Any]) -> Tensor:
-    """Return the targets of a new file. Classes are numbered as in the run."""
-    targets = _tensor("targets", read["targets"])
-    if facts["num_classes"] is None:
-        return targets
-    names = (facts["class_names"] if "places" in read else None) or [*map(str, range(facts["num_classes"]))]
-    numbers, words = {name: number for number, name in enumerate(names)}, read.get("class_names")
-    given = [words[x] if words else str(x) for x in targets.tolist()]
-    if unknown := [name for name in given if name not in numbers]:
+def _labels(path: Path, read: Mapping[str, Any], names: list[str]) -> Tensor:
+    """Return the targets of a new table, numbered as the run's classes ``names``."""
+    words, numbers = read["class_names"], read["targets"].tolist()
+    given = [words[x] if words else str(x) for x in numbers]
+    if unknown := [name for name in given if name not in names]:
         raise ConfigurationError(
             f"{path}: the target {unknown[0]} is no class of the run; its classes are {', '.join(names)}"
         )
-    return torch.tensor([numbers[name] for name in given])
+    return torch.tensor([names.index(name) for name in given])

@@ -17,7 +17,6 @@ from fl_lightning.launched import launched_rank
 
 _RUNS = ("fit", "validate", "test", "predict")
 _OTHERS = {
-    "export": "fl_lightning.cli.export",
     "verify": "fl_lightning.cli.verify",
     "study": "fl_lightning.cli.study",
     "report": "fl_lightning.cli.report",
@@ -26,7 +25,7 @@ _OTHERS = {
     "list": "fl_lightning.cli.listing",
     "dashboard": "fl_lightning.cli.dashboard",
 }
-_COMMANDS = (*_RUNS, *_OTHERS)
+_COMMANDS = (*_RUNS, "export", *_OTHERS)
 
 _HELP = """\
 usage: python -m fl_lightning {fit,validate,test,predict,export,verify,study,report,runs,partition,list,dashboard} --config FILE [--key value ...]
@@ -94,8 +93,10 @@ def _run(arguments: list[str]) -> None:
             sys.exit(2)
     elif arguments == ["--version"]:
         print(f"fl_lightning {__version__}")
-    elif arguments[0] in ("test", "predict") and arguments[1:] and not arguments[1].startswith("-"):
-        import_module("fl_lightning.cli.new_samples").main(arguments)
+    elif arguments[0] == "export" or (
+        arguments[0] in ("test", "predict") and arguments[1:] and arguments[1][0] != "-"
+    ):
+        import_module("fl_lightning.cli.trained_model").main(arguments)
     elif arguments[0] in _OTHERS:
         if arguments[0] in ("study", "partition"):
             _check_files(arguments)

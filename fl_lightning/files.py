@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -113,11 +114,8 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool
 
 def unused(path: Path) -> Path:
     """Return a path at which nothing exists: ``path``, or with ``.2``, ``.3`` before the suffix."""
-    number, found = 1, path
-    while found.exists() or found.is_symlink():
-        number += 1
-        found = path.with_name(f"{path.stem}.{number}{path.suffix}")
-    return found
+    others = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(2))
+    return next(free for free in chain([path], others) if not free.exists())
 
 
 def user_path(setting: str, text: str | os.PathLike[str]) -> Path:

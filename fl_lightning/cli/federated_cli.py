@@ -220,12 +220,8 @@ class FederatedCLI(LightningCLI):
         check_run(path, checkpoint, self.model.model)
         config.ckpt_path = str(path)
         source = training.directory.attempt_of(path)
-        folder, stem = source.path if source is not None else Path(), training.directory.stem
-        own = folder.name.partition(".")[0] == stem
-        # with other settings, such as other test data, the run's own predictions stay
-        self._predictions = (
-            folder / f"predictions_round_{checkpoint['global_step']}{'' if own else f'_{stem}'}"
-        )
+        folder = source.path if source is not None else Path()
+        self._predictions = folder / f"predictions_round_{checkpoint['global_step']}"
         if config.trainer.enable_progress_bar is None and not has_progress_bar(callbacks):
             kwargs["enable_progress_bar"] = sys.stdout.isatty()  # a log file gets no progress bar
         return make_trainer(settings, **{**kwargs, "callbacks": [*callbacks, config.checkpoint]})

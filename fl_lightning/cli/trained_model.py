@@ -1,107 +1,37 @@
-"""``load_model``: the model of a run, without the run's data."""
+"""A run's model outside of its run: ``load_model``, ``predict RUN FILE``, ``test RUN FILE``, ``export RUN``."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import lightning as L
 import torch
 import yaml
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from fl_lightning.cli.command_line import build
-from fl_lightning.cli.messages import refusals
+from fl_lightning.cli.messages import command, refusals
+from fl_lightning.cli.mistakes import imported
 from fl_lightning.cli.options import CommandParser
-from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run.trainer import as_list, make_trainer
-from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
+from fl_lightning.experiments.run.trainer import as_list, make_trainer, on_cpu
 from fl_lightning.experiments.run_directory.config_digest import full_name
-from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.load_run import load_run
+from fl_lightning.experiments.run_directory.predictions import write_rows
 from fl_lightning.experiments.run_directory.trained_model import RecalledData, TrainedModel
-from fl_lightning.files import unused, user_file, user_path
+from fl_lightning.files import atomic_write, unused, user_file, user_path
 from fl_lightning.methods.local_state import LocalState
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
-from fl_lightning.round.hooks import extend_model, in_order
-from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.hooks import in_order
 
-_KEPT = ("accelerator", "precision", "plugins", "callbacks")
-"""Settings of the run's trainer on which predictions depend."""
-
+_KEPT = ("accelerator", "precision", "callbacks")
 _QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
-
-@dataclass(frozen=True)
-class Restored:
-    """A run's module with the state of a checkpoint.
-
-    Attributes:
-        run: The run directory.
-        config: The run's configuration.
-        checkpoint: The checkpoint.
-        round: The checkpoint's round.
-        client: The client whose model it is; None for the server's model.
-        personal: Name of the method that gives each client a separate model, or None.
-        module: The module.
-        data: What the checkpoint keeps of the data.
-        trainer: A trainer without callbacks.
-    """
-
-    run: Path
-    config: Config
-    checkpoint: Path
-    round: int
-    client: str | None
-    personal: str | None
-    module: FederatedModule
-    data: RecalledData
-    trainer: L.Trainer
-
-    def model(self) -> TrainedModel:
-        """Return the model, in eval mode, with the normalisation of its inputs."""
-        return TrainedModel(self.module.model.cpu(), self.data.normalize, self.data.names_of_classes).eval()
-
-    def new_file(self, output: str | None, stem: str, suffix: str) -> Path:
-        """Return the path of a new file, by default in the run directory and named by the model."""
-        if output is not None:
-            return unused(user_file("output", output))
-        words = [stem, self.run.resolve().name, self.checkpoint.stem, f"round_{self.round}"]
-        words += [] if self.client is None else [re.sub(r"[^\w.-]+", "-", self.client)]
-        return unused(self.run / f"{'_'.join(words)}{suffix}")
-
-    def print_origin(self) -> None:
-        """Print which model it is."""
-        whose = "server" if self.client is None else self.client
-        print(f"model of {whose}, round {self.round}, from {self.checkpoint}", flush=True)
-        if self.personal is not None and self.client is None:
-            print(f"with {self.personal}, each client uses a model of its own: choose it by --client NAME")
-
-
-def model_parser(command: str, description: str, arguments: Sequence[str]) -> CommandParser:
-    """Return the parser of a command that uses a run's model.
-
-    Args:
-        command: Name of the command.
-        description: Text of its help.
-        arguments: Names of its arguments.
-    """
-    usage = f"{' '.join(arguments)} [--checkpoint best|last|PATH] [--client NAME] [--output FILE] [settings of the run]"
-    parser = CommandParser(command, description, usage)
-    for name in arguments:
-        parser.add_argument(name.lower(), metavar=name)
-    words = "best, last, or the path of a checkpoint (default: best, or last if no metric is monitored)"
-    parser.add_argument("--checkpoint", default="best", help=words)
-    words = "use the model of this client, for methods such as FedBN"
-    parser.add_argument("--client", metavar="NAME", help=words)
-    parser.add_argument(
-        "--output", metavar="FILE", help="file to write (default: a name in the run directory)"
-    )
-    return parser
+_DESCRIPTION = """\
+Use a run's model on new data. predict writes a line for each sample of FILE, a table, .npz, .pt or folder of images in the
+form of the run's data. test prints the metrics on a FILE with targets. export writes the model as one file that takes raw
+inputs and needs no fl_lightning: for torch.export.load, or for ONNX if --output ends with .onnx."""
 
 
 def load_model(
@@ -129,102 +59,134 @@ def load_model(
         ConfigurationError: There is no such run, checkpoint or client, or a class that the run's
             ``config.yaml`` names cannot be made.
     """
-    threads = torch.get_num_threads()
-    try:
-        with refusals():
-            return restore(run, checkpoint, client).model()
-    finally:
-        torch.set_num_threads(threads)  # the run's setting threads is no setting of the caller
+    with refusals():
+        return _Restored(run, checkpoint, client).model()
 
 
-def restore(
-    run: str | os.PathLike[str],
-    checkpoint: str = "best",
-    client: str | None = None,
-    settings: Sequence[str] = (),
-) -> Restored:
-    """Make the module of a run, and load its checkpoint.
+class _Restored:
+    """A run's module with the state of a checkpoint, and a trainer without callbacks."""
+
+    def __init__(self, run: str | os.PathLike[str], checkpoint: str, client: str | None) -> None:
+        runs = [config.parent for config in user_path("run", run).glob("*/config.yaml")]
+        self.run = load_run(runs[0] if len(runs) == 1 else run)
+        best, last = (self.run.path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
+        named = {"best": best if best.is_file() else last, "last": last}
+        self.path = named.get(checkpoint) or user_path("checkpoint", checkpoint)
+        kind, arguments = full_name(RecalledData), {"checkpoint": str(self.path)}
+        self.data: RecalledData = self._restore({"class_path": kind, "init_args": arguments})
+        if client is None:
+            return
+        number = self.data.client_number(client)
+        if self.personal is None:
+            raise ConfigurationError(
+                f"client: {client}, but all clients of {self.run.path} use the server's model; leave client out"
+            )
+        if not isinstance(self.personal, LocalState):  # its model is trained on the client's data
+            self._restore(self.run.config["data"]).setup("fit")
+        self.module.model.load_state_dict(self.personal.state_of_client(self.module, number), strict=False)
+
+    def _restore(self, data: Any) -> Any:
+        """Make the run's objects with these data, load the checkpoint, and return the data module."""
+        kept = {x: self.run.config["trainer"][x] for x in _KEPT if x in self.run.config["trainer"]}
+        with TemporaryDirectory() as folder, isolate_rng():
+            file = Path(folder) / "config.yaml"
+            file.write_text(
+                yaml.safe_dump({**self.run.config, "data": data, "trainer": kept, "threads": None})
+            )
+            cli = build(["--config", str(file)])
+            given = vars(cli.config_init.fit.trainer)
+            methods = in_order(as_list(given["callbacks"]))
+            device = "cpu" if on_cpu(given["accelerator"]) else "auto"
+            used = {**_QUIET, "accelerator": device, "precision": given["precision"]}
+            self.module, self.trainer = cli.model, make_trainer(used)
+            self.personal = next((x for x in methods if isinstance(x, PersonalEvaluation)), None)
+            restoring = make_trainer(used, callbacks=methods, limit_predict_batches=0)
+            restoring.predict(self.module, datamodule=cli.datamodule, ckpt_path=str(self.path))
+        return cli.datamodule
+
+    def model(self) -> TrainedModel:
+        return TrainedModel(self.module.model.cpu(), self.data.normalized, self.data.class_names).eval()
+
+
+def main(args: Sequence[str]) -> None:
+    """Predict or test the samples of a new file, or export a model.
 
     Args:
-        run: See :func:`load_model`.
-        checkpoint: See :func:`load_model`.
-        client: See :func:`load_model`.
-        settings: Arguments of ``fit`` that override the run's settings, such as
-            ``["--trainer.accelerator", "cpu"]``.
+        args: ``predict``, ``test`` or ``export``, and the arguments after it.
 
     Raises:
-        ConfigurationError: See :func:`load_model`.
+        ConfigurationError: The run, the checkpoint, the client or the file cannot be used.
     """
-    runs = [config.parent for config in user_path("run", run).glob("*/config.yaml")]
-    loaded = load_run(runs[0] if len(runs) == 1 else run)
-    attempt = Attempt(loaded.path)
-    path = _checkpoint(attempt, checkpoint)
-    content = load_checkpoint(path)
-    config = {**loaded.config, "trainer": {x: loaded.config["trainer"].get(x) for x in _KEPT}}
-    recalled = {"class_path": full_name(RecalledData), "init_args": {"checkpoint": str(path)}}
-    module, data, kept = _loaded({**config, "data": recalled}, path, content, settings)
-    assert isinstance(data, RecalledData)
-    methods = module.federated_callbacks
-    personal = next((method for method in methods if isinstance(method, PersonalEvaluation)), None)
-    if client is not None:
-        if personal is None:
-            names = ", ".join(type(method).__name__ for method in methods) or "FedAvg"
-            raise ConfigurationError(
-                f"client: {client}, but in {attempt.path} all clients use the server's model ({names}); leave client out"
-            )
-        number = data.client_number(client)
-        if not isinstance(personal, LocalState):  # the client's model is trained on the client's data
-            module, own, kept = _loaded({**config, "data": loaded.config["data"]}, path, content, settings)
-            own.setup("fit")
-            personal = next(x for x in module.federated_callbacks if isinstance(x, PersonalEvaluation))
-        tensors = {**dict(module.model.named_parameters()), **dict(module.model.named_buffers())}
-        with torch.no_grad():
-            for name, value in personal.state_of_client(module, number).items():
-                tensors[name].copy_(value)
-    trainer = make_trainer(kept, **_QUIET)
-    kind = None if personal is None else type(personal).__name__
-    facts = attempt.path, loaded.config, path, content["global_step"], client, kind
-    return Restored(*facts, module, data, trainer)
-
-
-def _checkpoint(attempt: Attempt, checkpoint: str) -> Path:
-    if checkpoint not in ("best", "last"):
-        return user_path("checkpoint", checkpoint)
-    names = ["best.ckpt", "last.ckpt"] if checkpoint == "best" else ["last.ckpt"]
-    paths = [attempt.checkpoints / name for name in names]
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None:
-        raise ConfigurationError(
-            f"checkpoint: {attempt.path} has no {names[-1]}; resume the run, or give the path of a checkpoint"
+    act, *given = args
+    with command():
+        parser = CommandParser(act, _DESCRIPTION)
+        parser.add_argument("run", metavar="RUN", help="run directory, or folder runs/NAME of a single run")
+        if act != "export":
+            parser.add_argument("file", metavar="FILE")
+        words = "best, last, or the path of a checkpoint (default: best, or last if no metric is monitored)"
+        parser.add_argument("--checkpoint", default="best", help=words)
+        parser.add_argument(
+            "--client", metavar="NAME", help="with methods such as FedBN: model of this client"
         )
-    return found
+        if act != "test":
+            parser.add_argument(
+                "--output", metavar="FILE", help="file to write (default: in the run directory)"
+            )
+        options = parser.parse_args(given)
+        restored = _Restored(options.run, options.checkpoint, options.client)
+        whose = "server" if options.client is None else options.client
+        print(f"model of {whose}, round {restored.data.round}, from {restored.path}", flush=True)
+        if restored.personal is not None and options.client is None:
+            print(
+                f"with {type(restored.personal).__name__}, each client uses a model of its own: choose it by --client NAME"
+            )
+        words = f"{restored.run.path.resolve().name}_{restored.path.stem}_round_{restored.data.round}"
+        words += "" if options.client is None else f"_{options.client.replace('/', '-')}"
+        if act == "export":
+            _export(restored, options.output or restored.run.path / f"model_{words}.pt2")
+            return
+        file = user_path("file", options.file)
+        config = restored.run.config["data"]
+        if act == "test":
+            _refuse_trained(file, config.get("init_args", {}))
+        kind = imported(config["class_path"], "data")
+        samples = restored.data.samples = kind.new_samples(file, restored.data, act == "test")
+        if act == "test":
+            restored.trainer.test(restored.module, datamodule=restored.data)
+            return
+        outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)
+        names, client = restored.data.class_names, restored.module.client_module
+        if client is not None and client.overrides("predict_step"):
+            names = None  # the module decides what its values mean
+        else:
+            outputs = [restored.module.task.scores(output) for output in outputs]
+        place = options.output or restored.run.path / f"predictions_{file.stem}_{words}.csv"
+        print(write_rows(user_file("output", place), samples, outputs, names))
 
 
-def _loaded(
-    config: Config, path: Path, checkpoint: Mapping[str, Any], settings: Sequence[str]
-) -> tuple[FederatedModule, FederatedDataModule, Config]:
-    """Make the objects of a configuration, and load a checkpoint.
+def _refuse_trained(file: Path, settings: Mapping[str, Any]) -> None:
+    own = Path(str(settings.get("features") or settings.get("data_dir"))).expanduser()
+    is_copy = file.is_file() and own.is_file() and file.read_bytes() == own.read_bytes()
+    if is_copy or file.resolve() in (own.resolve(), (own / "train").resolve()):
+        raise ConfigurationError(
+            f"test: {file} holds samples that trained the model; give other samples, or evaluate the run's test data by test --config "
+            "and --ckpt_path"
+        )
 
-    Returns:
-        The module, its data, and the settings of the trainer.
-    """
-    with TemporaryDirectory() as folder, isolate_rng():
-        file = Path(folder) / "config.yaml"
-        file.write_text(yaml.safe_dump(config))
-        try:
-            cli = build(["--config", str(file), *settings])
-        except ConfigurationError as error:
-            if settings:
-                raise
-            place = path.parents[1] / "config.yaml"
-            raise ConfigurationError(
-                f"{error}; {place} must name classes that can be imported here, with their arguments"
-            ) from error
-        given = vars(cli.config_init.fit.trainer)
-        methods = in_order(as_list(given["callbacks"]))
-        kept = {name: given[name] for name in _KEPT if name != "callbacks"}
-        extend_model(cli.model.model, methods, cli.model.seed)
-        check_run(path, checkpoint, cli.model.model)
-        trainer = make_trainer(kept, **_QUIET, callbacks=methods, limit_predict_batches=0)
-        trainer.predict(cli.model, datamodule=cli.datamodule, ckpt_path=str(path))
-    return cli.model, cli.datamodule, kept
+
+def _export(restored: _Restored, output: str | Path) -> None:
+    model, shape = restored.model(), restored.data.input_shape
+    path = unused(user_file("output", output))
+    if shape is None:
+        raise ConfigurationError(
+            f"export: the data of {restored.run.path} have no input_shape; define it in the data module, or export the model of "
+            "fl_lightning.load_model from Python"
+        )
+    samples = torch.zeros(2, *shape)
+    program = torch.export.export(model, (samples,), dynamic_shapes=[{0: torch.export.Dim("samples")}])
+    if path.suffix == ".onnx":
+        torch.onnx.export(program, verbose=False).save(path)  # type: ignore[union-attr]  # a program, without a file
+    else:
+        with atomic_write(path) as file:
+            torch.export.save(program, file, extra_files={"class_names": "\n".join(model.class_names or [])})
+    print(f"model written to {path}")

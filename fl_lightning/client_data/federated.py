@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -23,10 +22,13 @@ from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.client_data.raw_inputs import NewSamples, Normalize
 from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.files import plain
 from fl_lightning.recorded import Recorded
 
 SIZES = ("num_classes", "in_channels", "image_size", "in_features")
 """Attributes of the data that are defaults of a model's arguments with the same names."""
+
+_FACTS = (*SIZES, "num_clients", "class_names", "client_names", "input_shape", "eval_batch_size")
 
 _NEVER_CALLED = ("on_before_batch_transfer", "on_after_batch_transfer")
 """Hooks that Lightning calls only for the data module of the trainer."""
@@ -170,8 +172,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
         normalize: Normalisation of raw inputs, with the mean and the standard deviation of the
             training data; None if the model takes raw inputs. It is known after ``setup``.
-        input_shape: Shape of a raw sample. The default is read from ``in_features``, or from
-            ``in_channels`` and ``image_size``.
+        input_shape: Shape of a raw sample; None if unknown.
         eval_batch_size: Number of samples in a batch of an evaluation.
 
     Raises:
@@ -364,34 +365,18 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     def facts(self) -> dict[str, Any]:
         """Return what a trained model needs of its data, in plain form. Checkpoints keep it."""
-        # plain numbers: a checkpoint with numbers of NumPy could not be loaded without code
-        sizes = {
-            name: None if (x := getattr(self, name)) is None else np.asarray(x).tolist() for name in SIZES
-        }
-        features, channels, side = sizes["in_features"], sizes["in_channels"], sizes["image_size"]
-        shape = None if features is None else [features]
-        if channels is not None and side is not None:
-            shape = [channels, *(side if isinstance(side, list) else [side, side])]
-        return {
-            **sizes,
-            "num_clients": self.num_clients,
-            "class_names": None if self.class_names is None else [*map(str, self.class_names)],
-            "client_names": [*map(str, self.client_names)],
-            "input_shape": shape if self.input_shape is None else [*self.input_shape],
-            "eval_batch_size": self.eval_batch_size,
-            "normalize": None if self.normalize is None else self.normalize.settings(),
-        }
+        facts = {name: plain(getattr(self, name)) for name in _FACTS}
+        if self.class_names is None and self.num_classes is not None:
+            facts["class_names"] = [*map(str, range(self.num_classes))]
+        return facts | {"normalize": self.normalize and self.normalize.settings()}
 
     @classmethod
-    def new_samples(
-        cls, path: Path, settings: Mapping[str, Any], facts: Mapping[str, Any], labelled: bool
-    ) -> NewSamples:
+    def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
         """Read the samples of a new file or folder, in the form of a run's data.
 
         Args:
             path: The file or folder.
-            settings: Arguments of the run's data module, as in ``config.yaml``.
-            facts: Result of :meth:`facts`, from the run's checkpoint.
+            known: Object with the entries of :meth:`facts` as attributes, from a checkpoint.
             labelled: Whether to read targets too.
 
         Raises:

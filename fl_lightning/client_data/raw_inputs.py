@@ -1,4 +1,4 @@
-"""Raw inputs, their normalisation, and samples of new files."""
+"""Raw inputs: their normalisation, and samples of new files."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 
 class Normalize(nn.Module):
@@ -17,7 +18,7 @@ class Normalize(nn.Module):
         mean: Mean of each feature ``[features]`` or of each channel ``[channels, 1, 1]``.
         std: Standard deviation, in the shape of ``mean``.
         scale: Number by which inputs are divided first.
-        channels_last: Whether the result has the memory format that the data modules of images use.
+        channels_last: Whether the result has the memory format of colour images in memory.
 
     Example:
         >>> Normalize(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))(torch.tensor([[2.0, 10.0]]))
@@ -41,22 +42,24 @@ class Normalize(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of this module, as a checkpoint keeps them."""
-        tensors = {"mean": self.mean.detach().cpu().clone(), "std": self.std.detach().cpu().clone()}
-        return {**tensors, "scale": self.scale, "channels_last": self.channels_last}
+        return {**self.state_dict(), "scale": self.scale, "channels_last": self.channels_last}
 
 
 @dataclass(frozen=True)
-class NewSamples:
-    """Samples of a file that is no part of a run's data.
+class NewSamples(Dataset[tuple[Tensor, Tensor | None]]):
+    """Samples of a file that is no part of a run's data. The index is a slice.
 
     Attributes:
-        places: Place of each sample, such as its line.
-        unit: Word for a place, such as ``"line"``.
+        unit: Word for the place of a sample, such as ``"line"``.
+        places: Place of each sample in the file.
         inputs: Function that returns the raw inputs of a slice of the samples.
         targets: Target of each sample ``[N, ...]``; None if they are not read.
     """
 
-    places: Sequence[str | int]
     unit: str
+    places: Sequence[str | int]
     inputs: Callable[[slice], Tensor]
     targets: Tensor | None = None
+
+    def __getitem__(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        return self.inputs(part), None if self.targets is None else self.targets[part]

@@ -257,7 +257,7 @@ def test_predictions_on_other_data_have_a_file_of_their_own(capsys):
     own = (attempt.path / "predictions_round_1.csv").read_text()
     capsys.readouterr()
     table_command("predict", "new", last)
-    (other,) = attempt.path.glob("predictions_round_1_*.csv")
+    (other,) = attempt.path.glob("predictions_round_1.2.csv")
     assert f"5 predictions written to {other.resolve()}\n" in capsys.readouterr().out
     assert len(other.read_text().splitlines()) == 6
     assert (attempt.path / "predictions_round_1.csv").read_text() == own

@@ -62,9 +62,9 @@ class RunStart(L.Callback):
                 write_bytes(self.attempt.metrics, self.start.metrics)
             origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
             settings = yaml.safe_dump(self.config, sort_keys=False)
-            facts = pl_module.data.facts()
-            decided = [f"{x}: {facts[x]}" for x in (*SIZES, "num_clients") if facts[x] is not None]
-            header = f"# decided by the data: {', '.join(decided)}\n{self.header}"
+            sizes = {name: getattr(pl_module.data, name) for name in (*SIZES, "num_clients")}
+            decided = ", ".join(f"{name}: {x}" for name, x in sizes.items() if x is not None)
+            header = f"# decided by the data: {decided}\n{self.header}"
             write_text(self.attempt.config, origin + header + settings)
             write_json(self.attempt.partition, pl_module.data.partition_record())
             write_json(self.attempt.policy, policy)

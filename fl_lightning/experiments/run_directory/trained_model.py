@@ -1,15 +1,12 @@
 """A run's model outside of its run: with its normalisation, and without its data."""
 
-from collections.abc import Mapping, Sequence
-from math import ceil
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from fl_lightning.client_data.federated import SIZES, FederatedDataModule
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.raw_inputs import NewSamples, Normalize
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run_directory.checkpoint_io import load_checkpoint
@@ -20,53 +17,55 @@ class TrainedModel(nn.Module):
 
     Args:
         model: The model, which takes normalised inputs.
-        normalize: Normalisation of raw inputs; None: the model takes raw inputs.
+        normalize: Normalisation of raw inputs.
         class_names: Names of the classes, in the order of the outputs; None without classes.
     """
 
-    def __init__(
-        self, model: nn.Module, normalize: Normalize | None, class_names: Sequence[str] | None
-    ) -> None:
+    def __init__(self, model: nn.Module, normalize: nn.Module, class_names: Any) -> None:
         super().__init__()
-        self.model, self.normalize = model, normalize
-        self.class_names = None if class_names is None else list(class_names)
-        weights = (x.dtype for x in model.parameters() if x.is_floating_point())
-        self.dtype = next(weights, torch.float32)
+        self.model, self.normalize, self.class_names = model, normalize, class_names
+        self.dtype = next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
 
     def forward(self, inputs: Tensor) -> Any:
         """Return the model's outputs for raw inputs ``[N, ...]``."""
-        values = inputs if self.normalize is None else self.normalize(inputs)
+        values = self.normalize(inputs)
         return self.model(values.to(self.dtype) if values.is_floating_point() else values)
 
 
 class RecalledData(FederatedDataModule):
-    """What a checkpoint keeps of its run's data, without the data, and batches of new samples.
+    """What a checkpoint keeps of its run's data, without the data, and samples of a new file.
 
     Args:
         checkpoint: Path of the checkpoint.
         seed: Ignored.
 
     Attributes:
-        known: Result of the data module's ``facts()`` in the run.
+        round: The checkpoint's round.
+        samples: Samples that ``test`` and ``predict`` read.
     """
 
     drawn_splits = ()
+    num_clients: Any = 0
+    samples: NewSamples | None = None
 
     def __init__(self, checkpoint: str, seed: int = 0) -> None:
-        self.samples = _Server()
-        super().__init__(server=self.samples, seed=seed)
-        self.known: Mapping[str, Any] = load_checkpoint(checkpoint)["fl_lightning"]["data"]
-        for name in (*SIZES, "class_names", "client_names", "input_shape", "eval_batch_size"):
-            setattr(self, name, self.known[name])
-        if self.known["normalize"] is not None:
-            self.normalize = Normalize(**self.known["normalize"])
+        super().__init__(seed=seed)
+        content = load_checkpoint(checkpoint)
+        self.round = content["global_step"]
+        vars(self).update(content["fl_lightning"]["data"])
+        known: Any = self.normalize
+        self.normalized = nn.Identity() if known is None else Normalize(**known)
 
-    @property
-    def names_of_classes(self) -> list[str] | None:
-        """Names of the classes, or their numbers; None without classes."""
-        if self.class_names is not None or self.num_classes is None:
-            return None if self.class_names is None else [*self.class_names]
-        return [*map(str, range(self.num_classes))]
+    def test_dataloader(self) -> Any:
+        """Return the batches ``(inputs, targets)`` of the new samples, in the order of their file."""
+        if self.samples is None:
+            return []
+        starts, size = range(0, len(self.samples.places), self.eval_batch_size), self.eval_batch_size
+        parts = [slice(start, start + size) for start in starts]
+        return DataLoader(self.samples, sampler=parts, batch_size=None, collate_fn=self._normalized)
+
+    def _normalized(self, batch: Any) -> Any:
+        return self.normalized(batch[0]), batch[1]
 
     def client_number(self, client: str) -> int:
         """Return the id of a client, given by its name or its id.
@@ -74,36 +73,10 @@ class RecalledData(FederatedDataModule):
         Raises:
             ConfigurationError: The run has no such client.
         """
-        ids = [str(number) for number in range(self.known["num_clients"])]
-        for names in (self.client_names, ids):
-            if client in names:
-                return [*names].index(client)
+        ids = [*map(str, range(self.num_clients))]
         names = [*(self.client_names or ids)]
-        raise ConfigurationError(
-            f"client: {client!r} is no client of the run{nearest(client, names)}; its clients are {', '.join(names)}"
-        )
-
-    def evaluate_on(self, samples: NewSamples) -> None:
-        """Let ``test`` and ``predict`` read new samples, in the order of their file."""
-        self.samples.batches = _Batches(samples, self.normalize, self.eval_batch_size)
-
-
-class _Batches(Dataset[tuple[Tensor, Tensor | None]]):
-    def __init__(self, samples: NewSamples, normalize: Normalize | None, size: int) -> None:
-        self.samples, self.normalize, self.size = samples, normalize, size
-
-    def __len__(self) -> int:
-        return ceil(len(self.samples.places) / self.size)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor | None]:
-        part, targets = slice(index * self.size, (index + 1) * self.size), self.samples.targets
-        inputs = self.samples.inputs(part)
-        inputs = inputs if self.normalize is None else self.normalize(inputs)
-        return inputs, None if targets is None else targets[part]
-
-
-class _Server(L.LightningDataModule):
-    batches: _Batches | None = None
-
-    def test_dataloader(self) -> Any:
-        return [] if self.batches is None else DataLoader(self.batches, batch_size=None)
+        if client not in {*names, *ids}:
+            raise ConfigurationError(
+                f"client: {client!r} is no client of the run{nearest(client, names)}; its clients are {', '.join(names)}"
+            )
+        return names.index(client) if client in names else int(client)
