@@ -90,9 +90,8 @@ class _Restored:
         kept = {x: self.run.config["trainer"][x] for x in _KEPT if x in self.run.config["trainer"]}
         with TemporaryDirectory() as folder, isolate_rng():
             file = Path(folder) / "config.yaml"
-            file.write_text(
-                yaml.safe_dump({**self.run.config, "data": data, "trainer": kept, "threads": None})
-            )
+            changes = {"data": data, "trainer": kept, "threads": None}
+            file.write_text(yaml.safe_dump({**self.run.config, **changes}))
             cli = build(["--config", str(file)])
             given = vars(cli.config_init.fit.trainer)
             methods = in_order(as_list(given["callbacks"]))
@@ -125,21 +124,16 @@ def main(args: Sequence[str]) -> None:
             parser.add_argument("file", metavar="FILE")
         words = "best, last, or the path of a checkpoint (default: best, or last if no metric is monitored)"
         parser.add_argument("--checkpoint", default="best", help=words)
-        parser.add_argument(
-            "--client", metavar="NAME", help="with methods such as FedBN: model of this client"
-        )
+        parser.add_argument("--client", metavar="NAME", help="use the client's model, as in FedBN")
         if act != "test":
-            parser.add_argument(
-                "--output", metavar="FILE", help="file to write (default: in the run directory)"
-            )
+            parser.add_argument("--output", metavar="FILE", help="default: a file in the run directory")
         options = parser.parse_args(given)
         restored = _Restored(options.run, options.checkpoint, options.client)
         whose = "server" if options.client is None else options.client
         print(f"model of {whose}, round {restored.data.round}, from {restored.path}", flush=True)
         if restored.personal is not None and options.client is None:
-            print(
-                f"with {type(restored.personal).__name__}, each client uses a model of its own: choose it by --client NAME"
-            )
+            kind = type(restored.personal).__name__
+            print(f"with {kind}, each client uses a model of its own: choose it by --client NAME")
         words = f"{restored.run.path.resolve().name}_{restored.path.stem}_round_{restored.data.round}"
         words += "" if options.client is None else f"_{options.client.replace('/', '-')}"
         if act == "export":
@@ -149,8 +143,8 @@ def main(args: Sequence[str]) -> None:
         config = restored.run.config["data"]
         if act == "test":
             _refuse_trained(file, config.get("init_args", {}))
-        kind = imported(config["class_path"], "data")
-        samples = restored.data.samples = kind.new_samples(file, restored.data, act == "test")
+        new_samples = imported(config["class_path"], "data").new_samples
+        samples = restored.data.samples = new_samples(file, restored.data, act == "test")
         if act == "test":
             restored.trainer.test(restored.module, datamodule=restored.data)
             return
@@ -169,8 +163,7 @@ def _refuse_trained(file: Path, settings: Mapping[str, Any]) -> None:
     is_copy = file.is_file() and own.is_file() and file.read_bytes() == own.read_bytes()
     if is_copy or file.resolve() in (own.resolve(), (own / "train").resolve()):
         raise ConfigurationError(
-            f"test: {file} holds samples that trained the model; give other samples, or evaluate the run's test data by test --config "
-            "and --ckpt_path"
+            f"test: {file} holds samples that trained the model; give others, or use test --config for the run's test data"
         )
 
 
@@ -179,11 +172,11 @@ def _export(restored: _Restored, output: str | Path) -> None:
     path = unused(user_file("output", output))
     if shape is None:
         raise ConfigurationError(
-            f"export: the data of {restored.run.path} have no input_shape; define it in the data module, or export the model of "
-            "fl_lightning.load_model from Python"
+            f"export: the data of {restored.run.path} have no input_shape; define it in the data module, or export load_model(RUN)"
         )
-    samples = torch.zeros(2, *shape)
-    program = torch.export.export(model, (samples,), dynamic_shapes=[{0: torch.export.Dim("samples")}])
+    program = torch.export.export(
+        model, (torch.zeros(2, *shape),), dynamic_shapes=[{0: torch.export.Dim("samples")}]
+    )
     if path.suffix == ".onnx":
         torch.onnx.export(program, verbose=False).save(path)  # type: ignore[union-attr]  # a program, without a file
     else:

@@ -383,8 +383,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             ConfigurationError: The file cannot be read.
         """
         raise ConfigurationError(
-            f"{path}: {cls.__name__} cannot read new files; define {cls.__name__}.new_samples, or call fl_lightning.load_model from "
-            "Python"
+            f"{path}: {cls.__name__} cannot read new files; define {cls.__name__}.new_samples, or call fl_lightning.load_model"
         )
 
     def own_dataloader(self, client_id: int, split: str) -> Any:

@@ -83,8 +83,7 @@ def write_rows(
     """
     if sum(len(x) for x in outputs if isinstance(x, Tensor) and x.ndim) != len(samples.places):
         raise ConfigurationError(
-            "predict: the outputs are no tensors with a row for each sample; return such tensors from predict_step, or call "
-            "Trainer.predict from Python"
+            "predict: the outputs are no tensors with a row for each sample; return such tensors from predict_step"
         )
     values, table = torch.cat([*outputs]).cpu(), pd.DataFrame({samples.unit: samples.places})
     if samples.targets is not None and samples.targets.ndim == 1:

@@ -60,8 +60,8 @@ class RecalledData(FederatedDataModule):
         """Return the batches ``(inputs, targets)`` of the new samples, in the order of their file."""
         if self.samples is None:
             return []
-        starts, size = range(0, len(self.samples.places), self.eval_batch_size), self.eval_batch_size
-        parts = [slice(start, start + size) for start in starts]
+        count, size = len(self.samples.places), self.eval_batch_size
+        parts = [slice(start, start + size) for start in range(0, count, size)]
         return DataLoader(self.samples, sampler=parts, batch_size=None, collate_fn=self._normalized)
 
     def _normalized(self, batch: Any) -> Any:
