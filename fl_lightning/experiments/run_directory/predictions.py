@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
 from PIL import Image
 from torch import Tensor
@@ -81,6 +80,8 @@ def write_rows(
     Raises:
         ConfigurationError: The outputs do not have a row for each sample.
     """
+    import pandas as pd  # only predictions need pandas
+
     if sum(len(x) for x in outputs if isinstance(x, Tensor) and x.ndim) != len(samples.places):
         raise ConfigurationError(
             "predict: the outputs are no tensors with a row for each sample; return such tensors from predict_step"
