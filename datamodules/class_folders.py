@@ -49,7 +49,7 @@ class ClassImages:
 
     def __init__(self, folder: Path, classes: Sequence[str]) -> None:
         self.folder, self.classes = folder, classes
-        names = [np.array(_image_names(folder / name), dtype="S") for name in classes]
+        names = [np.array([*map(os.fsencode, image_names(folder / name))], dtype="S") for name in classes]
         self.names = np.concatenate(names)
         self.labels = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x in names]))
 
@@ -74,7 +74,12 @@ class ClassImages:
             raise wrong_layout(data_dir, f"image in {place}", layout)
 
 
-def _image_names(folder: Path) -> list[bytes]:
+def image_names(folder: Path) -> list[str]:
+    """Return the sorted paths of all images below a folder, relative to it.
+
+    Raises:
+        ConfigurationError: A link leads to a folder that contains the link.
+    """
     found = []
     for parent, _, names in os.walk(folder, followlinks=True):
         if os.path.islink(parent) and (here := Path(parent)).parent.resolve().is_relative_to(here.resolve()):
@@ -85,7 +90,7 @@ def _image_names(folder: Path) -> list[bytes]:
         found += [
             (*place, name) for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")
         ]
-    return [os.fsencode(os.path.join(*parts)) for parts in sorted(found)]
+    return [os.path.join(*parts) for parts in sorted(found)]
 
 
 class ClassFolders:

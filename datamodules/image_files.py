@@ -10,10 +10,12 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from fl_lightning.client_data.raw_inputs import NewSamples
 from fl_lightning.datamodules.class_folders import Sample
 from fl_lightning.datamodules.image_cache import cached_tensors
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
+from fl_lightning.datamodules.new_images import new_images
 from fl_lightning.errors import ConfigurationError, check_at_least
 
 
@@ -105,6 +107,17 @@ class ImageFiles(InMemoryDataModule):
         check_at_least(1, image_size=image_size)
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
+
+    @classmethod
+    def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
+        """Read a folder of new images. For targets, it needs a folder for each class."""
+        channels, size, _ = known.input_shape
+
+        def read(file: Path) -> Tensor:
+            image = square(read_image(file, "L" if channels == 1 else "RGB"), size)
+            return stacked([image], 1, channels, size)[0]
+
+        return new_images(path, known.class_names, labelled, read)
 
     def prepare_data(self) -> None:
         """Build the cache if it is invalid. Do nothing if the data are already in memory."""

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.client_data.federated import ClientDataModule
 from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.client_data.raw_inputs import Normalize
 from fl_lightning.datamodules.images import (
     Batch,
     ImageData,
@@ -232,6 +233,8 @@ class InMemoryDataModule(InMemorySamples):
         groups = data.train_groups, data.test_groups, data.group_names
         dealt = self.distribute(data.train_labels, data.test_labels, *groups)
         normalize = self._normalization(data.train_images)
+        self.input_shape = data.train_images.shape[1:]
+        self.normalize = Normalize(normalize.mean, normalize.std, normalize.scale, len(normalize.mean) > 1)
 
         def trained(samples: Tensor) -> TrainImages:
             images = _images_at(data, samples)

@@ -1,7 +1,6 @@
 """Preprocessing of features, fitted on training samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,33 +9,13 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client_data.federated import counted
+from fl_lightning.client_data.raw_inputs import TableInputs
 from fl_lightning.datamodules.tables import read_column
 from fl_lightning.errors import ConfigurationError
 
 
-@dataclass
-class Preprocessing:
-    """Map from raw features to a model's inputs: fill, scale, and encode categories as one-hot.
-
-    All attributes are plain numbers, text, lists and dicts.
-
-    Attributes:
-        columns: Names of the feature columns of a table. Empty for tensors.
-        categories: Categories of each categorical column. A category that no training sample has is
-            None; its input is always 0, as for unknown categories.
-        impute: Strategy of scikit-learn's ``SimpleImputer`` that fills missing values; None if missing values are refused.
-        fill: Value that replaces a missing value, in the shape of a sample. For a categorical
-            column, the position of the category. None: nothing is filled.
-        mean: Mean of the training samples, in the shape of a sample. None: features are not scaled.
-        std: Standard deviation of the training samples; 1 for constant features.
-    """
-
-    columns: list[str] = field(default_factory=list)
-    categories: dict[str, list[str | None]] = field(default_factory=dict)
-    impute: str | None = None
-    fill: Any = None
-    mean: Any = None
-    std: Any = None
+class Preprocessing(TableInputs):
+    """Preprocessing that reads tables, and is fitted on training samples."""
 
     def transform(self, table: Any, path: Path) -> Tensor:
         """Return the inputs ``[N, inputs]`` for the rows of a table.
@@ -85,31 +64,6 @@ class Preprocessing:
             for column in codes.values():
                 mean[column], std[column] = 0, 1
             self.mean, self.std = mean.tolist(), std.where(std > 0, 1).tolist()
-
-    def inputs(self, features: Tensor) -> Tensor:
-        """Return the inputs of a model for raw features ``[N, ...]``."""
-        features = self._fill(features)
-        scaled = features
-        if self.mean is not None:
-            mean, std = (torch.tensor(x, dtype=torch.float64) for x in (self.mean, self.std))
-            scaled = ((features.double() - mean) / std).to(features.dtype)
-        if not self.categories:
-            return scaled
-        parts = []
-        for column, name in enumerate(self.columns):
-            part = scaled[:, column : column + 1]
-            if name in self.categories:
-                known = [
-                    -2 if x is None else i for i, x in enumerate(self.categories[name])
-                ]  # -2: in no sample
-                part = (features[:, column : column + 1] == torch.tensor(known)).to(part)
-            parts.append(part)
-        return torch.cat(parts, dim=1)
-
-    def _fill(self, features: Tensor) -> Tensor:
-        if self.fill is None:
-            return features
-        return torch.where(features.isnan(), torch.tensor(self.fill, dtype=features.dtype), features)
 
     def _filled(self, train: Any, codes: Sequence[int], shape: Sequence[int]) -> Any:
         from sklearn.impute import SimpleImputer  # this import takes seconds

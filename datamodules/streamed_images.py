@@ -4,15 +4,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset
 from torchvision.transforms import v2
 
 from fl_lightning.client_data.fingerprint import digest, files_digest
+from fl_lightning.client_data.raw_inputs import NewSamples, Normalize
 from fl_lightning.datamodules.class_folders import ClassFolders, ClassImages
 from fl_lightning.datamodules.image_files import read_image
 from fl_lightning.datamodules.images import Batch
+from fl_lightning.datamodules.new_images import new_images
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
 from fl_lightning.datamodules.streamed import StreamedClient, StreamedSamples
 from fl_lightning.errors import ConfigurationError, check_at_least
@@ -107,14 +110,19 @@ class StreamedImages(PartitionedDataModule):
             )
         self.folders = ClassFolders(Path(data_dir).expanduser())
         self.class_names, self.num_classes = self.folders.classes, len(self.folders.classes)
-        self.image_size = image_size
+        self.image_size, self.input_shape = image_size, (3, image_size, image_size)
         self._stream = {"mean": mean, "std": std, "threads": threads}
+        self.normalize = Normalize(torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1), 255.0)
         crop = v2.RandomResizedCrop(image_size, tuple(crop_scale))
         flip = [v2.RandomHorizontalFlip()] if horizontal_flip else []
         self._augment = v2.Compose([crop, *flip, v2.PILToTensor()])
-        self._plain = v2.Compose(
-            [v2.Resize(round(image_size * 8 / 7)), v2.CenterCrop(image_size), v2.PILToTensor()]
-        )
+        self._plain = _plain(image_size)
+
+    @classmethod
+    def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
+        """Read a folder of new images. For targets, it needs a folder for each class."""
+        transform = _plain(known.image_size)
+        return new_images(path, known.class_names, labelled, lambda file: transform(read_image(file)))
 
     def evaluation_digest(self) -> str:
         """Return the digest of the test images and the indices of the validation images."""
@@ -154,6 +162,12 @@ class ImageNet(StreamedImages):
 
     def __init__(self, data_dir: str = "data/imagenet", **settings: Any) -> None:
         super().__init__(data_dir, **settings)
+
+
+def _plain(image_size: int) -> Transform:
+    steps = [v2.Resize(round(image_size * 8 / 7)), v2.CenterCrop(image_size), v2.PILToTensor()]
+    transform: Transform = v2.Compose(steps)
+    return transform
 
 
 def _part(images: ImageStream, indices: Tensor) -> Subset[Batch]:

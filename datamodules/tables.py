@@ -23,7 +23,11 @@ _LIKE_NUMBER = re.compile(r"[\d\s.,:/'_+-]+")
 
 
 def read_table(
-    path: Path, targets: str | Sequence[str] | None, groups: str | None, columns: Sequence[str] | None
+    path: Path,
+    targets: str | Sequence[str] | None,
+    groups: str | None,
+    columns: Sequence[str] | None,
+    labelled: bool = True,
 ) -> dict[str, Any]:
     """Read samples from the columns of a table. Spaces around names and values are removed.
 
@@ -33,12 +37,13 @@ def read_table(
         groups: Name of the column of groups. None: no groups.
         columns: Names of the feature columns. None: all columns that are neither targets nor
             groups.
+        labelled: Whether to read the targets (default True).
 
     Returns:
         ``features`` (``pandas.DataFrame`` of text), ``targets`` (int64 or float64, ``[N]`` or
         ``[N, targets]``), ``groups`` (list of text, or None) and ``class_names``. If the target
         column has words, each word is a class: ``targets`` has the positions in the sorted
-        ``class_names``. Otherwise, ``class_names`` is None.
+        ``class_names``. Otherwise, ``class_names`` is None. If targets are not read, only features.
 
     Raises:
         ConfigurationError: The file cannot be read, or a column or value is missing or no number.
@@ -54,8 +59,9 @@ def read_table(
             f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
             "feature columns in data.columns, or write the file with index=False"
         )
+    names, needed = (names, ("targets", "columns")) if labelled else ([], ("columns",))
     for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
-        if not wanted and setting != "groups":
+        if not wanted and setting in needed:
             wanted = ["null"]
         for name in wanted:
             if header.count(name) != 1:
@@ -63,6 +69,8 @@ def read_table(
                 raise ConfigurationError(
                     f"data.{setting}: {name} {what} of {path}; it has {', '.join(header)}"
                 )
+    if not labelled:
+        return {"features": table[used]}
     numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
     return {
         "features": table[used],

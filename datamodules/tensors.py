@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.client_data.raw_inputs import NewSamples
 from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
 from fl_lightning.datamodules.partitions import Natural
@@ -117,6 +118,7 @@ class TensorData(InMemorySamples):
                 f"data.categorical: {', '.join(categorical)} are columns of a table; give a .csv or .parquet file in data.features, or "
                 "leave data.categorical out"
             )
+        self.targets = targets if self.preprocessing.columns else None
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
         named = {name: x for name, x in given.items() if x is not None and "groups" in name}
@@ -145,7 +147,36 @@ class TensorData(InMemorySamples):
                     "least as many samples as classes, give names in a table, or floating-point targets if they are no classes"
                 )
             self.num_classes = highest + 1
+        self.input_shape = self._data["features"].shape[1:]
         self.in_features = self.preprocessing.inputs(self._data["features"][:1]).numel()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a trained model needs of its data, with the fitted preprocessing."""
+        return {**super().facts(), "normalize": vars(self.preprocessing), "targets": self.targets}
+
+    @classmethod
+    def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
+        """Read a new file. Columns that are no features are ignored, and so are groups."""
+        preprocessing = Preprocessing(**known.normalize)
+        given = {**dict.fromkeys(_PARTS), "targets": known.targets}
+        read = _read(path, given, preprocessing.columns or None, labelled)
+        places, unit = None, {".csv": "line", ".parquet": "row"}.get(path.suffix, "index")
+        if unit != "index":
+            places, read["features"] = (
+                read["features"].index.to_list(),
+                preprocessing.raw(read["features"], path),
+            )
+        features = _tensor("features", read["features"], preprocessing.impute)
+        if (shape := [*features.shape[1:]]) != known.input_shape:
+            raise ConfigurationError(
+                f"{path}: samples have the shape {shape}, but {known.input_shape} in the run; give the features of the run, in their order"
+            )
+        targets = None
+        if labelled and places and known.num_classes is not None:
+            targets = _labels(path, read, known.class_names)
+        elif labelled:
+            targets = _tensor("targets", read["targets"], None)
+        return NewSamples(unit, places or range(len(features)), features.__getitem__, targets)
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of samples of class c at client i.
@@ -222,22 +253,25 @@ class ScikitLearn(TensorData):
             self.class_names = [str(name) for name in loaded.target_names]
 
 
-def _read(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
+def _read(
+    path: Path, given: Mapping[str, Any], columns: Sequence[str] | None, labelled: bool = True
+) -> dict[str, Any]:
     kinds = ".csv, .parquet, .npz or .pt"
     if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
         raise ConfigurationError(f"data.features: {path} has no known ending; use {kinds}")
     if not path.is_file():
         raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
     if path.suffix in (".csv", ".parquet"):
-        return {**given, **read_table(path, given["targets"], given["groups"], columns)}
+        return {**given, **read_table(path, given["targets"], given["groups"], columns, labelled)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)
         )
     except (OSError, ValueError, EOFError) as error:
         raise ConfigurationError(f"data.features: {path} cannot be read: {error}") from error
-    if not isinstance(content, Mapping) or not {"features", "targets"} <= content.keys():
-        raise ConfigurationError(f"data.features: {path} holds no features and targets; write both by name")
+    needed = _PARTS[: 1 + labelled]
+    if not isinstance(content, Mapping) or not {*needed} <= content.keys():
+        raise ConfigurationError(f"data.features: {path} holds no {' and '.join(needed)}; write both by name")
     for name in _PARTS[1:]:
         if name in content and given[name] is not None:
             raise ConfigurationError(f"data.{name}: {path} holds {name}; leave data.{name} out")
@@ -302,3 +336,14 @@ def _strata(targets: Tensor) -> Tensor:
         return torch.zeros(len(targets), dtype=torch.int64)
     edges = torch.quantile(targets.double(), torch.linspace(0, 1, _BINS + 1, dtype=torch.float64)[1:-1])
     return torch.bucketize(targets.double(), edges)
+
+
+def _labels(path: Path, read: Mapping[str, Any], names: list[str]) -> Tensor:
+    """Return the targets of a new table, numbered as the run's classes ``names``."""
+    words, numbers = read["class_names"], read["targets"].tolist()
+    given = [words[x] if words else str(x) for x in numbers]
+    if unknown := [name for name in given if name not in names]:
+        raise ConfigurationError(
+            f"{path}: the target {unknown[0]} is no class of the run; its classes are {', '.join(names)}"
+        )
+    return torch.tensor([names.index(name) for name in given])

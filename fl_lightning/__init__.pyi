@@ -3,6 +3,7 @@
 from .batch_norm.swapping import SwappedBatchNorm as SwappedBatchNorm
 from .batch_norm.swapping import swap_batch_norm as swap_batch_norm
 from .callbacks.observers.network_link import NetworkLink as NetworkLink
+from .cli.trained_model import load_model as load_model
 from .client_data.federated import ClientDataModule as ClientDataModule
 from .client_data.federated import FederatedDataModule as FederatedDataModule
 from .cohort.client_memory import ClientMemory as ClientMemory

@@ -25,18 +25,19 @@ _OTHERS = {
     "list": "fl_lightning.cli.listing",
     "dashboard": "fl_lightning.cli.dashboard",
 }
-_COMMANDS = (*_RUNS, *_OTHERS)
+_COMMANDS = (*_RUNS, "export", *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,runs,partition,list,dashboard} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,export,verify,study,report,runs,partition,list,dashboard} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
 commands:
   fit        train, print a table of results and write runs/NAME/...
   validate   evaluate a checkpoint on the validation data
-  test       evaluate a checkpoint on the test data
-  predict    write a checkpoint's predictions on the test data
+  test       evaluate a checkpoint on the test data; test RUN FILE: a run's model on a new file with targets
+  predict    write a checkpoint's predictions on the test data; predict RUN FILE: of a new table or folder of images
+  export     write a run's model as a file that needs no fl_lightning: export runs/NAME/HASH-s0
   verify     check the rules and claims of methods: verify --callback FixBN, --callback methods.Mine, --all
   study      run the cells of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
   report     write one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
@@ -92,6 +93,10 @@ def _run(arguments: list[str]) -> None:
             sys.exit(2)
     elif arguments == ["--version"]:
         print(f"fl_lightning {__version__}")
+    elif arguments[0] == "export" or (
+        arguments[0] in ("test", "predict") and arguments[1:] and arguments[1][0] != "-"
+    ):
+        import_module("fl_lightning.cli.trained_model").main(arguments)
     elif arguments[0] in _OTHERS:
         if arguments[0] in ("study", "partition"):
             _check_files(arguments)

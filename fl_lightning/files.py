@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,6 +110,12 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool
         yield file
     finally:
         os.close(file)
+
+
+def unused(path: Path) -> Path:
+    """Return a path at which nothing exists: ``path``, or with ``.2``, ``.3`` before the suffix."""
+    others = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(2))
+    return next(free for free in chain([path], others) if not free.exists())
 
 
 def user_path(setting: str, text: str | os.PathLike[str]) -> Path:

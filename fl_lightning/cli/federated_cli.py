@@ -18,6 +18,7 @@ from fl_lightning.cli.messages import fail
 from fl_lightning.cli.mistakes import imported
 from fl_lightning.cli.parser import ConciseParser, new_lists
 from fl_lightning.cli.user_settings import given_settings, read_given
+from fl_lightning.client_data.federated import SIZES
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_trainer, use_threads
@@ -28,9 +29,6 @@ from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
-
-LINKED = ("num_classes", "in_channels", "image_size", "in_features")
-"""Arguments of a model's constructor for which the data module provides defaults."""
 
 _Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", MOST_THREADS)])
 
@@ -91,7 +89,7 @@ class FederatedCLI(LightningCLI):
         parser.add_class_arguments(WandbSettings, "wandb")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.init_args.seed")
-        for name in LINKED:
+        for name in SIZES:
             parser.link_arguments(
                 f"data.{name}", f"model.model.init_args.{name}", self._decide(name), apply_on="instantiate"
             )
@@ -179,7 +177,7 @@ class FederatedCLI(LightningCLI):
         resolved = self.plain(config)
         # the class of the data may fix a value, such as CIFAR10's ten classes
         kind = imported(config.data.class_path)
-        for name in LINKED:
+        for name in SIZES:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):
                 resolved["model"]["model"].setdefault("init_args", {})[name] = given
@@ -222,12 +220,8 @@ class FederatedCLI(LightningCLI):
         check_run(path, checkpoint, self.model.model)
         config.ckpt_path = str(path)
         source = training.directory.attempt_of(path)
-        folder, stem = source.path if source is not None else Path(), training.directory.stem
-        own = folder.name.partition(".")[0] == stem
-        # with other settings, such as other test data, the run's own predictions stay
-        self._predictions = (
-            folder / f"predictions_round_{checkpoint['global_step']}{'' if own else f'_{stem}'}"
-        )
+        folder = source.path if source is not None else Path()
+        self._predictions = folder / f"predictions_round_{checkpoint['global_step']}"
         if config.trainer.enable_progress_bar is None and not has_progress_bar(callbacks):
             kwargs["enable_progress_bar"] = sys.stdout.isatty()  # a log file gets no progress bar
         return make_trainer(settings, **{**kwargs, "callbacks": [*callbacks, config.checkpoint]})

@@ -8,6 +8,7 @@ rounds, and a resumed run draws the same batches.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import ceil
+from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 import lightning as L
@@ -19,8 +20,15 @@ from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches, one_loader
+from fl_lightning.client_data.raw_inputs import NewSamples, Normalize
 from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.files import plain
 from fl_lightning.recorded import Recorded
+
+SIZES = ("num_classes", "in_channels", "image_size", "in_features")
+"""Attributes of the data that are defaults of a model's arguments with the same names."""
+
+_FACTS = (*SIZES, "num_clients", "class_names", "client_names", "input_shape", "eval_batch_size")
 
 _NEVER_CALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks that Lightning calls only for the data module of the trainer."""
@@ -163,6 +171,10 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             LightningModule sets this attribute if there is no server.
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
         notes: Sentences about the data, which a run prints at its start.
+        normalize: Normalisation of raw inputs, with the mean and the standard deviation of the
+            training data; None if the model takes raw inputs. It is known after ``setup``.
+        input_shape: Shape of a raw sample; None if unknown.
+        eval_batch_size: Number of samples in a batch of an evaluation.
 
     Raises:
         ConfigurationError: A client or the server has a hook that changes batches.
@@ -186,6 +198,9 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     client_names: Sequence[str] = ()
     loaded: str | None = None
     evaluates_clients: bool = False
+    normalize: Normalize | None = None
+    input_shape: Sequence[int] | None = None
+    eval_batch_size: int = 500
 
     def __init__(
         self,
@@ -363,6 +378,29 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         list is empty.
         """
         return []
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a trained model needs of its data, in plain form. Checkpoints keep it."""
+        facts = {name: plain(getattr(self, name)) for name in _FACTS}
+        if self.class_names is None and self.num_classes is not None:
+            facts["class_names"] = [*map(str, range(self.num_classes))]
+        return facts | {"normalize": self.normalize and self.normalize.settings()}
+
+    @classmethod
+    def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
+        """Read the samples of a new file or folder, in the form of a run's data.
+
+        Args:
+            path: The file or folder.
+            known: Object with the entries of :meth:`facts` as attributes, from a checkpoint.
+            labelled: Whether to read targets too.
+
+        Raises:
+            ConfigurationError: The file cannot be read.
+        """
+        raise ConfigurationError(
+            f"{path}: {cls.__name__} cannot read new files; define {cls.__name__}.new_samples, or call fl_lightning.load_model"
+        )
 
     def own_dataloader(self, client_id: int, split: str) -> Any:
         """Return a client's own evaluation data. Methods with personal models use these data.

@@ -82,22 +82,24 @@ class LocalState(PersonalEvaluation):
         """Store the local state of the round's clients."""
         cohort.remember(self.memory)
 
-    def variants(
-        self, trainer: L.Trainer, pl_module: "FederatedModule"
-    ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the local state of each evaluated client, keyed by client id.
-
-        Before round 1, the local state of every client is empty.
-        """
+    def client_model(self, pl_module: "FederatedModule", client: int) -> Mapping[str, Tensor]:
+        """Return the local state of a client. Before round 1, it is empty."""
         layout = {
             **parameter_layout(
                 pl_module.model, pl_module.parameter_groups, pl_module.parts, pl_module.group_of
             ),
             **buffer_layout(pl_module.model, pl_module.parts),
         }
-        models: dict[str, dict[str, Tensor]] = {}
-        for client in self.evaluated_clients(pl_module):
-            state = models[str(client)] = {}
-            for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():
-                state |= split_columns(row, layout[block].shapes)
-        return models
+        state: dict[str, Tensor] = {}
+        for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():
+            state |= split_columns(row, layout[block].shapes)
+        return state
+
+    def variants(
+        self, trainer: L.Trainer, pl_module: "FederatedModule"
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the local state of each evaluated client, keyed by client id."""
+        # every rank has the local state of all clients
+        return {
+            str(client): self.client_model(pl_module, client) for client in self.evaluated_clients(pl_module)
+        }

@@ -81,17 +81,21 @@ class PersonalEvaluation(VariantEvaluation):
         """Return, by name, the tensors of a client's model that differ from the server's model."""
         raise NotImplementedError(f"{type(self).__name__} must define client_model(pl_module, client)")
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def state_of_client(self, pl_module: "FederatedModule", client: int) -> Mapping[str, Tensor]:
+        """Return the result of :meth:`client_model` on the CPU, with seeded random numbers."""
+        with seeded(derive_seed(pl_module.seed, "client model", client)):
+            tensors = self.client_model(pl_module, client)
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the result of :meth:`client_model` for each evaluated client, by client id."""
 
-        @torch.inference_mode(False)
-        @torch.enable_grad()
         def own(client: int) -> tuple[str, Mapping[str, Tensor]]:
-            with seeded(derive_seed(pl_module.seed, "client model", client)):
-                tensors = self.client_model(pl_module, client)
-            return str(client), {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+            return str(client), self.state_of_client(pl_module, client)
 
         return dict(pl_module.ranks.map(own, self.evaluated_clients(pl_module)))
 

@@ -690,6 +690,7 @@ class FederatedModule(Recorded, L.LightningModule):
             "parts": self.parts,
             "record": self.record.state_dict(),
             "kept": self.evaluation.kept,
+            "data": self.data.facts(),
             "left_out": {}
             if self.strict_loading
             else left_out(self.model, checkpoint["state_dict"], self.merged),

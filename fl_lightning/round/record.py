@@ -222,9 +222,7 @@ class RunRecord:
                 fault = f"other training data, whose mean and standard deviation would scale the {words} data"
             way_on = "evaluate on these by --accept_data (in Python: accept_data = True of the module)"
             if predicts:
-                way_on = (
-                    "give new samples as separate test data, beside its training data (of a table in a .npz)"
-                )
+                way_on = "predict new samples by python -m fl_lightning predict RUN FILE"
             raise OtherData(f"data: the checkpoint {path} was trained with {fault}; {remedy}, or {way_on}")
         return trained is not None
 

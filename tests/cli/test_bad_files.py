@@ -70,7 +70,9 @@ def test_a_freeze_round_by_hand_replaces_the_fraction_of_the_yaml(given, t_star)
     assert method.last_batch_round(4) == t_star
 
 
-COMMANDS = "use one of fit, validate, test, predict, verify, study, report, runs, partition, list, dashboard"
+COMMANDS = (
+    "use one of fit, validate, test, predict, export, verify, study, report, runs, partition, list, dashboard"
+)
 
 
 @pytest.mark.parametrize(

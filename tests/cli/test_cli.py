@@ -216,15 +216,17 @@ def test_evaluating_the_last_checkpoint_gives_the_metrics_that_fit_ended_with(in
 def test_predictions_give_the_accuracy_of_the_test(in_finished, capsys):
     cli = run("--ckpt_path", "last", command="predict")
     header, *lines = (in_finished / "predictions_round_4.csv").read_text().splitlines()
-    assert header == "index,target,prediction,probability"
+    assert header == ",".join(["index,target,prediction", *(f"probability_{digit}" for digit in range(10))])
     table = [line.split(",") for line in lines]
     assert [int(index) for index, *_ in table] == list(range(359))
     assert "359 predictions" in capsys.readouterr().out
     targets = torch.cat([targets for _, targets in cli.datamodule.test_dataloader()])
     assert [int(target) for _, target, *_ in table] == targets.tolist()
-    right = sum(target == prediction for _, target, prediction, _ in table)
+    right = sum(target == prediction for _, target, prediction, *_ in table)
     assert right / 359 == pytest.approx(read(in_finished / "result.json")["test/accuracy"], abs=1e-6)
-    assert all(0.1 <= float(probability) <= 1 for *_, probability in table)
+    shares = torch.tensor([[float(x) for x in row[3:]] for row in table])
+    torch.testing.assert_close(shares.sum(1), torch.ones(359))
+    assert shares.argmax(1).tolist() == [int(row[2]) for row in table]
 
 
 def test_predictions_of_another_round_replace_nothing(capsys):

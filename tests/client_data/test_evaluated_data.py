@@ -205,7 +205,7 @@ def test_test_samples_that_a_table_draws_are_those_of_training(folder):
             evaluate_table(command, table(1.0, 40), path)
     assert evaluate_table("test", table(1.0, 40), path, accept=True)
     with pytest.raises(
-        ConfigurationError, match=r"or give new samples as separate test data, beside its training data"
+        ConfigurationError, match=r"or predict new samples by python -m fl_lightning predict RUN FILE"
     ):
         evaluate_table("predict", table(1.0, 40), path, accept=True)
 
@@ -227,7 +227,10 @@ def test_separate_test_samples_are_scaled_by_the_training_samples_of_the_checkpo
     features = table()._data["features"]
     expected = (new["test_features"] - features.mean(0)) / features.std(0, correction=0)
     assert torch.allclose(data.test_images.inputs, expected, atol=1e-5)
-    for command, way_on in (("test", WAY_ON), ("predict", "or give new samples as separate test data")):
+    for command, way_on in (
+        ("test", WAY_ON),
+        ("predict", "or predict new samples by python -m fl_lightning predict"),
+    ):
         with pytest.raises(
             ConfigurationError, match="whose mean and standard deviation would scale the test"
         ) as error:
@@ -254,7 +257,7 @@ def test_predictions_on_other_data_have_a_file_of_their_own(capsys):
     own = (attempt.path / "predictions_round_1.csv").read_text()
     capsys.readouterr()
     table_command("predict", "new", last)
-    (other,) = attempt.path.glob("predictions_round_1_*.csv")
+    (other,) = attempt.path.glob("predictions_round_1.2.csv")
     assert f"5 predictions written to {other.resolve()}\n" in capsys.readouterr().out
     assert len(other.read_text().splitlines()) == 6
     assert (attempt.path / "predictions_round_1.csv").read_text() == own

@@ -110,7 +110,18 @@ def test_no_page_has_a_command_that_no_test_and_no_reader_runs():
 
 def test_the_pages_show_every_subcommand():
     shown = {line.partition(OURS)[2].split()[0] for name in PAGES for line in commands(name) if OURS in line}
-    assert shown == {"fit", "validate", "test", "predict", "partition", "study", "report", "runs", *ELSEWHERE}
+    assert shown == {
+        "fit",
+        "validate",
+        "test",
+        "predict",
+        "export",
+        "partition",
+        "study",
+        "report",
+        "runs",
+        *ELSEWHERE,
+    }
 
 
 @pytest.mark.parametrize(
@@ -127,13 +138,16 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
         f"{i % 7};{i % 5 or ''};{'I' * (i % 3)};{'ab'[i % 2]};{'yes' if i % 3 else 'no'}" for i in range(120)
     ]
     Path("data/patients_missing.csv").write_text("\n".join(["age;dose;stage;site;outcome", *rows]))
+    Path("data/new_patients.csv").write_text("dose,age\n2,40\n3,50\n")
+    Path("data/labelled_patients.csv").write_text("dose,age,outcome\n2,40,no\n3,50,yes\n")
     take_examples(monkeypatch)
     write_methods(name)
     for arguments in ours(name):
         shorter = ["--trainer.max_epochs", "2"] if arguments[0] in ("fit", "study") else []
         if "--trainer.check_val_every_n_epoch" in arguments:
             shorter += ["--trainer.check_val_every_n_epoch", "2"]
-        quiet = [] if arguments[0] in ("report", "runs") else ["--trainer.enable_progress_bar", "false"]
+        of_a_run = arguments[0] in ("report", "runs") or arguments[1].startswith("runs/")
+        quiet = [] if of_a_run else ["--trainer.enable_progress_bar", "false"]
         program([*arguments, *shorter, *quiet])
         assert "error" not in capsys.readouterr().err
     assert list(Path("runs").glob(LEFT[name]))

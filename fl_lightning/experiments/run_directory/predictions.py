@@ -10,8 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from fl_lightning.batch_norm.swapping import evaluating
+from fl_lightning.client_data.raw_inputs import NewSamples
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import atomic_write, write_text
+from fl_lightning.files import atomic_write, unused, write_text
 from fl_lightning.pictures.overlays import colours, default_palette, overlay_figure
 from fl_lightning.round.final_evaluation import has_batches
 from fl_lightning.round.module import FederatedModule
@@ -27,50 +28,78 @@ _IGNORED = 255  # label that the picture shows in black
 def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
     """Write predictions as ``<path>.csv``; for a segmentation, as ``<path>/<index>.png``.
 
-    The columns of the CSV file are index, target, prediction, and probability of the prediction. An
-    image shows each pixel in the colour of its predicted class.
+    An image shows each pixel in the colour of its predicted class.
 
     Args:
-        path: Path without extension, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12``.
-        outputs: Class scores ``[b, classes]`` or ``[b, classes, H, W]`` of each batch.
+        path: Path without extension, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12``. If it
+            exists, ``.2`` is appended.
+        outputs: Class scores ``[b, classes]`` or ``[b, classes, H, W]`` of each batch, or values.
         batches: Batches ``(inputs, targets)``, in the order of ``outputs``.
         data: The data module. Its attribute ``palette``, if any, sets the colours of the classes.
 
     Returns:
         A message with the number of predictions and the path.
     """
-    lines, images = ["index,target,prediction,probability"], 0
+    images, path, targets = 0, unused(path), []
     for scores, batch in zip(outputs, batches, strict=True):
         if not isinstance(scores, Tensor) or not isinstance(batch, list | tuple) or len(batch) != 2:
             raise ConfigurationError(
-                f"predict writes predicted classes of batches (inputs, labels), but outputs are {type(scores).__name__} and batches "
+                f"predict writes outputs of batches (inputs, targets), but outputs are {type(scores).__name__} and batches "
                 f"{type(batch).__name__}; use Trainer.predict from Python"
             )
-        targets = batch[1]
-        if scores.ndim == 4 and targets.ndim == 3:
+        targets.append(batch[1])
+        if scores.ndim == 4 and batch[1].ndim == 3:
             # enlarge scores to the size of the labels, as evaluations do
-            scores = enlarged(scores, targets)
-        if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
-            raise ConfigurationError(
-                f"predict writes predicted classes, but outputs {tuple(scores.shape)} and targets {tuple(targets.shape)} "
-                f"({targets.dtype}) are not class scores and labels; use Trainer.predict from Python"
-            )
-        if scores.ndim > 2:
-            for guess in scores.argmax(1):
+            for guess in enlarged(scores, batch[1]).argmax(1):
                 with atomic_write(path / f"{images:05}.png") as file:
                     Image.fromarray(colours(guess.cpu(), palette(data, scores.shape[1]))).save(file, "png")
                 images += 1
-            continue
-        probability, prediction = scores.float().softmax(1).max(1)
-        for target, guess, chance in zip(
-            targets.tolist(), prediction.tolist(), probability.tolist(), strict=True
-        ):
-            lines.append(f"{len(lines) - 1},{target},{guess},{chance:.6g}")
     if images:
         return f"{images:,} predictions written to {path}"
-    table = path.with_name(f"{path.name}.csv")
-    write_text(table, "\n".join(lines) + "\n")
-    return f"{len(lines) - 1:,} predictions written to {table}"
+    labels, names = torch.cat(targets), data.class_names
+    if names is None and labels.ndim == 1 and not labels.is_floating_point():
+        names = [*map(str, range(outputs[0][0].numel()))]
+    samples = NewSamples("index", range(len(labels)), labels.__getitem__, labels)
+    return write_rows(path.with_name(f"{path.name}.csv"), samples, outputs, names)
+
+
+def write_rows(
+    path: Path, samples: NewSamples, outputs: Sequence[Any], class_names: Sequence[str] | None
+) -> str:
+    """Write a line for each sample: place, target if known, class and probabilities, or values.
+
+    Args:
+        path: The CSV file. If it exists, ``.2`` is appended to its stem.
+        samples: The samples.
+        outputs: Outputs of each batch, ``[b, ...]``.
+        class_names: Names of the classes if the outputs are class scores; None: they are values.
+
+    Returns:
+        A message with the number of predictions and the path.
+
+    Raises:
+        ConfigurationError: The outputs do not have a row for each sample.
+    """
+    import pandas as pd  # only predictions need pandas
+
+    if sum(len(x) for x in outputs if isinstance(x, Tensor) and x.ndim) != len(samples.places):
+        raise ConfigurationError(
+            "predict: the outputs are no tensors with a row for each sample; return such tensors from predict_step"
+        )
+    values, table = torch.cat([*outputs]).cpu(), pd.DataFrame({samples.unit: samples.places})
+    if samples.targets is not None and samples.targets.ndim == 1:
+        table["target"] = samples.targets.tolist()
+    if class_names is None or values.shape[1:] != (len(class_names),):
+        values = values.reshape(len(values), -1)
+        columns = [f"value_{number}" for number in range(values.shape[1])]
+    else:
+        known = dict(enumerate(class_names))
+        table = table.replace({"target": known})
+        table["prediction"] = [known[guess] for guess in values.argmax(1).tolist()]
+        columns, values = [f"probability_{name}" for name in class_names], values.float().softmax(1)
+    table[columns] = values.numpy()
+    write_text(path := unused(path), table.to_csv(index=False, lineterminator="\n"))
+    return f"{len(table):,} predictions written to {path}"
 
 
 def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:

@@ -8,6 +8,7 @@ import yaml
 
 from fl_lightning.batch_norm.kinds import KINDS, STATISTICS, buffer_kinds, state_label
 from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.client_data.federated import SIZES
 from fl_lightning.cohort.parts import match_parts
 from fl_lightning.console import print_table
 from fl_lightning.experiments.run_directory.config_digest import deciding_settings
@@ -61,7 +62,10 @@ class RunStart(L.Callback):
                 write_bytes(self.attempt.metrics, self.start.metrics)
             origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
             settings = yaml.safe_dump(self.config, sort_keys=False)
-            write_text(self.attempt.config, origin + self.header + settings)
+            sizes = {name: getattr(pl_module.data, name) for name in (*SIZES, "num_clients")}
+            decided = ", ".join(f"{name}: {x}" for name, x in sizes.items() if x is not None)
+            header = f"# decided by the data: {decided}\n{self.header}"
+            write_text(self.attempt.config, origin + header + settings)
             write_json(self.attempt.partition, pl_module.data.partition_record())
             write_json(self.attempt.policy, policy)
             with harmless(self.attempt.identity):

@@ -1,0 +1,185 @@
+"""A run's model outside of its run: ``load_model``, ``predict RUN FILE``, ``test RUN FILE``, ``export RUN``."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from fl_lightning.cli.command_line import build
+from fl_lightning.cli.messages import command, refusals
+from fl_lightning.cli.mistakes import imported
+from fl_lightning.cli.options import CommandParser
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run.trainer import as_list, make_trainer, on_cpu
+from fl_lightning.experiments.run_directory.config_digest import full_name
+from fl_lightning.experiments.run_directory.load_run import load_run
+from fl_lightning.experiments.run_directory.predictions import write_rows
+from fl_lightning.experiments.run_directory.trained_model import RecalledData, TrainedModel
+from fl_lightning.files import atomic_write, unused, user_file, user_path
+from fl_lightning.methods.local_state import LocalState
+from fl_lightning.methods.personal_evaluation import PersonalEvaluation
+from fl_lightning.round.hooks import in_order
+
+_KEPT = ("accelerator", "precision", "callbacks")
+_QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+_DESCRIPTION = """\
+Use a run's model on new data. predict writes a line for each sample of FILE, a table, .npz, .pt or folder of images in the
+form of the run's data. test prints the metrics on a FILE with targets. export writes the model as one file that takes raw
+inputs and needs no fl_lightning: for torch.export.load, or for ONNX if --output ends with .onnx."""
+
+
+def load_model(
+    run: str | os.PathLike[str], checkpoint: str = "best", client: str | None = None
+) -> TrainedModel:
+    """Load the model of a run. The run's data are not needed.
+
+    ::
+
+        model = load_model("runs/mine/1f0c9a7e-s0")
+        scores = model(torch.tensor([[63.0, 2.5]]))  # raw features, as in the table
+        model.class_names[scores.argmax()]
+
+    Args:
+        run: The run directory, or the folder ``runs/NAME`` of a single run.
+        checkpoint: ``"last"``, ``"best"``, or the path of a checkpoint. If the run has monitored no
+            metric, ``"best"`` is the last checkpoint.
+        client: Name or number of a client. Only with a method that gives each client a separate
+            model, such as ``FedBN``. Default: the server's model.
+
+    Returns:
+        The model in eval mode on the CPU. It normalises raw inputs, and has ``class_names``.
+
+    Raises:
+        ConfigurationError: There is no such run, checkpoint or client, or a class that the run's
+            ``config.yaml`` names cannot be made.
+    """
+    with refusals():
+        return _Restored(run, checkpoint, client).model()
+
+
+class _Restored:
+    """A run's module with the state of a checkpoint, and a trainer without callbacks."""
+
+    def __init__(self, run: str | os.PathLike[str], checkpoint: str, client: str | None) -> None:
+        runs = [config.parent for config in user_path("run", run).glob("*/config.yaml")]
+        self.run = load_run(runs[0] if len(runs) == 1 else run)
+        best, last = (self.run.path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
+        named = {"best": best if best.is_file() else last, "last": last}
+        self.path = named.get(checkpoint) or user_path("checkpoint", checkpoint)
+        kind, arguments = full_name(RecalledData), {"checkpoint": str(self.path)}
+        self.data: RecalledData = self._restore({"class_path": kind, "init_args": arguments})
+        if client is None:
+            return
+        number = self.data.client_number(client)
+        if self.personal is None:
+            raise ConfigurationError(
+                f"client: {client}, but all clients of {self.run.path} use the server's model; leave client out"
+            )
+        if not isinstance(self.personal, LocalState):  # its model is trained on the client's data
+            self._restore(self.run.config["data"]).setup("fit")
+        self.module.model.load_state_dict(self.personal.state_of_client(self.module, number), strict=False)
+
+    def _restore(self, data: Any) -> Any:
+        """Make the run's objects with these data, load the checkpoint, and return the data module."""
+        kept = {x: self.run.config["trainer"][x] for x in _KEPT if x in self.run.config["trainer"]}
+        with TemporaryDirectory() as folder, isolate_rng():
+            file = Path(folder) / "config.yaml"
+            changes = {"data": data, "trainer": kept, "threads": None}
+            file.write_text(yaml.safe_dump({**self.run.config, **changes}))
+            cli = build(["--config", str(file)])
+            given = vars(cli.config_init.fit.trainer)
+            methods = in_order(as_list(given["callbacks"]))
+            device = "cpu" if on_cpu(given["accelerator"]) else "auto"
+            used = {**_QUIET, "accelerator": device, "precision": given["precision"]}
+            self.module, self.trainer = cli.model, make_trainer(used)
+            self.personal = next((x for x in methods if isinstance(x, PersonalEvaluation)), None)
+            restoring = make_trainer(used, callbacks=methods, limit_predict_batches=0)
+            restoring.predict(self.module, datamodule=cli.datamodule, ckpt_path=str(self.path))
+        return cli.datamodule
+
+    def model(self) -> TrainedModel:
+        return TrainedModel(self.module.model.cpu(), self.data.normalized, self.data.class_names).eval()
+
+
+def main(args: Sequence[str]) -> None:
+    """Predict or test the samples of a new file, or export a model.
+
+    Args:
+        args: ``predict``, ``test`` or ``export``, and the arguments after it.
+
+    Raises:
+        ConfigurationError: The run, the checkpoint, the client or the file cannot be used.
+    """
+    act, *given = args
+    with command():
+        parser = CommandParser(act, _DESCRIPTION)
+        parser.add_argument("run", metavar="RUN", help="run directory, or folder runs/NAME of a single run")
+        if act != "export":
+            parser.add_argument("file", metavar="FILE")
+        words = "best, last, or the path of a checkpoint (default: best, or last if no metric is monitored)"
+        parser.add_argument("--checkpoint", default="best", help=words)
+        parser.add_argument("--client", metavar="NAME", help="use the client's model, as in FedBN")
+        if act != "test":
+            parser.add_argument("--output", metavar="FILE", help="default: a file in the run directory")
+        options = parser.parse_args(given)
+        restored = _Restored(options.run, options.checkpoint, options.client)
+        whose = "server" if options.client is None else options.client
+        print(f"model of {whose}, round {restored.data.round}, from {restored.path}", flush=True)
+        if restored.personal is not None and options.client is None:
+            kind = type(restored.personal).__name__
+            print(f"with {kind}, each client uses a model of its own: choose it by --client NAME")
+        words = f"{restored.run.path.resolve().name}_{restored.path.stem}_round_{restored.data.round}"
+        words += "" if options.client is None else f"_{options.client.replace('/', '-')}"
+        if act == "export":
+            _export(restored, options.output or restored.run.path / f"model_{words}.pt2")
+            return
+        file = user_path("file", options.file)
+        config = restored.run.config["data"]
+        if act == "test":
+            _refuse_trained(file, config.get("init_args", {}))
+        new_samples = imported(config["class_path"], "data").new_samples
+        samples = restored.data.samples = new_samples(file, restored.data, act == "test")
+        if act == "test":
+            restored.trainer.test(restored.module, datamodule=restored.data)
+            return
+        outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)
+        names, client = restored.data.class_names, restored.module.client_module
+        if client is not None and client.overrides("predict_step"):
+            names = None  # the module decides what its values mean
+        else:
+            outputs = [restored.module.task.scores(output) for output in outputs]
+        place = options.output or restored.run.path / f"predictions_{file.stem}_{words}.csv"
+        print(write_rows(user_file("output", place), samples, outputs, names))
+
+
+def _refuse_trained(file: Path, settings: Mapping[str, Any]) -> None:
+    own = Path(str(settings.get("features") or settings.get("data_dir"))).expanduser()
+    is_copy = file.is_file() and own.is_file() and file.read_bytes() == own.read_bytes()
+    if is_copy or file.resolve() in (own.resolve(), (own / "train").resolve()):
+        raise ConfigurationError(
+            f"test: {file} holds samples that trained the model; give others, or use test --config for the run's test data"
+        )
+
+
+def _export(restored: _Restored, output: str | Path) -> None:
+    model, shape = restored.model(), restored.data.input_shape
+    path = unused(user_file("output", output))
+    if shape is None:
+        raise ConfigurationError(
+            f"export: the data of {restored.run.path} have no input_shape; define it in the data module, or export load_model(RUN)"
+        )
+    program = torch.export.export(
+        model, (torch.zeros(2, *shape),), dynamic_shapes=[{0: torch.export.Dim("samples")}]
+    )
+    if path.suffix == ".onnx":
+        torch.onnx.export(program, verbose=False).save(path)  # type: ignore[union-attr]  # a program, without a file
+    else:
+        with atomic_write(path) as file:
+            torch.export.save(program, file, extra_files={"class_names": "\n".join(model.class_names or [])})
+    print(f"model written to {path}")

@@ -1,0 +1,85 @@
+"""A run's model outside of its run: with its normalisation, and without its data."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_data.raw_inputs import NewSamples, Normalize, PreparedTable, TableInputs
+from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.experiments.run_directory.checkpoint_io import load_checkpoint
+
+
+class TrainedModel(nn.Module):
+    """A run's model that takes raw inputs, as ``fl_lightning.load_model`` returns it.
+
+    Args:
+        model: The model, which takes normalised inputs.
+        normalize: Normalisation of raw inputs.
+        class_names: Names of the classes, in the order of the outputs; None without classes.
+    """
+
+    def __init__(self, model: nn.Module, normalize: nn.Module, class_names: Any) -> None:
+        super().__init__()
+        self.model, self.normalize, self.class_names = model, normalize, class_names
+        self.dtype = next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
+
+    def forward(self, inputs: Tensor) -> Any:
+        """Return the model's outputs for raw inputs ``[N, ...]``."""
+        values = self.normalize(inputs)
+        return self.model(values.to(self.dtype) if values.is_floating_point() else values)
+
+
+class RecalledData(FederatedDataModule):
+    """What a checkpoint keeps of its run's data, without the data, and samples of a new file.
+
+    Args:
+        checkpoint: Path of the checkpoint.
+        seed: Ignored.
+
+    Attributes:
+        round: The checkpoint's round.
+        samples: Samples that ``test`` and ``predict`` read.
+    """
+
+    drawn_splits = ()
+    num_clients: Any = 0
+    samples: NewSamples | None = None
+
+    def __init__(self, checkpoint: str, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        content = load_checkpoint(checkpoint)
+        self.round = content["global_step"]
+        vars(self).update(content["fl_lightning"]["data"])
+        known: Any = self.normalize
+        self.normalized: nn.Module = nn.Identity()
+        if known is not None:
+            is_table = "columns" in known
+            self.normalized = PreparedTable(TableInputs(**known)) if is_table else Normalize(**known)
+
+    def test_dataloader(self) -> Any:
+        """Return the batches ``(inputs, targets)`` of the new samples, in the order of their file."""
+        if self.samples is None:
+            return []
+        count, size = len(self.samples.places), self.eval_batch_size
+        parts = [slice(start, start + size) for start in range(0, count, size)]
+        return DataLoader(self.samples, sampler=parts, batch_size=None, collate_fn=self._normalized)
+
+    def _normalized(self, batch: Any) -> Any:
+        return self.normalized(batch[0]), batch[1]
+
+    def client_number(self, client: str) -> int:
+        """Return the id of a client, given by its name or its id.
+
+        Raises:
+            ConfigurationError: The run has no such client.
+        """
+        ids = [*map(str, range(self.num_clients))]
+        names = [*(self.client_names or ids)]
+        if client not in {*names, *ids}:
+            raise ConfigurationError(
+                f"client: {client!r} is no client of the run{nearest(client, names)}; its clients are {', '.join(names)}"
+            )
+        return names.index(client) if client in names else int(client)
