@@ -119,6 +119,36 @@ def test_rows_of_a_file_are_predicted_as_inside_the_runs_test_data_bit_for_bit(p
     assert [row[1] for row in rows[1:]] == [["ill", "well"][guess] for guess in scores.argmax(1)]
 
 
+def test_missing_values_and_categories_are_those_of_the_training_data(capsys):
+    draws = np.random.default_rng(1)
+    lines = [
+        f"{number % 3};{draws.normal(60, 9):.4f};{draws.normal(2, 1):.2f};{['I', 'II', ''][number % 3]};{'ab'[number % 2]}"
+        for number in range(90)
+    ]
+    lines[::7] = [";".join([*line.split(";")[:2], "", *line.split(";")[3:]]) for line in lines[::7]]
+    Path("patients.csv").write_text("\n".join(["site;age;dose;stage;outcome", *lines]))
+    cli, run = fit(impute="median")
+    data = cli.datamodule
+    ages = data._data["features"][:, 0].tolist()
+    tested = [ages.index(age) for age in data._split()["test_features"][:, 0].tolist()]
+    scores = outputs_on_test_data(cli)
+    new = [
+        "name;stage;age;dose",
+        *(";".join([str(i), *(lines[i].split(";")[x] for x in (3, 1, 2))]) for i in tested),
+    ]
+    Path("patients.csv").unlink()
+    Path("new.csv").write_text("\n".join(new))
+    assert torch.equal(probabilities(predicted(capsys, run, "new.csv")), scores.softmax(1))
+    # raw features of a loaded model: a missing value is NaN, and a category is its position
+    raw = data._split()["test_features"]
+    assert torch.isnan(raw[:, 1]).any()
+    assert set(raw[:, 2].nan_to_num(-1).tolist()) == {-1, 0, 1}
+    assert torch.equal(load_model(run)(raw), scores)
+    command(["export", run])
+    exported = torch.export.load(next(Path(run).glob("*.pt2"))).module()
+    torch.testing.assert_close(exported(raw), scores, rtol=0, atol=1e-6)
+
+
 def test_a_personal_method_predicts_with_the_clients_model_bit_for_bit(patients, capsys):
     cli, run = fit(callbacks=["FedBN"])
     (method,) = cli.model.federated_callbacks
