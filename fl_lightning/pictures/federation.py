@@ -1,7 +1,7 @@
 """Figures of clients and classes: the partition, and the server model's accuracy per class."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -151,11 +151,14 @@ def client_quality_figure(
     models = {model: np.array(known, dtype=np.float64) for model, known in values.items()}
     order = np.argsort([*models.values()][-1], kind="stable")  # NaN comes last
     labels = name_labels(names, len(order))
-    means = [f"mean over clients of {model} {np.nanmean(known):.4f}" for model, known in models.items()]
-    figure = new_figure(0.14 * min(len(order), _MAX_BARS) + 0.7, [*title, ", ".join(means)])
+    means = ", ".join(f"{model} {np.nanmean(known):.4f}" for model, known in models.items())
+    figure = new_figure(0.14 * min(len(order), _MAX_BARS) + 0.7, [*title, f"mean over clients: {means}"])
     axes = figure.subplots()
-    for (model, known), colour in zip(models.items(), (GREY, VERMILLION), strict=False):
-        axes.plot(known[order], range(len(order)), "o", color=colour, markersize=4, label=model)
+    # rings around the points of another model
+    ring: dict[str, Any] = {"color": BLACK, "markersize": 8, "fillstyle": "none"}
+    point: dict[str, Any] = {"color": VERMILLION, "markersize": 4}
+    for (model, known), style in zip(models.items(), (ring, point), strict=False):
+        axes.plot(known[order], range(len(order)), "o", label=model, **style)
     if len(order) <= _MAX_BARS:
         axes.set_yticks(range(len(order)), [labels[client] for client in order], size=7)
     else:
