@@ -25,6 +25,7 @@ from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
 from fl_lightning.experiments.studies.table_columns import check_columns
 from fl_lightning.experiments.studies.tables import (
     COMPUTED,
+    all_columns,
     caption,
     spread_table,
     whole_table,
@@ -116,7 +117,7 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
         for words, name in _SETTINGS.items()
     }
     by_spread = f"{results.metrics[results.first].capitalize()} by {short(results.spread or '', axes)}"
-    tables = {by_spread: spread_table(results), "All values": whole_table(results)}
+    tables = {by_spread: spread_table(results), "All values": whole_table(results, all_columns(results))}
     return {
         "results": results,
         "caption": caption(results),
