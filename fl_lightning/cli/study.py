@@ -27,8 +27,8 @@ from fl_lightning.experiments.studies.reading import all_mistakes, read_study
 from fl_lightning.experiments.studies.report_rule import LAST, check_rule
 from fl_lightning.experiments.studies.running import Runner, share_first_stages
 from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame
+from fl_lightning.experiments.studies.table_columns import FURTHER
 from fl_lightning.experiments.studies.tables import (
-    all_columns,
     as_text,
     caption,
     choice_in_words,
@@ -273,7 +273,7 @@ def print_results(results: StudyFrame, folder: Path) -> None:
             print(f"\n{as_text(table)}")
     for line in remark_lines(results):
         print(f"\n{line}")
-    print(f"\ncolumns for 'report {folder} --columns': {', '.join(all_columns(results))}")
+    print(f"\ncolumns for 'report {folder} --columns': {', '.join([*results.metrics.values(), *FURTHER])}")
     for choice in results.choices:
         print(f"\n{choice_in_words(choice)}")
     for claim in results.claims:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from torch import nn
+import torch
 
 from fl_lightning import callbacks
 from fl_lightning.cli.messages import command
@@ -35,9 +35,7 @@ def main(args: Sequence[str]) -> None:
         help="shipped method, or dotted path of your own class; --callback.KEY VALUE sets its settings",
     )
     words = "your own model for the rules, by class or dotted path; --model.KEY VALUE sets its settings"
-    parser.add_argument("--model", type=nn.Module, help=words)
-    words = "shape of an input of --model, such as '[3, 32, 32]' (default: by its first layer)"
-    parser.add_argument("--input_shape", type=list[int] | None, help=words)
+    parser.add_argument("--model", type=torch.nn.Module, help=words)
     parser.add_argument("--all", action="store_true", help="check all shipped methods with their examples")
     given = parser.parse_args(list(args))
     if given.all == (given.callback is not None):
@@ -48,26 +46,24 @@ def main(args: Sequence[str]) -> None:
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
     from fl_lightning.verification.comparison import Finding
-    from fl_lightning.verification.subject import REFERENCE, own_subject
+    from fl_lightning.verification.own_model import own_model
 
-    subject = REFERENCE
-    if given.model is not None:
-        subject = own_subject(lambda: parser.instantiate(given).model, given.input_shape)
-        print(f"model  {subject.words}; inputs {[*subject.shape]}; claims are checked without --model\n")
+    torch.manual_seed(0)  # for the model's weights
+    settings = None if given.model is None else own_model(parser.instantiate(given).model)
     if given.all:
         exported = [getattr(callbacks, name) for name in callbacks.__all__]
         methods = [method for method in exported if issubclass(method, FederatedCallback)]
         certificates = []
-        for cls, settings in [(method, settings) for method in methods for settings in method.examples]:
+        for cls, example in [(method, example) for method in methods for example in method.examples]:
             try:
                 # the summary table has no room for equalities that the method does not claim
-                certificates.append(certify(partial(cls, **settings), references=False, subject=subject))
+                certificates.append(certify(partial(cls, **example), references=False, settings=settings))
             # record the error, and continue with the other methods
             except ConfigurationError as error:
                 failure = Finding("runs", "FAILED", str(error))
-                certificates.append(Certificate(f"{cls.__name__}({settings})", cls.paper, [failure]))
+                certificates.append(Certificate(f"{cls.__name__}({example})", cls.paper, [failure]))
         print_summary(certificates)
     else:
-        certificates = [certify(lambda: parser.instantiate(given).callback, subject=subject)]
+        certificates = [certify(lambda: parser.instantiate(given).callback, settings=settings)]
         print_certificate(certificates[0])
     sys.exit(int(any(certificate.failed for certificate in certificates)))

@@ -1,6 +1,5 @@
 """Policy of a round: how each kind of state and each part of the model is treated."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
@@ -165,29 +164,17 @@ def policy_table(
         Lists of pairs (first round, treatment), such as ``[(1, "averaged"), (51, "frozen")]``. The
         keys are kinds of state and model parts. If the first round is determined during training,
         the method's class name replaces the round. If a method treats BN layers differently, the
-        treatment of BN statistics is a text such as ``"averaged in 1 of 2 layers, frozen in 1 of 2
-        layers"``.
+        treatment of BN statistics is a text such as ``"frozen in some layers, averaged"``.
     """
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
-    stages = [
-        (start, policy | _of_statistics(model, policy))
-        for start, policy in policy_stages([*callbacks], total_rounds)
-    ]
+    kinds, stages = buffer_kinds(model), policy_stages([*callbacks], total_rounds)
+    for _, policy in stages:
+        treated = treatments(model, policy)
+        for kind in STATISTICS:
+            every = dict.fromkeys(treated[name] for name in kinds if kinds[name] == kind)
+            policy[kind] = " in some layers, ".join(every)
     keys = dict.fromkeys(key for _, policy in stages for key in policy if key in present or key not in KINDS)
     return _by_name([(start, {key: policy.get(key, UNNAMED) for key in keys}) for start, policy in stages])
-
-
-def _of_statistics(model: nn.Module, policy: Mapping[str, str]) -> dict[str, str]:
-    """Return the treatment of each kind of BN statistics, with the parts that contain BN layers."""
-    kinds, treated = buffer_kinds(model), treatments(model, policy)
-    counts = {kind: Counter(treated[x] for x in kinds if kinds[x] == kind) for kind in STATISTICS}
-    return {
-        kind: ", ".join(
-            f"{x} in {n} of {count.total()} layers" if len(count) > 1 else x for x, n in count.items()
-        )
-        for kind, count in counts.items()
-        if count
-    }
 
 
 def treatment_table(

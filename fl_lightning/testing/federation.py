@@ -1,7 +1,7 @@
 """A tiny federation with synthetic, label-skewed data. A run takes less than a second."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -42,13 +42,16 @@ class Disturbance(NamedTuple):
 
 
 class MaterialisedClient(ClientDataModule):
-    """Client whose batches are a function of the local step."""
+    """Client whose batches are a function of the local step.
 
-    def __init__(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+    The integer ``identity`` determines the most frequent class, and the mean and scale of the
+    inputs. ``form`` are further arguments of :func:`skewed_images`.
+    """
+
+    def __init__(self, identity: int, size: int, batch_size: int, **form: Any) -> None:
         super().__init__()
-        self.num_examples, self.batch_size = len(inputs), batch_size
-        self.steps_per_epoch = self.num_examples // batch_size
-        self.inputs, self.targets = inputs, targets
+        self.num_examples, self.steps_per_epoch, self.batch_size = size, size // batch_size, batch_size
+        self.inputs, self.targets = skewed_images(identity, size, **form)
         self.disturbed_steps = range(0)
 
     def train_batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -69,11 +72,7 @@ class MaterialisedClient(ClientDataModule):
 def skewed_images(
     identity: int, size: int, shape: Sequence[int] = SHAPE, classes: int = CLASSES
 ) -> tuple[Tensor, Tensor]:
-    """Return float64 inputs ``[size, *shape]`` and labels. More than 70 % of the labels are equal.
-
-    The integer ``identity`` determines the most frequent class, and the mean and scale of the
-    inputs.
-    """
+    """Return float64 inputs ``[size, *shape]`` and labels. More than 70 % of the labels are equal."""
     draw = generator(identity, "verification data")
     favourite = torch.tensor(identity % classes)
     targets = torch.where(
@@ -87,22 +86,21 @@ def federation(
     identities: Sequence[int],
     batch_sizes: Sequence[int] | None = None,
     disturbance: Disturbance | None = None,
-    shape: Sequence[int] = SHAPE,
-    classes: int = CLASSES,
+    **form: Any,
 ) -> FederatedDataModule:
-    """Return a federation in which client i has the data and batch size of ``identities[i]``."""
+    """Return a federation in which client i has the data and batch size of ``identities[i]``.
+
+    ``form`` are further arguments of :func:`skewed_images`.
+    """
     clients = [
-        MaterialisedClient(
-            *skewed_images(i, SIZES[i], shape, classes), batch_sizes[i] if batch_sizes else BATCH
-        )
-        for i in identities
+        MaterialisedClient(i, SIZES[i], batch_sizes[i] if batch_sizes else BATCH, **form) for i in identities
     ]
     if disturbance is not None and "data" in disturbance.what:
         steps = clients[disturbance.client].steps_per_epoch
         clients[disturbance.client].disturbed_steps = range(
             (disturbance.round - 1) * steps, disturbance.round * steps
         )
-    evaluation = TensorDataset(*skewed_images(99, 16, shape, classes))
+    evaluation = TensorDataset(*skewed_images(99, 16, **form))
     return FederatedDataModule(
         clients, L.LightningDataModule.from_datasets(val_dataset=evaluation, batch_size=16)
     )

@@ -18,7 +18,6 @@ from fl_lightning.verification.certificate import Certificate
 from fl_lightning.verification.claims import BITWISE, CLAIMS
 from fl_lightning.verification.comparison import TOLERANCE, Finding, NotApplicable, Violated
 from fl_lightning.verification.rules import REMEDIES, RULES, Rule, beside_fedavg
-from fl_lightning.verification.subject import REFERENCE, Subject
 from fl_lightning.verification.trials import Trials
 
 NEEDED = ("trains", "runs repeat")
@@ -29,7 +28,6 @@ def certify(
     make: Callable[[], FederatedCallback],
     references: bool = True,
     settings: Mapping[str, Any] | None = None,
-    subject: Subject = REFERENCE,
 ) -> Certificate:
     """Check all rules and claims of a method, and return the certificate.
 
@@ -37,9 +35,8 @@ def certify(
         make: Function that returns a new callback for each run.
         references: Whether to also measure the equalities that the method does not claim.
         settings: Settings of ``FederatedModule`` for the checks of the rules, such as another
-            ``client_optimizer``. Claims are checked with the default settings.
-        subject: The model of the rules, if it is not the reference model. Claims are then not
-            checked, because they compare computations of the reference model.
+            ``client_optimizer``, or the user's model of
+            :func:`~fl_lightning.verification.own_model.own_model`. Claims are checked with the default settings.
 
     Raises:
         ConfigurationError: The callback claims an unknown equality, or the default run of the
@@ -57,7 +54,7 @@ def certify(
         settings = {"aggregator": Median(), **(settings or {})}
     certificate = Certificate(describe(method), method.paper)
     with tempfile.TemporaryDirectory() as folder:
-        trials = Trials(make, Path(folder, "rules"), settings, subject)
+        trials = Trials(make, Path(folder, "rules"), settings)
         claimed = Trials(make, Path(folder, "claims")) if settings else trials
         first, hindered = trials.attempt(), ""
         raised: dict[int, str] = {}
@@ -75,9 +72,8 @@ def certify(
             name: _judge(name, partial(_equals, name), claimed, hindered, raised)
             # claims first, because a run's exception is a finding of its first check only
             for name in dict.fromkeys([*method.claims, *(CLAIMS if references else ())])
-            if subject is REFERENCE
         }
-        certificate.claims = [findings.pop(name) for name in method.claims if name in findings]
+        certificate.claims = [findings.pop(name) for name in method.claims]
         certificate.equals = {name: finding.detail for name, finding in findings.items()}
         if not hindered:
             certificate.beside_fedavg = beside_fedavg(trials)

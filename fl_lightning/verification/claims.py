@@ -62,7 +62,7 @@ def own_twin_when_frozen(trials: Trials) -> Gap:
     """
     federated = trials.run(**ONE_STEP)
     treated = [{seen.treatments[x] for x in federated.names("mean", "var")} for seen in federated.rounds]
-    frozen = [number for number, kinds in enumerate(treated, 1) if kinds == {"frozen"}]
+    frozen = [number for number, treatments in enumerate(treated, 1) if treatments == {"frozen"}]
     if not frozen:
         raise NotApplicable("in no round of this run are the statistics of all layers frozen")
     before = trials.checkpoint(ONE_STEP, frozen[0] - 1) if frozen[0] > 1 else None

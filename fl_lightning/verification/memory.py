@@ -17,7 +17,7 @@ If the server sends a large tensor to clients, the method must declare this traf
 
 
 TENSORS = {*reference_model().state_dict()}
-"""Names of the tensors of the models under test."""
+"""Names of the tensors of the models of the rules."""
 
 
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:

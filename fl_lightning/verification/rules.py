@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.methods.freezing import Freezing
 from fl_lightning.optimizers.milestones import round_at
-from fl_lightning.testing.federation import Disturbance
+from fl_lightning.testing.federation import Disturbance, reference_model
 from fl_lightning.verification.comparison import (
     TOLERANCE,
     Leaves,
@@ -396,7 +397,7 @@ def model_comes_back(trials: Trials) -> str:
 
     Layers that ``extend_model`` adds must stay.
     """
-    model = trials.subject.make("bn")
+    model = deepcopy(trials.settings.get("model", reference_model()))
     trials.make().extend_model(model)
     after, before = _form(trials.run().model), _form(model.double())
     for place in {**before, **after}:

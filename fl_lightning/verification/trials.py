@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +14,6 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from fl_lightning.client_module.client_module import client_module_of
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.sequential import SequentialExecutor
@@ -23,10 +23,9 @@ from fl_lightning.randomness import seeded
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.testing import fit
-from fl_lightning.testing.federation import SIZES, Disturbance, federation
+from fl_lightning.testing.federation import SIZES, Disturbance, federation, reference_model
 from fl_lightning.verification.comparison import Violated
 from fl_lightning.verification.observation import Run
-from fl_lightning.verification.subject import REFERENCE, Subject
 
 CLIENTS = tuple(range(len(SIZES)))
 EVERYONE = (CLIENTS,) * 4
@@ -131,18 +130,15 @@ class Trials:
     Args:
         make: Function that returns a new callback for each run.
         folder: Folder for checkpoints, created on demand.
-        settings: Settings of ``FederatedModule`` that replace the set-ups' settings.
-        subject: The model (default: the reference model).
+        settings: Settings of ``FederatedModule`` that replace the set-ups' settings. ``data`` has
+            further arguments of ``federation``.
     """
 
     def __init__(
-        self,
-        make: Callable[[], FederatedCallback],
-        folder: Path,
-        settings: Mapping[str, Any] | None = None,
-        subject: Subject = REFERENCE,
+        self, make: Callable[[], FederatedCallback], folder: Path, settings: Mapping[str, Any] | None = None
     ) -> None:
-        self.make, self.folder, self.settings, self.subject = make, folder, dict(settings or {}), subject
+        self.make, self.folder, self.settings = make, folder, dict(settings or {})
+        self._data: dict[str, Any] = self.settings.pop("data", {})
         self._runs: dict[frozenset[tuple[str, Any]], Run] = {}
 
     def attempt(self, **setup: Any) -> Run:
@@ -155,8 +151,7 @@ class Trials:
             setup: What differs from the usual run, see ``_start``. Other names are settings of
                 ``FederatedModule``.
         """
-        is_shared = setup.get("bare") and not self.settings and self.subject is REFERENCE
-        known = _WITHOUT_METHOD if is_shared else self._runs
+        known = _WITHOUT_METHOD if setup.get("bare") and not self.settings else self._runs
         key = frozenset(setup.items())
         if key not in known:
             known[key] = self._start(self._folder(setup) if setup in SAVED else None, **setup)
@@ -217,10 +212,8 @@ class Trials:
             module: Settings of ``FederatedModule``.
         """
         method = None if bare else self.make()
-        model, usual = self.subject.make(norm), {"executor": SequentialExecutor(), **_MODULE}
-        if client_module_of(model) is not None:  # a LightningModule has its own optimizer
-            del usual["client_optimizer"]
-        run = Run(model, **{**usual, **module, **self.settings})
+        usual = {"model": reference_model(norm), "executor": SequentialExecutor(), **_MODULE}
+        run = Run(**{**usual, **module, **deepcopy(self.settings)})
         if method is not None:
             # the seed of the new layers' weights is the same in all runs
             extend_model(run.model, [method], seed=0)
@@ -239,7 +232,7 @@ class Trials:
         trainer: dict[str, Any] = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}
         if ranks > 1:  # a rank that waits for a minute is in a deadlock
             trainer |= {"devices": ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
-        data = federation(identities, batch_sizes, disturbance, self.subject.shape, self.subject.classes)
+        data = federation(identities, batch_sizes, disturbance, **self._data)
         with seeded(0), warnings.catch_warnings():
             # ignore warnings of Lightning about tiny data sets
             warnings.simplefilter("ignore")

@@ -11,9 +11,8 @@ from study_frames import study_frame
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.latex_table import escaped, latex_table
 from fl_lightning.experiments.studies.study_frame import Chosen, Verdict
-from fl_lightning.experiments.studies.table_columns import check_columns, local_metrics
+from fl_lightning.experiments.studies.table_columns import FURTHER, check_columns, local_metrics
 from fl_lightning.experiments.studies.tables import (
-    all_columns,
     best_rows,
     caption,
     choice_in_words,
@@ -77,7 +76,7 @@ def results(groups=GROUPS, axes=AXES, metrics=METRICS, **more):
 
 
 def wide_table(found):
-    return whole_table(found, all_columns(found))
+    return whole_table(found, [*found.metrics, *FURTHER])
 
 
 def cells_of_table(table):
@@ -262,7 +261,7 @@ def test_a_table_is_narrow_by_default_and_remarks_stand_below_it(tmp_path):
     groups = [{**each, "values": {**each["values"], "test/loss": {0: 1.5}}} for each in GROUPS]
     found = results(groups, metrics=metrics)
     assert [*whole_table(found).columns] == ["method", "E", "test accuracy", "published"]
-    assert {"test loss", "seeds", "training", "remarks"} < {*all_columns(found)}
+    assert {"test loss", "seeds", "training", "remarks"} < {*wide_table(found).columns}
     write_tables(tmp_path, found)
     assert (
         "\n- GN, E = 1, lr = 0.1: accepted though stale (torch 1, now 2): seed 0\n"

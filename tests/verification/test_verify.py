@@ -15,8 +15,8 @@ from fl_lightning.verification import certify
 from fl_lightning.verification.claims import CLAIMS
 from fl_lightning.verification.comparison import NotApplicable, Violated
 from fl_lightning.verification.memory import entries
+from fl_lightning.verification.own_model import own_model
 from fl_lightning.verification.rules import RULES
-from fl_lightning.verification.subject import own_subject
 from fl_lightning.verification.trials import Trials
 
 
@@ -220,6 +220,8 @@ class Lit(L.LightningModule):
         return self.net(inputs)
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
+class Odd(Net):
+    example_input_array = torch.zeros(1, 2, 8)
 class Regression(nn.Linear):
     def __init__(self):
         super().__init__(4, 1)
@@ -230,33 +232,30 @@ def test_rules_run_on_a_model_of_ones_own_which_is_described(own_code, capsys):
     write_methods(MODELS)
     assert verify("--callback", "FixBN", "--model", "methods.Net", "--model.classes", "5") == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(
-        "model  Net: 1 BN layer; inputs [3, 8]; claims are checked without --model\n\nFixBN()"
-    )
+    told = "Net  BN layers: 1, shape of an input: [3, 8]; claims are checked on the model of verify"
+    assert printed.startswith(f"{told}\n\nFixBN()")
     rules = {line[:20].strip(): line for line in printed.splitlines()}
     assert "constant bit for bit in 2 rounds" in rules["frozen state"]
     assert "PASSED" in rules["client numbers"]  # its dropout would differ
-    assert "own_twin" not in printed
+    assert "PASSED" in rules["own_twin_when_frozen"]
     for arguments, told in (
-        (["methods.Regression"], "model: Regression gives no class scores [batch, classes] for inputs [4]; "),
         (
-            ["methods.Net", "--input_shape", "[2, 8]"],
-            "model: Net gives no class scores [batch, classes] for inputs [2, 8]; ",
+            ["methods.Regression"],
+            "model: Regression gives no class scores [batch, classes >= 2] for inputs [[4]]; ",
         ),
+        (["methods.Odd"], "model: Odd gives no class scores [batch, classes >= 2] for inputs [[2, 8]]; "),
         (["methods.Nett"], "module 'methods' has no attribute 'Nett'"),
     ):
         assert verify("--callback", "FixBN", "--model", *arguments) == 2
         assert told in capsys.readouterr().err
 
 
-def test_rules_train_a_lightning_module_and_find_faults_in_it(own_code, tmp_path):
+def test_rules_train_a_lightning_module_and_find_faults_in_it(own_code, tmp_path, capsys):
     write_methods(MODELS)
     module = importlib.import_module("methods")
-    subject = own_subject(module.Lit)
-    assert subject.words == "Lit: 2 BN layers"
-    right, broken = (
-        Trials(kind, tmp_path / kind.__name__, subject=subject) for kind in (callbacks.FixBN, Thaws)
-    )
+    settings = own_model(module.Lit())
+    assert capsys.readouterr().out.startswith("Lit  BN layers: 2, shape of an input: [7]; ")
+    right, broken = (Trials(kind, tmp_path / kind.__name__, settings) for kind in (callbacks.FixBN, Thaws))
     for name in ("trains", "server state", "frozen state", "model comes back", "executors"):
         RULES[name](right)
     memory = {"net.1.weight": torch.ones(3)}

@@ -113,12 +113,6 @@ def _every_column(results: StudyFrame, latex: bool) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*metrics.values(), *FURTHER], dtype=object)
 
 
-def all_columns(results: StudyFrame) -> list[str]:
-    """Return the columns with a value, as an argument of :func:`whole_table`."""
-    table = _every_column(results, latex=False)
-    return [*table.columns[(table != "").any().to_numpy()]]
-
-
 def named_metrics(results: StudyFrame) -> list[str]:
     """Return the names of the columns that show metrics.
 
@@ -181,12 +175,10 @@ def spread_table(results: StudyFrame, latex: bool = False) -> pd.DataFrame | Non
             if words and others and name != row.metric and len(values := row.of(name)):
                 local = texts.setdefault((f"{key[0]}: {words}", *key[1:]), {})
                 local[label] = mean_and_deviation(values)
+    labels = [x for x in labels if any(cells.get(x, "-") != "-" for cells in texts.values())]
     header = [*others, *(f"{short(spread, results.axes)} = {label}" for label in labels)]
     body = [[*key, *(cells.get(label, "") for label in labels)] for key, cells in texts.items()]
-    table = pd.DataFrame(body, columns=header, dtype=object)
-    filled = ~table.isin(["", "-"]).all()
-    filled.iloc[: len(others)] = True
-    return table.loc[:, filled.to_numpy()] if filled.iloc[len(others) :].any() else None
+    return pd.DataFrame(body, columns=header, dtype=object) if labels else None
 
 
 def published_in_words(row: Row) -> str:
