@@ -109,7 +109,9 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         )
     if docname in outside:
         place = (ROOT / outside[docname]).parent
-        text = (ROOT / outside[docname]).read_text() + (text if docname == "index" else "")
+        # the words of index.md are for readers in the repository
+        contents = text[text.index("```") :] if docname == "index" else ""
+        text = (ROOT / outside[docname]).read_text() + "\n" + contents
 
     def moved(match: re.Match[str]) -> str:
         target = (place / match[2]).resolve()

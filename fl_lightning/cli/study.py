@@ -27,10 +27,12 @@ from fl_lightning.experiments.studies.reading import all_mistakes, read_study
 from fl_lightning.experiments.studies.report_rule import LAST, check_rule
 from fl_lightning.experiments.studies.running import Runner, share_first_stages
 from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame
+from fl_lightning.experiments.studies.table_columns import FURTHER
 from fl_lightning.experiments.studies.tables import (
     as_text,
     caption,
     choice_in_words,
+    remark_lines,
     spread_table,
     whole_table,
     write_tables,
@@ -266,9 +268,12 @@ def dry_run(cells: StudyCells, jobs: int) -> None:
 def print_results(results: StudyFrame, folder: Path) -> None:
     """Print the tables and the verdicts."""
     print(caption(results))
-    for table in (spread_table(results), whole_table(results, brief=True)):
+    for table in (spread_table(results), whole_table(results)):
         if table is not None:
             print(f"\n{as_text(table)}")
+    for line in remark_lines(results):
+        print(f"\n{line}")
+    print(f"\ncolumns for 'report {folder} --columns': {', '.join([*results.metrics.values(), *FURTHER])}")
     for choice in results.choices:
         print(f"\n{choice_in_words(choice)}")
     for claim in results.claims:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from fl_lightning import callbacks
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
@@ -32,6 +34,8 @@ def main(args: Sequence[str]) -> None:
         type=FederatedCallback,
         help="shipped method, or dotted path of your own class; --callback.KEY VALUE sets its settings",
     )
+    words = "your own model for the rules, by class or dotted path; --model.KEY VALUE sets its settings"
+    parser.add_argument("--model", type=torch.nn.Module, help=words)
     parser.add_argument("--all", action="store_true", help="check all shipped methods with their examples")
     given = parser.parse_args(list(args))
     if given.all == (given.callback is not None):
@@ -42,21 +46,24 @@ def main(args: Sequence[str]) -> None:
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
     from fl_lightning.verification.comparison import Finding
+    from fl_lightning.verification.own_model import own_model
 
+    torch.manual_seed(0)  # for the model's weights
+    settings = None if given.model is None else own_model(parser.instantiate(given).model)
     if given.all:
         exported = [getattr(callbacks, name) for name in callbacks.__all__]
         methods = [method for method in exported if issubclass(method, FederatedCallback)]
         certificates = []
-        for cls, settings in [(method, settings) for method in methods for settings in method.examples]:
+        for cls, example in [(method, example) for method in methods for example in method.examples]:
             try:
                 # the summary table has no room for equalities that the method does not claim
-                certificates.append(certify(partial(cls, **settings), references=False))
+                certificates.append(certify(partial(cls, **example), references=False, settings=settings))
             # record the error, and continue with the other methods
             except ConfigurationError as error:
                 failure = Finding("runs", "FAILED", str(error))
-                certificates.append(Certificate(f"{cls.__name__}({settings})", cls.paper, [failure]))
+                certificates.append(Certificate(f"{cls.__name__}({example})", cls.paper, [failure]))
         print_summary(certificates)
     else:
-        certificates = [certify(lambda: parser.instantiate(given).callback)]
+        certificates = [certify(lambda: parser.instantiate(given).callback, settings=settings)]
         print_certificate(certificates[0])
     sys.exit(int(any(certificate.failed for certificate in certificates)))

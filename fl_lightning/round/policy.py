@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from fl_lightning.batch_norm.kinds import KINDS, TREATMENTS, buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.kinds import KINDS, STATISTICS, TREATMENTS, buffer_kinds, parameter_kinds
 from fl_lightning.cohort.parts import match_parts, treatments
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
@@ -163,10 +163,16 @@ def policy_table(
     Returns:
         Lists of pairs (first round, treatment), such as ``[(1, "averaged"), (51, "frozen")]``. The
         keys are kinds of state and model parts. If the first round is determined during training,
-        the method's class name replaces the round.
+        the method's class name replaces the round. If a method treats BN layers differently, the
+        treatment of BN statistics is a text such as ``"frozen in some layers, averaged"``.
     """
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
-    stages = policy_stages([*callbacks], total_rounds)
+    kinds, stages = buffer_kinds(model), policy_stages([*callbacks], total_rounds)
+    for _, policy in stages:
+        treated = treatments(model, policy)
+        for kind in STATISTICS:
+            every = dict.fromkeys(treated[name] for name in kinds if kinds[name] == kind)
+            policy[kind] = " in some layers, ".join(every)
     keys = dict.fromkeys(key for _, policy in stages for key in policy if key in present or key not in KINDS)
     return _by_name([(start, {key: policy.get(key, UNNAMED) for key in keys}) for start, policy in stages])
 

@@ -1,7 +1,7 @@
 """A tiny federation with synthetic, label-skewed data. A run takes less than a second."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -13,6 +13,8 @@ from fl_lightning.randomness import generator
 from fl_lightning.testing.models import small_cnn
 
 CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
+SHAPE = (CHANNELS, IMAGE_SIZE, IMAGE_SIZE)
+"""Shape of an input."""
 SIZES = (8, 16, 24, 8, 16)
 """Number of training samples of each client.
 
@@ -43,13 +45,13 @@ class MaterialisedClient(ClientDataModule):
     """Client whose batches are a function of the local step.
 
     The integer ``identity`` determines the most frequent class, and the mean and scale of the
-    inputs.
+    inputs. ``form`` are further arguments of :func:`skewed_images`.
     """
 
-    def __init__(self, identity: int, size: int, batch_size: int) -> None:
+    def __init__(self, identity: int, size: int, batch_size: int, **form: Any) -> None:
         super().__init__()
         self.num_examples, self.steps_per_epoch, self.batch_size = size, size // batch_size, batch_size
-        self.inputs, self.targets = skewed_images(identity, size)
+        self.inputs, self.targets = skewed_images(identity, size, **form)
         self.disturbed_steps = range(0)
 
     def train_batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -67,33 +69,38 @@ class MaterialisedClient(ClientDataModule):
         return DataLoader(TensorDataset(self.inputs, self.targets), self.batch_size, drop_last=True)
 
 
-def skewed_images(identity: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return float64 images ``[size, 2, 6, 6]`` and labels. About 80 % of the labels are equal."""
+def skewed_images(
+    identity: int, size: int, shape: Sequence[int] = SHAPE, classes: int = CLASSES
+) -> tuple[Tensor, Tensor]:
+    """Return float64 inputs ``[size, *shape]`` and labels. More than 70 % of the labels are equal."""
     draw = generator(identity, "verification data")
-    favourite = torch.tensor(identity % CLASSES)
+    favourite = torch.tensor(identity % classes)
     targets = torch.where(
-        torch.rand(size, generator=draw) < 0.7, favourite, torch.randint(CLASSES, (size,), generator=draw)
+        torch.rand(size, generator=draw) < 0.7, favourite, torch.randint(classes, (size,), generator=draw)
     )
-    noise = torch.randn(size, CHANNELS, IMAGE_SIZE, IMAGE_SIZE, generator=draw, dtype=torch.float64)
-    return noise * (1 + identity / 2) + targets.view(-1, 1, 1, 1) + identity / 4, targets
+    noise = torch.randn(size, *shape, generator=draw, dtype=torch.float64)
+    return noise * (1 + identity / 2) + targets.view(-1, *[1] * len(shape)) + identity / 4, targets
 
 
 def federation(
     identities: Sequence[int],
     batch_sizes: Sequence[int] | None = None,
     disturbance: Disturbance | None = None,
+    **form: Any,
 ) -> FederatedDataModule:
-    """Return a federation in which client i has the data and batch size of ``identities[i]``."""
+    """Return a federation in which client i has the data and batch size of ``identities[i]``.
+
+    ``form`` are further arguments of :func:`skewed_images`.
+    """
     clients = [
-        MaterialisedClient(identity, SIZES[identity], batch_sizes[identity] if batch_sizes else BATCH)
-        for identity in identities
+        MaterialisedClient(i, SIZES[i], batch_sizes[i] if batch_sizes else BATCH, **form) for i in identities
     ]
     if disturbance is not None and "data" in disturbance.what:
         steps = clients[disturbance.client].steps_per_epoch
         clients[disturbance.client].disturbed_steps = range(
             (disturbance.round - 1) * steps, disturbance.round * steps
         )
-    evaluation = TensorDataset(*skewed_images(99, 16))
+    evaluation = TensorDataset(*skewed_images(99, 16, **form))
     return FederatedDataModule(
         clients, L.LightningDataModule.from_datasets(val_dataset=evaluation, batch_size=16)
     )

@@ -35,7 +35,8 @@ def certify(
         make: Function that returns a new callback for each run.
         references: Whether to also measure the equalities that the method does not claim.
         settings: Settings of ``FederatedModule`` for the checks of the rules, such as another
-            ``client_optimizer``. Claims are checked with the default settings.
+            ``client_optimizer``, or the user's model of
+            :func:`~fl_lightning.verification.own_model.own_model`. Claims are checked with the default settings.
 
     Raises:
         ConfigurationError: The callback claims an unknown equality, or the default run of the
@@ -92,9 +93,7 @@ def _judge(line: str, check: Rule, trials: Trials, hindered: str, raised: dict[i
     except NotApplicable as reason:
         return Finding(line, "does not apply", str(reason))
     except ConfigurationError as error:
-        return Finding(
-            line, "does not apply", f"the method rejects this set-up: {' '.join(str(error).split())}"
-        )
+        return Finding(line, "does not apply", f"this set-up is rejected: {' '.join(str(error).split())}")
     except Exception as error:  # noqa: BLE001  # any exception of a method is a finding
         if id(error) in raised:
             return Finding(line, "does not apply", f"the run of {raised[id(error)]!r} raises an error")

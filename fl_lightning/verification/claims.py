@@ -61,9 +61,10 @@ def own_twin_when_frozen(trials: Trials) -> Gap:
     federated round before the freeze.
     """
     federated = trials.run(**ONE_STEP)
-    frozen = [number for number, seen in enumerate(federated.rounds, 1) if seen.policy["mean"] == "frozen"]
+    treated = [{seen.treatments[x] for x in federated.names("mean", "var")} for seen in federated.rounds]
+    frozen = [number for number, treatments in enumerate(treated, 1) if treatments == {"frozen"}]
     if not frozen:
-        raise NotApplicable("statistics are not frozen in this run")
+        raise NotApplicable("in no round of this run are the statistics of all layers frozen")
     before = trials.checkpoint(ONE_STEP, frozen[0] - 1) if frozen[0] > 1 else None
     twin = trials.run(**ONE_STEP, centralised=True, resume=before)
     return _rounds_apart(federated, twin)

@@ -16,7 +16,8 @@ If the server sends a large tensor to clients, the method must declare this traf
 """
 
 
-_TENSORS = frozenset(reference_model().state_dict())
+TENSORS = {*reference_model().state_dict()}
+"""Names of the tensors of the models of the rules."""
 
 
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
@@ -43,7 +44,7 @@ def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
         for path, leaf in paths:
             keys = [str(key.key) if isinstance(key, MappingKey) else "" for key in path]
             matches = (
-                index for index, key in enumerate(keys) if key not in _TENSORS and re.fullmatch(numbered, key)
+                index for index, key in enumerate(keys) if key not in TENSORS and re.fullmatch(numbered, key)
             )
             at = next(matches, None)
             if at is None:

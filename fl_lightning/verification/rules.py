@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -396,7 +397,7 @@ def model_comes_back(trials: Trials) -> str:
 
     Layers that ``extend_model`` adds must stay.
     """
-    model = reference_model()
+    model = deepcopy(trials.settings.get("model", reference_model()))
     trials.make().extend_model(model)
     after, before = _form(trials.run().model), _form(model.double())
     for place in {**before, **after}:

@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -129,13 +130,15 @@ class Trials:
     Args:
         make: Function that returns a new callback for each run.
         folder: Folder for checkpoints, created on demand.
-        settings: Settings of ``FederatedModule`` that replace the set-ups' settings.
+        settings: Settings of ``FederatedModule`` that replace the set-ups' settings. ``data`` has
+            further arguments of ``federation``.
     """
 
     def __init__(
         self, make: Callable[[], FederatedCallback], folder: Path, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.make, self.folder, self.settings = make, folder, dict(settings or {})
+        self._data: dict[str, Any] = self.settings.pop("data", {})
         self._runs: dict[frozenset[tuple[str, Any]], Run] = {}
 
     def attempt(self, **setup: Any) -> Run:
@@ -209,9 +212,8 @@ class Trials:
             module: Settings of ``FederatedModule``.
         """
         method = None if bare else self.make()
-        run = Run(
-            reference_model(norm), **{"executor": SequentialExecutor(), **_MODULE, **module, **self.settings}
-        )
+        usual = {"model": reference_model(norm), "executor": SequentialExecutor(), **_MODULE}
+        run = Run(**{**usual, **module, **deepcopy(self.settings)})
         if method is not None:
             # the seed of the new layers' weights is the same in all runs
             extend_model(run.model, [method], seed=0)
@@ -230,7 +232,7 @@ class Trials:
         trainer: dict[str, Any] = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}
         if ranks > 1:  # a rank that waits for a minute is in a deadlock
             trainer |= {"devices": ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
-        data = federation(identities, batch_sizes, disturbance)
+        data = federation(identities, batch_sizes, disturbance, **self._data)
         with seeded(0), warnings.catch_warnings():
             # ignore warnings of Lightning about tiny data sets
             warnings.simplefilter("ignore")

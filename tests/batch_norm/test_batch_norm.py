@@ -127,6 +127,17 @@ def test_counters_stay_integers_and_are_the_largest_of_the_clients(executor):
         assert counter == 15
 
 
+def test_the_policy_table_tells_when_layers_freeze_one_by_one():
+    class ByLayers(FederatedCallback):
+        def policy(self, round_number, total_rounds):
+            return {part: "frozen" for part, first in (("1", 2), ("4", 3)) if round_number >= first}
+
+    table = policy_table(small_cnn(), [ByLayers()], 5)
+    between = "frozen in some layers, averaged"
+    assert table["mean"] == table["var"] == [(1, "averaged"), (2, between), (3, "frozen")]
+    assert table["affine"] == [(1, "averaged")]
+
+
 def test_the_policy_table_tells_when_fixbn_freezes():
     averaged, frozen = [(1, "averaged")], [(1, "averaged"), (3, "frozen")]
     both, counter = FixBN(freeze_round=2, freeze="both"), [(1, "max"), (3, "frozen")]

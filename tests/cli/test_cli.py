@@ -176,6 +176,8 @@ def test_own_callback_and_model_resolve_by_dotted_path_beside_shipped_ones_by_ba
         "class Late(FixBN):\n"
         "    def on_round_end(self, trainer, pl_module, cohort):\n"
         "        pl_module.log('ours/round', cohort.round)\n"
+        "    def policy(self, round_number, total_rounds):\n"
+        "        return {'2': 'frozen'} if round_number > 2 else {}\n"
         "class Linear(torch.nn.Sequential):\n"
         "    def __init__(self, width: int = 4) -> None:\n"
         "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, width), torch.nn.BatchNorm1d(width),\n"
@@ -191,6 +193,7 @@ def test_own_callback_and_model_resolve_by_dotted_path_beside_shipped_ones_by_ba
     cli = run()
     assert [row.get("ours/round") for row in rows(cli.attempt)] == [None, 1.0, 2.0, 3.0, 4.0]
     assert cli.model.model[1].out_features == 5
+    assert read(cli.attempt.result)["bn_statistics"] == [[1, "averaged"], [3, "frozen"]]  # layer by layer
 
 
 def test_classes_channels_and_image_size_reach_the_model_from_the_data():

@@ -188,7 +188,9 @@ def test_monitors_join_the_rows_of_metrics_and_of_loggers():
     assert [cpu in row for row in by_round.values()] == [False, False, True, False, True]
     assert all("epoch" not in row for row in by_round.values())
     (file,) = Path("csv").rglob("metrics.csv")
-    table = [row for row in csv.DictReader(file.read_text().splitlines()) if row["round"]]
+    table = [*csv.DictReader(file.read_text().splitlines())]
+    assert [float(row["round"]) for row in table] == [0, 1, 2, 3, 4]
+    assert [row["lr-SGD"] for row in table] == ["", "1.0", "1.0", "1.0", "1.0"]
     assert [float(row["train/loss"]) for row in table[1:]] == [
         by_round[number]["train/loss"] for number in range(1, 5)
     ]
@@ -204,6 +206,14 @@ def test_lightnings_checkpoints_are_of_rounds_and_lie_in_the_run():
         for name in ("last.ckpt", "epoch=3-step=4.ckpt")
     )
     assert all(last[name].equal(value) for name, value in theirs.items())
+
+
+def test_a_metric_with_a_slash_in_the_name_of_a_checkpoint_makes_no_folder():
+    settings = {"filename": "{epoch:02d}-{val/accuracy:.2f}", "monitor": "val/accuracy", "mode": "max"}
+    attempt = trained(**callbacks(("ModelCheckpoint", settings)))
+    names = [path.name for path in attempt.checkpoints.iterdir() if path.name != "last.ckpt"]
+    assert len(names) == 1
+    assert re.fullmatch(r"epoch=0\d-val_accuracy=\d\.\d\d\.ckpt", names[0])
 
 
 @shows("ModelSummary", "RichModelSummary", "TQDMProgressBar", "RichProgressBar")

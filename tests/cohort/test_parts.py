@@ -161,11 +161,11 @@ def test_a_layers_mean_and_variance_freeze_together(declared):
 
 
 def test_the_policy_table_has_a_row_for_a_part():
-    methods = [Declares({"8": "frozen"}, first=3), Keeps("last layer")]
+    methods = [Declares({"3": "frozen"}, first=3), Keeps("last layer")]
     table = policy_table(small_cnn(), methods, 4)
-    assert table["8"] == [(1, "as its kinds"), (3, "frozen")]
-    assert stages_in_words(table["8"]) == "as its kinds; frozen from round 3"
-    assert list(table) == ["weight", "affine", "mean", "var", "counter", "last layer", "8"]
+    assert table["3"] == [(1, "as its kinds"), (3, "frozen")]
+    assert stages_in_words(table["3"]) == "as its kinds; frozen from round 3"
+    assert list(table) == ["weight", "affine", "mean", "var", "counter", "last layer", "3"]
     assert policy_changes({"8": [[1, "averaged"], [3, "frozen"]]}) == {3: "part 8 frozen from round 3"}
 
 

@@ -59,6 +59,16 @@ def test_mode_of_the_configuration_decides_over_the_environment(offline, monkeyp
     assert not (attempt.path / "wandb").exists()
 
 
+def test_no_logger_leaves_wandb_on_and_says_so(offline, capsys):
+    told = "trainer.logger: false leaves W&B on; wandb.mode: disabled turns W&B off"
+    attempt = run("--trainer.max_epochs", 1, "--trainer.logger", "false").attempt
+    assert (attempt.path / "wandb").exists()
+    assert capsys.readouterr().out.count(told) == 1
+    run("--trainer.max_epochs", 1, "--trainer.logger", "false", "--wandb.mode", "disabled")
+    run("--trainer.max_epochs", 1)
+    assert told not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_unreachable_server_turns_the_run_offline_with_one_line(offline, monkeypatch, capsys):
     import wandb

@@ -37,6 +37,20 @@ def test_the_readme_leads_to_every_page():
     assert sorted(set(PAGES) - linked - {"README.md", "docs/index.md"}) == []
 
 
+@pytest.mark.parametrize(
+    "words", [r"up to round {T\*}", r"{FixBN\*} also keeps", "a digest of the settings (`{32f17ffe}`)"]
+)
+def test_the_readme_explains_a_term_where_it_first_stands(words):
+    text = re.sub(r"!\[.*?\]|```.*?```", "", PAGES["README.md"].read_text(), flags=re.DOTALL)
+    before, term, after = re.fullmatch("(.*){(.*)}(.*)", words).groups()
+    assert text.index(term) == text.index(before + term + after) + len(before)
+
+
+def test_the_list_of_pages_sends_readers_in_the_repository_to_the_readme():
+    words = PAGES["docs/index.md"].read_text().partition("```")[0]
+    assert "In the repository, read the\n[README](../README.md)" in words
+
+
 def test_every_file_of_this_project_that_a_page_names_exists():
     named = {
         path

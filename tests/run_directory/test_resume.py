@@ -148,10 +148,12 @@ def test_longer_run_keeps_its_plan_and_says_so(capsys):
     assert (result["rounds"], result["planned_rounds"]) == (8, 4)
 
 
-def test_resuming_a_finished_run_changes_neither_rows_nor_result():
+def test_resuming_a_finished_run_changes_neither_rows_nor_result(capsys):
     attempt = run().attempt
+    assert "continues from" not in capsys.readouterr().out
     metrics, result = attempt.metrics.read_bytes(), json.loads(attempt.result.read_text())
     assert run("--ckpt_path", "last").attempt.path.samefile(attempt.path)
+    assert f"{attempt.path} continues from round 4\n" in capsys.readouterr().out
     assert attempt.metrics.read_bytes() == metrics
     again = json.loads(attempt.result.read_text())
     assert again | {"process_seconds": 0} == result | {"process_seconds": 0}

@@ -137,7 +137,7 @@ def test_an_axis_with_the_name_of_a_column_keeps_its_labels(tmp_path):
     assert [first[x] for x in ("samples", "seed", "run_seed", "run_samples")] == ["BN", "1", "0", "2800"]
     assert second["run_seed"] == "1"
     assert (last["samples"], last["seed"]) == ("GN", "10")
-    table = whole_table(found, brief=True)
+    table = whole_table(found)
     assert ([*table.columns][:2], [*table.iloc[0]][:2]) == (["samples", "seed"], ["BN", "1"])
     table = whole_table(found, columns=["samples"])
     assert ([*table.columns], [*table.iloc[0]]) == (["samples", "seed", "samples"], ["BN", "1", "2,800"])

@@ -65,7 +65,7 @@ def test_a_page_has_all_that_a_study_has_found(tmp_path):
     for text in (
         "Layers and local steps",
         "A paper, Table 9",
-        "Scale: quick, seed 0 (1 row) and seeds 0, 1 (3 rows). Values: after the last round. A declared subset",
+        "Scale: quick, seed 0 (1 row) and seeds 0, 1 (3 rows). Values: after the last round, mean ± standard deviation over seeds. A declared subset",
         "undecided GN > BN",
     ):
         assert text in page.text

@@ -64,7 +64,7 @@ def test_every_table_names_its_rule(tmp_path, monkeypatch, rule, words, value):
         (finish(one, **RESULT) / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
     found = collect(cells.study, table, [], {})
     assert found.report == rule
-    assert f"Values: {words}." in caption(found)
+    assert f"Values: {words}, mean ± standard deviation over seeds." in caption(found)
     (row,) = whole_table(found).to_numpy()
     assert row[1] == f"{value} ± 0.000"
     write_tables(tmp_path, found)

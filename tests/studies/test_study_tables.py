@@ -11,7 +11,7 @@ from study_frames import study_frame
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.latex_table import escaped, latex_table
 from fl_lightning.experiments.studies.study_frame import Chosen, Verdict
-from fl_lightning.experiments.studies.table_columns import check_columns, local_metrics
+from fl_lightning.experiments.studies.table_columns import FURTHER, check_columns, local_metrics
 from fl_lightning.experiments.studies.tables import (
     best_rows,
     caption,
@@ -75,19 +75,23 @@ def results(groups=GROUPS, axes=AXES, metrics=METRICS, **more):
     return study_frame(groups, axes, metrics, **{**found, **more})
 
 
+def wide_table(found):
+    return whole_table(found, [*found.metrics, *FURTHER])
+
+
 def cells_of_table(table):
     """The header and the rows."""
     return [*table.columns], table.to_numpy().tolist()
 
 
-SMALLER = "Values: after the last round. Smaller than in the paper (LeNet, 10 rounds): the order of methods can be compared, numbers cannot."
+SMALLER = "Values: after the last round, mean ± standard deviation over seeds. Smaller than in the paper (LeNet, 10 rounds): the order of methods can be compared, numbers cannot."
 
 
 def test_a_bar_in_a_label_and_a_break_in_a_title_break_no_table(tmp_path):
     groups = [{**GROUPS[0], "labels": {**GROUPS[0]["labels"], "method": "a|b"}}]
     write_tables(tmp_path, results(groups, title="A\ntitle"))
     assert "| a\\|b " in (tmp_path / "table.md").read_text()
-    words = f"A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2. {SMALLER}"
+    words = escaped(f"A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2. {SMALLER}")
     assert rf"\caption{{{words}}}" in (tmp_path / "table.tex").read_text()
     assert "a|b," in (tmp_path / "table.csv").read_text()
 
@@ -112,19 +116,19 @@ def test_numbers_that_are_not_finite_are_words():
         group("BN", "1", [0.5, inf], 0.45, runs=diverged),
         group("GN", "1", [], runs=[run(0, "failed", diverged=True, diverged_round=17)]),
     ]
-    header, rows = cells_of_table(whole_table(results(groups)))
+    header, rows = cells_of_table(wide_table(results(groups)))
     found = dict(zip(header, rows[0], strict=True))
     assert found["remarks"] == "diverged in 2 of 3 seeds, round 9, 17"
     assert found["test accuracy"] == "0.500 (not finite in 1 of 2 seeds)"
     assert "ours - published" not in header
     _, rows = cells_of_table(spread_table(results(groups)))
-    assert rows[1] == ["GN", "diverged in 1 of 1 seed, round 17", ""]
+    assert rows[1] == ["GN", "diverged in 1 of 1 seed, round 17"]
     choice = replace(CHOICE, values={"0.1": 0.5, "0.2": -inf})
     assert "(0.1: 0.500, 0.2: diverged)" in choice_in_words(choice)
 
 
 def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
-    header, rows = cells_of_table(whole_table(results()))
+    header, rows = cells_of_table(wide_table(results()))
     first = dict(zip(header, rows[0], strict=True))
     assert first == {
         "method": "BN", "E": "1", "test accuracy": "0.400 ± 0.100", "published": "0.45", "ours - published": "-0.050",
@@ -238,9 +242,37 @@ def test_seeds_that_are_not_of_one_kind_are_named():
 
 
 def test_columns_that_nobody_fills_are_left_out():
-    header, _ = cells_of_table(whole_table(results([group("GN", "1", [0.7])])))
+    one, bare = results([group("GN", "1", [0.7])]), results([group("GN", "1", [], runs=[run(0, "missing")])])
+    header, _ = cells_of_table(wide_table(one))
     assert "published" not in header
     assert "remarks" not in header
+    assert cells_of_table(whole_table(one, ["published", "seeds"])) == (
+        ["method", "E", "seeds"],
+        [["GN", "1", "0"]],
+    )
+    assert [*spread_table(one).columns] == ["method", "E = 1"]
+    assert spread_table(bare) is None
+    assert cells_of_table(whole_table(bare)) == (["method", "E", "remarks"], [["GN", "1", "missing: seed 0"]])
+    assert " & - " not in latex_tables(bare)
+
+
+def test_a_table_is_narrow_by_default_and_remarks_stand_below_it(tmp_path):
+    metrics = {**METRICS, "test/loss": "test loss"}
+    groups = [{**each, "values": {**each["values"], "test/loss": {0: 1.5}}} for each in GROUPS]
+    found = results(groups, metrics=metrics)
+    assert [*whole_table(found).columns] == ["method", "E", "test accuracy", "published"]
+    assert {"test loss", "seeds", "training", "remarks"} < {*wide_table(found).columns}
+    write_tables(tmp_path, found)
+    assert (
+        "\n- GN, E = 1, lr = 0.1: accepted though stale (torch 1, now 2): seed 0\n"
+        in (tmp_path / "table.md").read_text()
+    )
+    assert cells_of((tmp_path / "table.tex").read_text())[1][0] == [
+        "method",
+        "E",
+        "test accuracy",
+        "published",
+    ]
 
 
 def test_the_files_hold_the_same_table(tmp_path):
@@ -361,19 +393,19 @@ def test_a_method_with_state_at_clients_shows_whose_models_are_measured():
     other["values"] |= {"test/personal_accuracy": {0: 0.5}, "server/test/accuracy": {0: 0.125, 1: 0.25}}
     plain = group("BN", "1", [0.25, 0.25])
     found = results([one, other, plain], metrics=metrics)
-    header, rows = cells_of_table(whole_table(found))
+    header, rows = cells_of_table(wide_table(found))
     table = [dict(zip(header, row, strict=True)) for row in rows]
     assert table[0]["clients' models"] == "0.625 ± 0.177"
     assert table[1]["server's model"] == "0.188 ± 0.088"
     why = "the server's model has the mean of the clients' local state, which no client uses"
     assert [row["remarks"] for row in table] == [why, why, ""]
     assert cells_of_table(spread_table(found)) == (
-        ["method", "E = 1", "E = 100"],
+        ["method", "E = 1"],
         [
-            ["FedBN", "0.188 ± 0.088", ""],
-            ["FedBN: clients' models", "0.625 ± 0.177", ""],
-            ["FedBN (clients)", "0.625 ± 0.177", ""],
-            ["FedBN (clients): server's model", "0.188 ± 0.088", ""],
-            ["BN", "0.250 ± 0.000", ""],
+            ["FedBN", "0.188 ± 0.088"],
+            ["FedBN: clients' models", "0.625 ± 0.177"],
+            ["FedBN (clients)", "0.625 ± 0.177"],
+            ["FedBN (clients): server's model", "0.188 ± 0.088"],
+            ["BN", "0.250 ± 0.000"],
         ],
     )

@@ -1,5 +1,6 @@
 """``verify``: what it finds in the shipped methods, in broken ones and in one's own, and what a user sees of it."""
 
+import importlib
 import sys
 
 import pytest
@@ -13,6 +14,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.verification import certify
 from fl_lightning.verification.claims import CLAIMS
 from fl_lightning.verification.comparison import NotApplicable, Violated
+from fl_lightning.verification.memory import entries
+from fl_lightning.verification.own_model import own_model
 from fl_lightning.verification.rules import RULES
 from fl_lightning.verification.trials import Trials
 
@@ -193,6 +196,98 @@ def test_a_mistake_is_told_in_one_line_and_makes_the_status_2(arguments, told, o
     lines = [line for line in captured.err.splitlines() if not line.startswith("INFO")]
     assert len(lines) == 1
     assert told in lines[0]
+
+
+MODELS = """
+import lightning as L
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+class Net(nn.Sequential):
+    def __init__(self, classes: int = 4):
+        super().__init__(
+            nn.Conv1d(3, 5, 3), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(5, classes)
+        )
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(7, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    def training_step(self, batch, index):
+        return cross_entropy(self(batch[0]), batch[1])
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.training_step(batch, index))
+    def forward(self, inputs):
+        return self.net(inputs)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+class Odd(Net):
+    example_input_array = torch.zeros(1, 2, 8)
+class Regression(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+"""
+
+
+def test_rules_run_on_a_model_of_ones_own_which_is_described(own_code, capsys):
+    write_methods(MODELS)
+    assert verify("--callback", "FixBN", "--model", "methods.Net", "--model.classes", "5") == 0
+    printed = capsys.readouterr().out
+    told = "Net  BN layers: 1, shape of an input: [3, 8]; claims are checked on the model of verify"
+    assert printed.startswith(f"{told}\n\nFixBN()")
+    rules = {line[:20].strip(): line for line in printed.splitlines()}
+    assert "constant bit for bit in 2 rounds" in rules["frozen state"]
+    assert "PASSED" in rules["client numbers"]  # its dropout would differ
+    assert "PASSED" in rules["own_twin_when_frozen"]
+    for arguments, told in (
+        (
+            ["methods.Regression"],
+            "model: Regression gives no class scores [batch, classes >= 2] for inputs [[4]]; ",
+        ),
+        (["methods.Odd"], "model: Odd gives no class scores [batch, classes >= 2] for inputs [[2, 8]]; "),
+        (["methods.Nett"], "module 'methods' has no attribute 'Nett'"),
+    ):
+        assert verify("--callback", "FixBN", "--model", *arguments) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_rules_train_a_lightning_module_and_find_faults_in_it(own_code, tmp_path, capsys):
+    write_methods(MODELS)
+    module = importlib.import_module("methods")
+    settings = own_model(module.Lit())
+    assert capsys.readouterr().out.startswith("Lit  BN layers: 2, shape of an input: [7]; ")
+    right, broken = (Trials(kind, tmp_path / kind.__name__, settings) for kind in (callbacks.FixBN, Thaws))
+    for name in ("trains", "server state", "frozen state", "model comes back", "executors"):
+        RULES[name](right)
+    memory = {"net.1.weight": torch.ones(3)}
+    assert entries(memory)[1] == {}  # a tensor of the model, not of client 1
+    with pytest.raises(
+        Violated, match=r"frozen state must not change: net\.1\.running_mean of the server did"
+    ):
+        RULES["frozen state"](broken)
+
+
+class Thaws(callbacks.FixBN):
+    """Changes what it has frozen."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        pl_module.model.net[1].running_mean += 0.5
+
+
+class ByLayers(FederatedCallback):
+    """Freezes the first BN layer in round 2, and the second in round 3."""
+
+    def policy(self, round_number, total_rounds):
+        return {part: "frozen" for part, first in (("1", 2), ("4", 3)) if round_number >= first}
+
+
+def test_layers_that_freeze_one_by_one_are_frozen_for_the_claim_too(tmp_path):
+    trials = Trials(ByLayers, tmp_path)
+    assert RULES["frozen state"](trials) == "constant bit for bit in 3 rounds"
+    assert CLAIMS["own_twin_when_frozen"](trials)[0] < 1e-10
+    with pytest.raises(
+        NotApplicable, match="in no round of this run are the statistics of all layers frozen"
+    ):
+        CLAIMS["own_twin_when_frozen"](Trials(callbacks.FedBN, tmp_path / "other"))
 
 
 @pytest.mark.slow

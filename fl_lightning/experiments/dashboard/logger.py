@@ -16,7 +16,7 @@ from fl_lightning.experiments.dashboard.settings import WandbSettings, in_one_li
 from fl_lightning.experiments.run_directory.config_digest import hash_of_run
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.finished import metric_values, read_result
-from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import joined, read_metrics
 from fl_lightning.files import write_text
 from fl_lightning.round.module import FederatedModule
 
@@ -43,7 +43,6 @@ class RoundWandbLogger(WandbLogger):
         self.attempt, self.settings = attempt, settings
         self._run: Any = None
         self._round = 0
-        self._waiting: dict[str, Any] = {}
         self._failed = False
 
     @property
@@ -55,22 +54,19 @@ class RoundWandbLogger(WandbLogger):
         """Ignore the hyperparameters, since ``config.yaml`` has all settings of the run."""
 
     @rank_zero_only
+    @joined
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log the row of a round.
+        """Log the row of a round, with the tables and pictures of ``log_table`` and ``log_image``.
+
+        Row 0 is logged together with round 1, because the run's other files are written after row 0.
 
         Args:
-            metrics: Numbers of the row, keyed by name. Metrics without ``"round"``, such as the
-                tables and pictures of ``log_table`` and ``log_image``, are added to the next row. Row 0 is logged together with round 1, because the run's other files are
-                written after row 0.
+            metrics: Numbers of the row, keyed by name.
             step: Ignored, because the metrics include the round.
         """
-        if "round" not in metrics:
-            self._waiting |= {name: value for name, value in metrics.items() if name != "epoch"}
-            return
-        row, self._waiting = {**self._waiting, **metrics}, {}
-        if row["round"]:
+        if metrics["round"]:
             self.start()
-            self._call(self._log_row, row)
+            self._call(self._log_row, metrics)
 
     @rank_zero_only
     def start(self) -> None:

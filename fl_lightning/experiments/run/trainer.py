@@ -64,7 +64,8 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
         equipment["devices"] = _devices(settings.get("accelerator", "auto"), ranks)
     if under_torchrun() and settings.get("num_nodes", 1) == 1:
         equipment["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-    given = {**settings, **equipment, "plugins": plugins}
+    # without a logger, Lightning would add its own
+    given = {**settings, "logger": settings.get("logger") or False, **equipment, "plugins": plugins}
     several = given["devices"] not in (1, "1") or given.get("num_nodes", 1) != 1 or under_torchrun()
     if given.get("strategy", "auto") == "auto" and several:
         given["strategy"] = CohortStrategy()

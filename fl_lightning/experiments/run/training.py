@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, Timer
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -35,7 +36,7 @@ from fl_lightning.experiments.run_directory.continuation import Start, find_star
 from fl_lightning.experiments.run_directory.directory import Config, RunDirectory
 from fl_lightning.experiments.run_directory.drawings import draw_pictures
 from fl_lightning.experiments.run_directory.finished import Result
-from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger
+from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, joined
 from fl_lightning.experiments.run_directory.result import finish_run
 from fl_lightning.experiments.run_directory.start import RunStart
 from fl_lightning.files import write_text
@@ -48,7 +49,6 @@ TRAINER_DEFAULTS: Config = {
     "accelerator": "auto",
     "devices": "auto",
     "max_epochs": -1,
-    "logger": False,
     "num_sanity_val_steps": -1,
     "log_every_n_steps": 1,
     "enable_model_summary": False,
@@ -320,10 +320,16 @@ class Training:
         if wandb.asked != "disabled" and not any(isinstance(logger, WandbLogger) for logger in loggers):
             self._wandb = RoundWandbLogger(attempt, wandb)
             loggers.append(self._wandb)
+            if settings.get("logger") is False:
+                print("trainer.logger: false leaves W&B on; wandb.mode: disabled turns W&B off", flush=True)
+        for logger in loggers:
+            if isinstance(logger, CSVLogger):
+                vars(logger)["log_metrics"] = joined(type(logger).log_metrics).__get__(logger)
         for callback in callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            if isinstance(callback, ModelCheckpoint):
                 # otherwise Lightning would write checkpoints to the folder of a logger
-                callback.dirpath = str(attempt.checkpoints.resolve())
+                callback.dirpath = callback.dirpath or str(attempt.checkpoints.resolve())
+                _avoid_folders(callback)
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 
     def _end(self, error: BaseException | None) -> None:
@@ -348,6 +354,13 @@ class Training:
             error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} resumes the run"
         if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
             print(self._wandb.place, flush=True)
+
+
+def _avoid_folders(callback: ModelCheckpoint) -> None:
+    """Let ``{val/loss}`` in a file name become ``val_loss=0.5``: a slash would make a folder."""
+    if callback.auto_insert_metric_name and "/" in (name := callback.filename or ""):
+        equals, callback.auto_insert_metric_name = callback.CHECKPOINT_EQUALS_CHAR, False
+        callback.filename = re.sub(r"\{([^:}]*)", lambda x: x[1].replace("/", "_") + equals + x[0], name)
 
 
 def _refuse_changes(path: Path, differs: Mapping[str, list[Any]]) -> None:

@@ -76,6 +76,7 @@ def find_start(
     # read the metrics before the folder is made, because missing lines raise an error
     lines = lines_until(source.metrics, reached) if source is not None else []
     if resumed is not None:
+        print(f"{resumed.path} continues from round {reached}", flush=True)
         return Start(resumed, reached, False, str(ckpt_path), None, b"".join(lines))
     attempt = directory.next_attempt(held)
     print(

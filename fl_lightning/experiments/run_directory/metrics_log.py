@@ -7,7 +7,8 @@ no infinity: these values are written as the strings ``"NaN"``, ``"Infinity"`` a
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,32 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import no_link, plain, restored, unwritable
 
 
+def joined(write: Callable[..., None]) -> Callable[..., None]:
+    """Return a method ``log_metrics`` that writes all metrics of a round as one row.
+
+    Metrics without the key ``"round"``, such as the learning rates of Lightning's
+    ``LearningRateMonitor``, are added to the next row. If such a metric is logged several times, the
+    row gets the newest value.
+
+    Args:
+        write: A logger's method ``log_metrics``.
+    """
+
+    @wraps(write)
+    def log_metrics(logger: Any, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        waiting = logger.__dict__.setdefault("_waiting", {})
+        waiting.update((name, value) for name, value in metrics.items() if name != "epoch")
+        if "round" in metrics:
+            write(logger, logger.__dict__.pop("_waiting"), step)
+
+    return log_metrics
+
+
 class JSONLinesLogger(Logger):
     """Logger that appends the metrics of each round to ``<save_dir>/metrics.jsonl``.
 
-    The first row creates the file. Metrics without the key ``"round"``, such as the learning rates
-    of Lightning's ``LearningRateMonitor``, are added to the next row. If such a metric is logged
-    several times, the row gets the newest value. Each row is a single write: if the run is killed,
-    at most the last line is incomplete.
+    The first row creates the file. Each row is a single write: if the run is killed, at most the
+    last line is incomplete.
 
     Args:
         save_dir: The run's folder.
@@ -35,7 +55,6 @@ class JSONLinesLogger(Logger):
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(save_dir) / "metrics.jsonl"
-        self._waiting: dict[str, Any] = {}
 
     @property
     def save_dir(self) -> str:
@@ -43,23 +62,19 @@ class JSONLinesLogger(Logger):
         return str(self.path.parent)
 
     @rank_zero_only
+    @joined
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a row to the file, or keep metrics without a round for the next row.
+        """Append a row to the file, see :func:`joined`.
 
         Args:
-            metrics: Scalars, tensors or lists by name. Metrics without the key ``"round"`` are kept
-                for the next row.
+            metrics: Scalars, tensors or lists by name.
             step: Ignored, because the metrics include the round.
 
         Raises:
             ConfigurationError: The file cannot be written.
         """
-        if "round" not in metrics:
-            self._waiting |= {name: value for name, value in metrics.items() if name != "epoch"}
-            return
         # "round" becomes the first key of the row
-        row = {"round": 0} | plain({**self._waiting, **metrics})
-        self._waiting = {}
+        row = {"round": 0} | plain(metrics)
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

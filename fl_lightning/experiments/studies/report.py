@@ -22,7 +22,7 @@ from fl_lightning.experiments.studies.axis_labels import in_words, short
 from fl_lightning.experiments.studies.figures import pictures
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
-from fl_lightning.experiments.studies.table_columns import check_columns
+from fl_lightning.experiments.studies.table_columns import FURTHER, check_columns
 from fl_lightning.experiments.studies.tables import (
     COMPUTED,
     caption,
@@ -116,7 +116,8 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
         for words, name in _SETTINGS.items()
     }
     by_spread = f"{results.metrics[results.first].capitalize()} by {short(results.spread or '', axes)}"
-    tables = {by_spread: spread_table(results), "All values": whole_table(results)}
+    whole = whole_table(results, [*results.metrics, *FURTHER])
+    tables = {by_spread: spread_table(results), "All values": whole}
     return {
         "results": results,
         "caption": caption(results),

@@ -75,21 +75,29 @@ def best_rows(results: StudyFrame, metric: str) -> list[int]:
     return [number for block in differing for number, mean in block.items() if mean == best(block.values())]
 
 
-def whole_table(
-    results: StudyFrame, brief: bool = False, columns: Sequence[str] = (), latex: bool = False
-) -> pd.DataFrame:
+def whole_table(results: StudyFrame, columns: Sequence[str] = (), latex: bool = False) -> pd.DataFrame:
     """Return the table with a row for each combination, as text.
 
     Args:
         results: Results of a study.
-        brief: Whether columns of costs are omitted (default False).
-        columns: Columns after the labels (default: all columns that are not empty).
+        columns: Columns after the labels (default: the first metric and its published value). A
+            column without any value is left out. If no column is left, the table has remarks.
         latex: Whether the header names units and ``**`` encloses the best values (default False).
     """
-    axes, metrics = shown_axes(results), results.metrics
-    best = {name: best_rows(results, name) if latex else [] for name in metrics}
+    axes, metrics, table = shown_axes(results), results.metrics, _every_column(results, latex)
     header = [short(axis, results.axes) for axis in axes]
     labels = pd.DataFrame([[row.labels[axis] for axis in axes] for row in results.rows], columns=header)
+    names = dict.fromkeys(metrics.get(name, name) for name in columns or (results.first, "published"))
+    filled = table.columns[(table != "").any().to_numpy()]
+    table = table[[name for name in names if name in filled] or ["remarks"]]
+    heads = dict(zip(metrics.values(), named_metrics(results), strict=True))
+    heads |= {name: f"{name} ({UNITS[name][1]})" for name in UNITS} if latex else {}
+    return pd.concat([labels, table.rename(columns=heads)], axis=1)
+
+
+def _every_column(results: StudyFrame, latex: bool) -> pd.DataFrame:
+    metrics = results.metrics
+    best = {name: best_rows(results, name) if latex else [] for name in metrics}
     rows = [
         [
             *(_marked(mean_and_deviation(row.of(name)), number in best[name]) for name in metrics),
@@ -102,14 +110,7 @@ def whole_table(
         ]
         for number, (row, lines) in enumerate(zip(results.rows, remarks(results), strict=True))
     ]
-    table = pd.DataFrame(rows, columns=[*metrics.values(), *FURTHER], dtype=object)
-    names = dict.fromkeys(metrics.get(name, name) for name in columns)
-    left_out = COST_COLUMNS if brief else ()
-    filled = (table != "").any().to_numpy() & ~table.columns.isin(left_out)
-    table = table[[name for name in names if name in table]] if columns else table.loc[:, filled]
-    heads = dict(zip(metrics.values(), named_metrics(results), strict=True))
-    heads |= {name: f"{name} ({UNITS[name][1]})" for name in UNITS} if latex else {}
-    return pd.concat([labels, table.rename(columns=heads)], axis=1)
+    return pd.DataFrame(rows, columns=[*metrics.values(), *FURTHER], dtype=object)
 
 
 def named_metrics(results: StudyFrame) -> list[str]:
@@ -149,7 +150,8 @@ def spread_table(results: StudyFrame, latex: bool = False) -> pd.DataFrame | Non
     """Return a table of the first metric with a column for each label of the axis ``spread``.
 
     For methods whose clients keep state, further rows show the values of the clients' models or of
-    the server's model. Return None if the axis has fewer than two labels.
+    the server's model. A label without any value has no column. Return None if the axis has fewer
+    than two labels, or if no label has a value.
 
     Args:
         results: Results of a study.
@@ -173,9 +175,10 @@ def spread_table(results: StudyFrame, latex: bool = False) -> pd.DataFrame | Non
             if words and others and name != row.metric and len(values := row.of(name)):
                 local = texts.setdefault((f"{key[0]}: {words}", *key[1:]), {})
                 local[label] = mean_and_deviation(values)
+    labels = [x for x in labels if any(cells.get(x, "-") != "-" for cells in texts.values())]
     header = [*others, *(f"{short(spread, results.axes)} = {label}" for label in labels)]
     body = [[*key, *(cells.get(label, "") for label in labels)] for key, cells in texts.items()]
-    return pd.DataFrame(body, columns=header, dtype=object)
+    return pd.DataFrame(body, columns=header, dtype=object) if labels else None
 
 
 def published_in_words(row: Row) -> str:
@@ -241,6 +244,15 @@ def remarks(results: StudyFrame) -> list[list[str]]:
     return every
 
 
+def remark_lines(results: StudyFrame) -> list[str]:
+    """Return a line for each row with remarks: its labels, and the remarks."""
+    return [
+        f"{axis_labels.in_words(row.labels, [*results.axes]) or 'all runs'}: {'; '.join(lines)}"
+        for row, lines in zip(results.rows, remarks(results), strict=True)
+        if lines
+    ]
+
+
 def _of_runs(row: Row) -> list[str]:
     runs, lines = row.runs, list[str]()
     done = [run for run in runs if run["phase"] == "done"]
@@ -291,7 +303,8 @@ def caption(results: StudyFrame) -> str:
         "reduced": _smaller(results),
     }.get(results.scale, "")
     paper = f" ({results.paper})" if results.paper else ""
-    rule = f" Values: {rule_in_words(results.report)}."
+    spread = ", mean ± standard deviation over seeds" * any(len(row.done) > 1 for row in results.rows)
+    rule = f" Values: {rule_in_words(results.report)}{spread}."
     scale = f"Scale: {results.scale}, " * bool(results.scale)
     head = f"{results.title}{paper}. {scale}{seeds_of(results)}."
     return " ".join(f"{head}{rule}{_unlike(results)}{subset}".split())
@@ -358,23 +371,17 @@ def latex_tables(results: StudyFrame, columns: Sequence[str] = ()) -> str:
 
     Args:
         results: Results of a study.
-        columns: Columns after the labels (default: metrics, published values and seeds).
+        columns: Columns after the labels (default: see :func:`whole_table`).
     """
-    axes, present = shown_axes(results), [*whole_table(results).columns]
-    default = [*results.metrics, *(x for x in ("published", "ours - published", "seeds") if x in present)]
+    axes = shown_axes(results)
     name, tables = f"{results.name}-{results.scale}".strip("-"), []
     if (spread := spread_table(results, latex=True)) is not None:
         labels = range(len(axes) - 1)
         tables.append(latex_table(spread, labels, caption(results), f"{name}-by-{results.spread}"))
-    table = whole_table(results, columns=columns or default, latex=True)
+    table = whole_table(results, columns, latex=True)
     texts = [place for place, head in enumerate(table.columns) if place < len(axes) or head in TEXTS]
     tables.append(latex_table(table, texts, caption(results), name))
-    comments = [*map(choice_in_words, results.choices)]
-    comments += [
-        f"{axis_labels.in_words(row.labels, [*results.axes])}: {'; '.join(lines)}"
-        for row, lines in zip(results.rows, remarks(results), strict=True)
-        if lines
-    ]
+    comments = [*map(choice_in_words, results.choices), *remark_lines(results)]
     comments += [results.command] * bool(results.command)
     return "\n\n".join([RULES, *tables]) + "".join(f"\n% {' '.join(x.split())}" for x in comments) + "\n"
 
@@ -402,18 +409,18 @@ def write_tables(folder: Path, results: StudyFrame, columns: Sequence[str] = ())
     Args:
         folder: Folder of the study.
         results: Results of the study.
-        columns: Columns after the labels, by name or metric (default: all columns that are not
-            empty).
+        columns: Columns after the labels, by name or metric (default: see :func:`whole_table`).
 
     Returns:
         The written files.
     """
-    table = whole_table(results, columns=columns)
+    table = whole_table(results, columns)
     tables = [rows for rows in (spread_table(results), table) if rows is not None]
     choices = [f"- {choice_in_words(choice)}" for choice in results.choices]
     claims = [f"- `{claim.claim}`: **{claim.verdict}** ({claim.words})" for claim in results.claims]
     parts = [caption(results), *(as_text(rows, "github") for rows in tables)]
-    parts += ["\n".join(lines) for lines in (choices, claims) if lines]
+    notes = [f"- {line}" for line in remark_lines(results)]
+    parts += ["\n".join(lines) for lines in (notes, choices, claims) if lines]
     parts += [f"`{results.command}`"] * bool(results.command)
     files = {
         "table.md": "\n\n".join(parts) + "\n",
