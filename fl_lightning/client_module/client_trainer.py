@@ -12,8 +12,13 @@ _REFUSED = {
 }
 
 
-class _View:
-    """An object of the run, some of whose attributes are refused."""
+class View:
+    """An object of the run, some of whose attributes are refused.
+
+    Args:
+        seen: The object.
+        place: Prefix of the attributes' names in messages.
+    """
 
     def __init__(self, seen: Any, place: str) -> None:
         vars(self).update(_seen=seen, _place=place)
@@ -27,7 +32,7 @@ class _View:
         setattr(self._seen, name, value)
 
 
-class ClientTrainer(_View):
+class ClientTrainer(View):
     """The run's trainer, with the counts of a client.
 
     ``current_epoch`` is the round minus 1. E is the largest number of local steps that a client takes
@@ -42,7 +47,7 @@ class ClientTrainer(_View):
 
     def __init__(self, run: Any, client: Any) -> None:
         super().__init__(run.trainer, "")
-        vars(self).update(_client=client, datamodule=_View(run.trainer.datamodule, "datamodule."))
+        vars(self).update(_client=client, datamodule=View(run.trainer.datamodule, "datamodule."))
 
     @property
     def global_step(self) -> int:
