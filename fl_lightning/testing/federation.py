@@ -70,16 +70,19 @@ class MaterialisedClient(ClientDataModule):
 
 
 def skewed_images(
-    identity: int, size: int, shape: Sequence[int] = SHAPE, classes: int = CLASSES
+    identity: int, size: int, shape: Sequence[int] = SHAPE, classes: int = CLASSES, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return float64 inputs ``[size, *shape]`` and labels. More than 70 % of the labels are equal."""
+    """Return float64 inputs ``[size, *shape]`` and labels. More than 70 % of the labels are equal.
+
+    ``scale`` multiplies the inputs.
+    """
     draw = generator(identity, "verification data")
     favourite = torch.tensor(identity % classes)
     targets = torch.where(
         torch.rand(size, generator=draw) < 0.7, favourite, torch.randint(classes, (size,), generator=draw)
     )
     noise = torch.randn(size, *shape, generator=draw, dtype=torch.float64)
-    return noise * (1 + identity / 2) + targets.view(-1, *[1] * len(shape)) + identity / 4, targets
+    return (noise * (1 + identity / 2) + targets.view(-1, *[1] * len(shape)) + identity / 4) * scale, targets
 
 
 def federation(

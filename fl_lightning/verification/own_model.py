@@ -35,6 +35,8 @@ def own_model(model: nn.Module) -> dict[str, Any]:
     weights = [weight.shape for weight in model.parameters() if weight.dim() > 1][:1]
     guesses = {(x[1], *[width] * len(x[2:])): None for x in weights for width in _WIDTHS}
     shapes = [*guesses] if example is None else [tuple(example.shape[1:])]
+    # a LightningModule has its own optimizer
+    optimizer = {"client_optimizer": None} if hasattr(model, "training_step") else {}
     for shape in shapes:
         # the outputs may be of any type
         with suppress(RuntimeError, ValueError, IndexError, AttributeError), torch.no_grad():
@@ -43,9 +45,8 @@ def own_model(model: nn.Module) -> dict[str, Any]:
                 TENSORS.update(model.state_dict())
                 layers = f"BN layers: {len(batch_norm_layers(model))}, shape of an input: {[*shape]}"
                 print(f"{type(model).__name__}  {layers}; claims are checked on the model of verify\n")
-                # a LightningModule has its own optimizer
-                optimizer = {"client_optimizer": None} if hasattr(model, "training_step") else {}
-                return {"model": model, "data": {"shape": shape, "classes": classes}, **optimizer}
+                data = {"shape": shape, "classes": classes, "scale": 0.1}
+                return {"model": model, "data": data, **optimizer}
     raise ConfigurationError(
         f"model: {type(model).__name__} gives no class scores [batch, classes >= 2] for inputs {[*map(list, shapes)]}; verify "
         "needs a classifier of floats, whose attribute example_input_array may have an input [batch, ...]"
