@@ -19,7 +19,7 @@ from fl_lightning.experiments.run.trainer import as_list, make_trainer, on_cpu
 from fl_lightning.experiments.run_directory.config_digest import full_name
 from fl_lightning.experiments.run_directory.load_run import load_run
 from fl_lightning.experiments.run_directory.predictions import write_rows
-from fl_lightning.experiments.run_directory.trained_model import RecalledData, TrainedModel
+from fl_lightning.experiments.run_directory.trained_model import TrainedModel, _RecalledData
 from fl_lightning.files import atomic_write, unused, user_file, user_path
 from fl_lightning.methods.local_state import LocalState
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
@@ -72,8 +72,8 @@ class _Restored:
         best, last = (self.run.path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
         named = {"best": best if best.is_file() else last, "last": last}
         self.path = named.get(checkpoint) or user_path("checkpoint", checkpoint)
-        kind, arguments = full_name(RecalledData), {"checkpoint": str(self.path)}
-        self.data: RecalledData = self._restore({"class_path": kind, "init_args": arguments})
+        kind, arguments = full_name(_RecalledData), {"checkpoint": str(self.path)}
+        self.data: _RecalledData = self._restore({"class_path": kind, "init_args": arguments})
         if client is None:
             return
         number = self.data.client_number(client)

@@ -70,11 +70,10 @@ def test_fixbn_says_when_it_never_freezes(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_predictions_of_a_regression_are_refused(tmp_path):
-    outputs, targets = [torch.zeros(3, 1)], [(None, torch.zeros(3))]
-    with pytest.raises(ConfigurationError, match="not class scores and labels"):
-        write_predictions(tmp_path / "predictions", outputs, targets, None)
-    assert list(tmp_path.iterdir()) == []
+def test_predictions_of_a_regression_are_values(tmp_path):
+    outputs, targets = [torch.tensor([[0.5], [1.5]])], [(None, torch.tensor([0.0, 2.0]))]
+    write_predictions(tmp_path / "predictions", outputs, targets, blobs())
+    assert (tmp_path / "predictions.csv").read_text() == "index,target,value_0\n0,0.0,0.5\n1,2.0,1.5\n"
 
 
 def test_a_second_fit_without_a_checkpoint_is_a_run_of_its_own():

@@ -32,7 +32,7 @@ class TrainedModel(nn.Module):
         return self.model(values.to(self.dtype) if values.is_floating_point() else values)
 
 
-class RecalledData(FederatedDataModule):
+class _RecalledData(FederatedDataModule):
     """What a checkpoint keeps of its run's data, without the data, and samples of a new file.
 
     Args:
