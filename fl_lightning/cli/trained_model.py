@@ -49,8 +49,8 @@ def load_model(
         run: The run directory, or the folder ``runs/NAME`` of a single run.
         checkpoint: ``"last"``, ``"best"``, or the path of a checkpoint. If the run has monitored no
             metric, ``"best"`` is the last checkpoint.
-        client: Name or number of a client. Only with a method that gives each client a separate
-            model, such as ``FedBN``. Default: the server's model.
+        client: Name of a client, or its id if the clients have no names. Only with a method that
+            gives each client a separate model, such as ``FedBN``. Default: the server's model.
 
     Returns:
         The model in eval mode on the CPU. It normalises raw inputs, and has ``class_names``.

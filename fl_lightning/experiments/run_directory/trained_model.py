@@ -71,15 +71,15 @@ class _RecalledData(FederatedDataModule):
         return self.normalized(batch[0]), batch[1]
 
     def client_number(self, client: str) -> int:
-        """Return the id of a client, given by its name or its id.
+        """Return the id of a client, given by its name, or by its id if the clients have no names.
 
         Raises:
             ConfigurationError: The run has no such client.
         """
-        ids = [*map(str, range(self.num_clients))]
-        names = [*(self.client_names or ids)]
-        if client not in {*names, *ids}:
+        # no ids beside names: hospital 1 would be another client than client 1
+        names = [*(self.client_names or map(str, range(self.num_clients)))]
+        if client not in names:
             raise ConfigurationError(
                 f"client: {client!r} is no client of the run{nearest(client, names)}; its clients are {', '.join(names)}"
             )
-        return names.index(client) if client in names else int(client)
+        return names.index(client)
