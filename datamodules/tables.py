@@ -110,7 +110,7 @@ def read_frame(path: Path) -> Any:
             table = typed.astype(object).where(typed.notna(), "").map(str)
             table.index += 1
         else:
-            separator = _separator(path)
+            separator, starts = _records(path)
             lines = pd.read_csv(
                 path,
                 sep=separator,
@@ -121,10 +121,10 @@ def read_frame(path: Path) -> Any:
                 skipinitialspace=True,
                 skip_blank_lines=False,
             )
-            lines.index += 1
+            lines.index = pd.Index(starts)
             table = lines.iloc[1:].set_axis(lines.iloc[0], axis=1)
             if separator == ";":
-                table = table.replace(r"^\s*([-+]?\d+),(\d+)\s*$", r"\1.\2", regex=True)
+                table = _with_points(path, table)
     except ImportError as error:
         raise ConfigurationError(
             f"data.features: {path} needs the package pyarrow; pip install pyarrow"
@@ -132,18 +132,39 @@ def read_frame(path: Path) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise ConfigurationError(
-            f"data.features: {path} cannot be read as a table ({reason}); write a header, and as many values in each line"
+            f"data.features: {path} cannot be read as a table ({reason}); write a header, as many values in each line, and UTF-8"
         ) from error
     if not len(table):
         raise ConfigurationError(
             f"data.features: {path} has a header, but no samples; add a line for each sample"
         )
     table.columns = [str(name).strip() for name in table.columns]
-    return table.apply(lambda column: column.str.strip())
+    table = table.apply(lambda column: column.str.strip())
+    if (empty := (table == "").all(axis=1).to_numpy()).any():
+        raise ConfigurationError(f"data.features: {_place(path, table, empty)} has no value; leave it out")
+    return table
 
 
-def _separator(path: Path) -> str:
-    """Return the character that divides the header into most columns.
+def _with_points(path: Path, table: Any) -> Any:
+    """Replace decimal commas by points.
+
+    Raises:
+        ConfigurationError: A number beside decimal commas has points, which may divide thousands.
+    """
+    decimal, thousands = r"\s*([-+]?\d+),(\d+)\s*", r"\s*[-+]?\d{1,3}(\.\d{3})+\s*"
+    if not table.apply(lambda column: column.str.fullmatch(decimal)).any(axis=None):
+        return table
+    grouped = table.apply(lambda column: column.str.fullmatch(thousands)).to_numpy()
+    for row, column in np.argwhere(grouped)[:1]:
+        raise ConfigurationError(
+            f"data.features: {_place(path, table, [row])} has {table.iloc[row, column]} beside decimal commas, which may be a number of "
+            "thousands; write it without points"
+        )
+    return table.replace(f"^{decimal}$", r"\1.\2", regex=True)
+
+
+def _records(path: Path) -> tuple[str, list[int]]:
+    """Return the character that divides the header into most columns, and the first line of each record.
 
     Raises:
         ValueError: A line has another number of values than the header.
@@ -154,11 +175,13 @@ def _separator(path: Path) -> str:
         file.seek(0)
         # pandas would fill a line that lost a comma, so that its values are of other columns
         rows = csv.reader(file, delimiter=separator, skipinitialspace=True)
-        columns = len(next(rows, []))
+        columns, starts, next_line = len(next(rows, [])), [1], rows.line_num + 1
         for row in rows:
             if len(row) != columns:
                 raise ValueError(f"line {rows.line_num} has {len(row)} values for {columns} columns")
-    return separator
+            starts.append(next_line)
+            next_line = rows.line_num + 1
+    return separator, starts
 
 
 def _place(path: Path, values: Any, rows: Any) -> str:
@@ -240,7 +263,8 @@ def read_column(
     words = values.astype(object).where(values.notna(), "").map(str).str.strip()
     position = {category: i for i, category in enumerate(categories or ()) if category is not None}
     known = _floats(words) if categories is None else words.map(_category).map(position).to_numpy(np.float64)
-    missing = np.isnan(known) & words.str.lower().isin((*_UNKNOWN, *_MAYBE)).to_numpy()
+    gaps = (*_UNKNOWN, *_missing([*filter(None, categories or ()), *_MAYBE]))
+    missing = np.isnan(known) & words.str.lower().isin(gaps).to_numpy()
     wrong = np.isnan(known) & ~missing
     if missing.any() and not may_miss:
         raise ConfigurationError(

@@ -176,7 +176,8 @@ class TensorData(InMemorySamples):
             targets = _labels(path, read, known.class_names)
         elif labelled:
             targets = _tensor("targets", read["targets"], None)
-        return NewSamples(unit, places or range(len(features)), features.__getitem__, targets)
+        notes = preprocessing.describe_new(features) if places else []
+        return NewSamples(unit, places or range(len(features)), features.__getitem__, targets, notes)
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of samples of class c at client i.

@@ -98,12 +98,12 @@ class ClientEvaluation(Report, FederatedCallback):
     def tables(self) -> Mapping[str, Table]:
         """Return the table ``clients``: each client's values in the last evaluation.
 
-        Columns such as ``own_accuracy`` are of the client's own model.
+        Columns such as ``own_accuracy`` are of the model that the client uses.
         """
         metrics = sorted({metric for known in self.values.values() for metric in known})
         if not metrics:
             return {}
-        own = self._personal.own_values if self._personal else {}
+        own = self._personal.own_values if self._personal else self.values
         of_own = sorted({metric for known in own.values() for metric in known})
         columns = ["client", "name", "samples", *metrics, *(f"own_{metric}" for metric in of_own)]
         rows: list[list[float | str]] = []

@@ -72,6 +72,10 @@ class _Restored:
         best, last = (self.run.path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
         named = {"best": best if best.is_file() else last, "last": last}
         self.path = named.get(checkpoint) or user_path("checkpoint", checkpoint)
+        if self.path.is_file() and self.path.resolve().parent != last.parent.resolve():
+            raise ConfigurationError(
+                f"checkpoint: {self.path} is no checkpoint of the run {self.run.path}; give one in {last.parent}, or its own run"
+            )
         kind, arguments = full_name(_RecalledData), {"checkpoint": str(self.path)}
         self.data: _RecalledData = self._restore({"class_path": kind, "init_args": arguments})
         if client is None:
@@ -145,7 +149,10 @@ def main(args: Sequence[str]) -> None:
             _refuse_trained(file, config.get("init_args", {}))
         new_samples = imported(config["class_path"], "data").new_samples
         samples = restored.data.samples = new_samples(file, restored.data, act == "test")
+        for note in samples.notes:
+            print(note)
         if act == "test":
+            print(f"{len(samples.places):,} samples of {file}", flush=True)
             restored.trainer.test(restored.module, datamodule=restored.data)
             return
         outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)

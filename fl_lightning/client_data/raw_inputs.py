@@ -120,12 +120,14 @@ class NewSamples(Dataset[tuple[Tensor, Tensor | None]]):
         places: Place of each sample in the file.
         inputs: Function that returns the raw inputs of a slice of the samples.
         targets: Target of each sample ``[N, ...]``; None if they are not read.
+        notes: Sentences about the samples, for the user.
     """
 
     unit: str
     places: Sequence[str | int]
     inputs: Callable[[slice], Tensor]
     targets: Tensor | None = None
+    notes: Sequence[str] = ()
 
     def __getitem__(self, part: slice) -> tuple[Tensor, Tensor | None]:
         return self.inputs(part), None if self.targets is None else self.targets[part]

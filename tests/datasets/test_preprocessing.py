@@ -209,3 +209,39 @@ def test_a_category_is_known_in_a_file_of_one_sample_although_its_word_may_stand
     number = preprocessing.categories["stage"].index("none")
     (inputs,) = preprocessing.transform(table[table.stage == "none"].head(1), path).tolist()
     assert inputs[2 : 2 + len(preprocessing.categories["stage"])].index(1) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("age;dose\n57,5;900\n60,1;8.700\n", r"line 3 of table.csv has 8.700 beside decimal commas, which may be .* thousands"),
+        ("age;dose\n57,5;1,5\n;\n60,1;2\n", r"line 3 of table.csv has no value; leave it out"),
+    ],
+)  # fmt: skip
+def test_values_that_may_be_read_in_two_ways_are_refused(text, words):
+    Path("table.csv").write_text(text)
+    with pytest.raises(ConfigurationError, match=words):
+        read_frame(Path("table.csv"))
+
+
+def test_points_are_decimal_points_where_no_number_has_a_decimal_comma():
+    Path("table.csv").write_text("age;dose\n57;900\n60;8.700\n")
+    assert read_frame(Path("table.csv")).dose.to_list() == ["900", "8.700"]
+
+
+def test_a_place_is_the_first_line_of_a_record():
+    Path("table.csv").write_text('age,note\n57,"two\nlines"\n60,one\n')
+    assert read_frame(Path("table.csv")).index.to_list() == [2, 4]
+
+
+def test_none_is_a_word_in_a_column_of_words():
+    categories = {"pain": ["mild", "severe"], "grade": ["1", "2"]}
+    preprocessing = Preprocessing(["pain", "grade"], categories, "median", fill=[1.0, 0.0])
+    table = pd.DataFrame({"pain": ["none", "NA", "mild"], "grade": ["none", "3", "2"]})
+    raw = torch.from_numpy(preprocessing.raw(table, Path("new.csv")))
+    assert raw[:, 0].nan_to_num(-9).tolist() == [-1, -9, 0]
+    assert raw[:, 1].nan_to_num(-9).tolist() == [-9, -1, 1]
+    assert preprocessing.describe_new(raw) == [
+        "missing values, replaced by median of the training samples: pain: 1, grade: 1 of 3 samples",
+        "values that are no category of the training samples: pain: 1, grade: 1 of 3 samples",
+    ]

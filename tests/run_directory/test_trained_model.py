@@ -139,6 +139,11 @@ def test_missing_values_and_categories_are_those_of_the_training_data(capsys):
     Path("patients.csv").unlink()
     Path("new.csv").write_text("\n".join(new))
     assert torch.equal(probabilities(predicted(capsys, run, "new.csv")), scores.softmax(1))
+    Path("new.csv").write_text("stage;age;dose\nIII;50;\nI;60,5;2,5\n")
+    command(["predict", run, "new.csv"])
+    said = capsys.readouterr().out
+    assert "missing values, replaced by median of the training samples: dose: 1 of 2 samples\n" in said
+    assert "values that are no category of the training samples: stage: 1 of 2 samples\n" in said
     # raw features of a loaded model: a missing value is NaN, and a category is its position
     raw = data._split()["test_features"]
     assert torch.isnan(raw[:, 1]).any()
@@ -290,6 +295,15 @@ def test_a_model_that_is_not_there_is_told_in_a_line(patients, capsys, words, to
     predicted(capsys, run, "new.csv")
     message = message_of(capsys, lambda: command(["predict", run, "new.csv", *words]))
     assert re.search(told, message)
+
+
+def test_a_checkpoint_of_another_run_is_refused(patients, capsys):
+    (_, one), (_, other) = fit(callbacks=["FedBN"]), fit()
+    write_table("new.csv", 5, seed=1)
+    path = f"{other}/checkpoints/last.ckpt"
+    told = message_of(capsys, lambda: command(["predict", one, "new.csv", "--checkpoint", path]))
+    assert f"checkpoint: {path} is no checkpoint of the run {one}" in told
+    assert load_model(other, checkpoint=path)
 
 
 def test_a_client_that_is_not_there_is_told_with_the_clients(patients):

@@ -33,7 +33,7 @@ class TrainedModel(nn.Module):
 
 
 class _RecalledData(FederatedDataModule):
-    """What a checkpoint keeps of its run's data, without the data, and samples of a new file.
+    """Facts about a run's data that a checkpoint keeps, and samples of a new file.
 
     Args:
         checkpoint: Path of the checkpoint.
