@@ -51,6 +51,23 @@ def test_executors_agree(method, epochs, caplog):
     assert "no CUDA graphs" not in caplog.text
 
 
+def test_each_client_has_its_own_loss():
+    sizes = {
+        "Bergen": 30,
+        "Bodø": 3,
+        "Narvik": 4,
+        "Oslo": 20,
+        "Tromsø": 6,
+    }  # blocks of clients 0 and 3, 1, 2, 4
+    losses = []
+    for executor in (SequentialExecutor(), VectorizedExecutor()):
+        module = FederatedModule(network(), SGD, local_steps=1, executor=executor)
+        fit(module, hospitals(sizes), 1, [])
+        losses.append([module.record.clients[client][2] for client in range(5)])
+    assert len({*losses[0]}) == 5
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
 @pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 def test_ranks_agree_bit_for_bit(executor):
     runs = [
