@@ -22,7 +22,7 @@ from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell, State, differences
 from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.progress import time_left
-from fl_lightning.experiments.studies.tables import remarks
+from fl_lightning.experiments.studies.tables import caption, remarks
 
 
 @pytest.fixture(autouse=True)
@@ -210,6 +210,8 @@ def test_named_clients_are_judged_by_the_models_that_they_use(named, personal):
     results = collect(cells.study, table, [], {})
     fedbn, server = results.rows
     assert [row.of("test/accuracy")[0] for row in (fedbn, server)] == [0.75 if named else 0.5, 0.5]
+    words = "accuracy of FedBN: the model that each client uses, on the client's own data."
+    assert (words in caption(results)) == named
     line = "the server's model has the mean of the clients' local state, which no client uses"
     assert (line in remarks(results)[0]) == personal
 

@@ -307,7 +307,16 @@ def caption(results: StudyFrame) -> str:
     rule = f" Values: {rule_in_words(results.report)}{spread}."
     scale = f"Scale: {results.scale}, " * bool(results.scale)
     head = f"{results.title}{paper}. {scale}{seeds_of(results)}."
-    return " ".join(f"{head}{rule}{_unlike(results)}{subset}".split())
+    return " ".join(f"{head}{rule}{_own_models(results)}{_unlike(results)}{subset}".split())
+
+
+def _own_models(results: StudyFrame) -> str:
+    """Name the rows whose first metric evaluates the model that each client uses; empty if there are none."""
+    rows = [row for row in results.rows if "/own_" in (row.metric or "")]
+    names = "; ".join(axis_labels.in_words(row.labels, [*results.axes]) for row in rows)
+    whose = "all rows" if len(rows) == len(results.rows) else names
+    words = "the model that each client uses, on the client's own data"
+    return f" {results.metrics[results.first]} of {whose}: {words}." if rows else ""
 
 
 def _smaller(results: StudyFrame) -> str:
