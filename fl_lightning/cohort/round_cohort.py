@@ -83,6 +83,7 @@ class RoundCohort(Cohort):
         self.buffer_aggregate = Rows.empty(self.buffers.layout, self.server_buffers, 1)
         self.samples: list[int] = []
         self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
+        self._keys: Tensor | None = None
         self.trained_blocks: list[str] = []
         self.trained_names: list[str] = []
         self._row_state: dict[int, RowState] = {}
@@ -126,7 +127,7 @@ class RoundCohort(Cohort):
         self.round, self.step, self._over = round_number, 0, False
         self.client_ids, self.weights = list(client_ids), weights
         self.local_steps, self.policy, self._seed = list(local_steps), dict(policy), seed
-        self.extra, self._completed = {}, set()
+        self.extra, self._completed, self._keys = {}, set(), None
         self._finished.clear()
         self._missed.clear()
         self.samples = [0] * len(self)
@@ -177,7 +178,7 @@ class RoundCohort(Cohort):
         part, rows = copy(self), rows or self.own_rows
         for name in ("params", "grads", "buffers"):
             setattr(part, name, getattr(self, name).part(rows))
-        part.rows, part._in_local_steps = rows, True
+        part.rows, part._in_local_steps, part._keys = rows, True, None
         part.client_ids, part.local_steps = self.client_ids[rows], self.local_steps[rows]
         part.samples, part.losses, part.weights = self.samples[rows], self.losses[rows], self.weights[rows]
         part.extra = {name: value[rows] for name, value in self.extra.items()}
@@ -243,12 +244,15 @@ class RoundCohort(Cohort):
         for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
             for block in self.grads.blocks.values():
                 block[row].zero_()
-        if self._dropout_keys:
-            keys = dropout_keys(self._seed, self.round, self.client_ids, step)
-            keys = keys.to(self.buffers[self._dropout_keys[0]].device, non_blocking=True)
+        rows = self.active_rows()
+        if self._dropout_keys and rows:
+            if self._keys is None:  # of all local steps, so that a step copies numbers that are on the device
+                steps = range(max(self.local_steps))
+                keys = [dropout_keys(self._seed, self.round, self.client_ids, each) for each in steps]
+                self._keys = torch.stack(keys).to(self.buffers[self._dropout_keys[0]].device)
             for name in self._dropout_keys:
-                self.buffers[name].copy_(keys)
-        return self.active_rows()
+                self.buffers[name].copy_(self._keys[step])
+        return rows
 
     def row_state(self, row: int) -> RowState:
         """Return one client's state for a forward and backward pass, from a cache if possible."""

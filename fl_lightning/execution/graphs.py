@@ -98,6 +98,7 @@ class GraphExecutor(SequentialExecutor):
         self._graphs: dict[Any, _Graph] = {}
         self._places: dict[Any, list[Tensor]] = {}
         self._blocks: list[Tensor] = []
+        self._losses: Tensor | None = None
         self._room = 0
 
     def clients_together(self, clients: int) -> int | None:
@@ -142,7 +143,8 @@ class GraphExecutor(SequentialExecutor):
             graph.keep([cohort.client_ids[client.row]], {n: x.clone() for n, x in graph.logged.items()})
             if graph.unused:
                 cohort.leave_out([client.row], graph.unused)
-        return torch.stack([graph.loss for graph in graphs])
+        assert self._losses is not None
+        return self._losses[cohort.index(rows)]
 
     def _use(self, cohort: RoundCohort) -> None:
         """Drop all graphs if there are too many, or the cohort's tensors are in other memory than before."""
@@ -193,7 +195,9 @@ class GraphExecutor(SequentialExecutor):
             if (reason := module.cannot_replay()) is not None:
                 raise NotRecordable(reason)
             draws, held = self._lanes.has_drawn(), _held(module)
-            places = [loss.clone(), *(x.clone() for x in logged.values())]
+            if self._losses is None:
+                self._losses = loss.new_empty(self._room)
+            places = [self._losses[row], *(x.clone() for x in logged.values())]
             # graphs that draw cannot overlap, because the generator's seed is at one place in memory
             lane = 0 if draws else row % LANES
             try:
