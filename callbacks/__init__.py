@@ -4,6 +4,7 @@ The core of ``fl_lightning`` does not import this package.
 """
 
 from fl_lightning.callbacks.adabn import AdaBN
+from fl_lightning.callbacks.batch_renormalization import BatchRenormalization
 from fl_lightning.callbacks.byzantine import Byzantine
 from fl_lightning.callbacks.fbn import FBN
 from fl_lightning.callbacks.fedbabu import FedBABU
@@ -39,6 +40,7 @@ __all__ = [
     "AdaBN",
     "AggregationDiagnostics",
     "BatchNormDiagnostics",
+    "BatchRenormalization",
     "Byzantine",
     "ClassifierBias",
     "ClientEvaluation",

@@ -1,0 +1,142 @@
+"""Batch Renormalization: Ioffe, "Batch Renormalization: Towards Reducing Minibatch Dependence", arXiv 1702.03275."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from fl_lightning import Cohort, FederatedCallback, FederatedModule, SwappedBatchNorm, swap_batch_norm
+from fl_lightning.batch_norm import batch_norm_layers, require_batch_norm
+from fl_lightning.errors import ConfigurationError, check_choice, check_number
+
+
+class Growth(NamedTuple):
+    """Linear growth of a limit from ``first`` to ``last`` between two times."""
+
+    first: float
+    last: float
+    start: int
+    end: int
+
+    def at(self, time: Tensor) -> Tensor:
+        """Return the limit after ``time`` local steps or rounds."""
+        share = ((time - self.start) / (self.end - self.start)).clamp(0, 1)
+        return self.first + (self.last - self.first) * share
+
+
+class RenormalizedBatchNorm(SwappedBatchNorm):
+    """BN layer that corrects batch statistics towards the running statistics (Algorithm 1)."""
+
+    method = "BatchRenormalization"
+    scratch = ("rounds", "settings")
+    settings: tuple[Growth, Growth, str, float, float]
+
+    def prepare(self) -> None:
+        """Register ``rounds``, the number of earlier rounds; the method sets ``settings``."""
+        self.register_buffer("rounds", torch.zeros_like(self.get_buffer("num_batches_tracked")), False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return ``gamma ((x - m_B) / s_B r + d) + beta`` in training."""
+        if not self.training:
+            return super().forward(inputs)
+        r_limit, d_limit, unit, momentum, eps = self.settings
+        names = ("running_mean", "running_var", "num_batches_tracked", "rounds")
+        running_mean, running_var, steps, rounds = map(self.get_buffer, names)
+        values = inputs.transpose(0, 1).flatten(1).to(running_mean.dtype)
+        mean, deviation = values.mean(1), (values.var(1, correction=0) + eps).sqrt()
+        with torch.no_grad():
+            time = rounds if unit == "rounds" else steps
+            r_max, d_max = r_limit.at(time), d_limit.at(time)
+            running = (running_var + self.eps).sqrt()
+            r = torch.clamp(deviation / running, 1 / r_max, r_max)
+            d = torch.clamp((mean - running_mean) / running, -d_max, d_max)
+            self.running_mean = running_mean + momentum * (mean - running_mean)
+            # in evaluation, sqrt(running_var + self.eps) is the running deviation
+            self.running_var = (running + momentum * (deviation - running)).square() - self.eps
+            self.num_batches_tracked = steps + 1
+        scale, shift = r / deviation, d - mean * r / deviation
+        if self.affine:
+            scale, shift = scale * self.weight, shift * self.weight + self.bias
+        shape = (-1, *(1,) * (inputs.dim() - 2))
+        return inputs * scale.to(inputs.dtype).view(shape) + shift.to(inputs.dtype).view(shape)
+
+
+class BatchRenormalization(FederatedCallback):
+    """Batch Renormalization: BN in training normalises almost as in evaluation.
+
+    A BN layer normalises with the mean m_B and the standard deviation s_B of the batch. Then it
+    corrects the result towards the running mean m and the running standard deviation s::
+
+        y = gamma ((x - m_B) / s_B r + d) + beta
+        r = clamp(s_B / s, 1 / r_max, r_max)
+        d = clamp((m_B - m) / s, -d_max, d_max)
+
+    No gradient flows through r and d. With r_max = 1 and d_max = 0, the layer is BN. Without
+    limits, the forward pass normalises with m and s. The limits grow from 1 and 0, as in the paper.
+    A client's local steps are counted over all rounds. A client that joins in a later round starts
+    with the server's count, the largest number of steps of a client.
+
+    A client moves m and s after each step. The server averages m and ``s^2 - eps`` of the layer,
+    which ``running_mean`` and ``running_var`` hold.
+
+    Args:
+        r_max: Last limit of r, at least 1.
+        d_max: Last limit of d, at least 0.
+        r_growth: Two times. Between them, the limit of r grows linearly.
+        d_growth: Two times. Between them, the limit of d grows linearly.
+        unit: Unit of the times: ``"steps"`` (local steps) or ``"rounds"``.
+        momentum: Weight of a batch in m and s. It replaces the momentum of the layers.
+        eps: Number added to the variance of a batch. It replaces the eps of the layers in training.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or the model has no BN layer with running
+            statistics.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[BatchRenormalization(1, 0, eps=1e-5)])
+        >>> float((state["8.weight"] - train(small_cnn(), blobs(), rounds=2)["8.weight"]).abs().max()) < 1e-12
+        True
+    """
+
+    paper = "Ioffe, arXiv 1702.03275"
+    examples = (
+        {"r_growth": (0, 4), "d_growth": (1, 3)},
+        {"r_growth": (1, 2), "d_growth": (0, 2), "unit": "rounds"},
+    )
+
+    def __init__(
+        self,
+        r_max: float = 3.0,
+        d_max: float = 5.0,
+        r_growth: Sequence[int] = (5000, 40000),
+        d_growth: Sequence[int] = (5000, 25000),
+        unit: Literal["steps", "rounds"] = "steps",
+        momentum: float = 0.01,
+        eps: float = 1e-3,
+    ) -> None:
+        name = type(self).__name__
+        check_number(f"{name}.r_max", r_max, least=1)
+        check_number(f"{name}.d_max", d_max, least=0)
+        check_choice(f"{name}.unit", unit, ("steps", "rounds"))
+        check_number(f"{name}.momentum", momentum, least=0, most=1)
+        check_number(f"{name}.eps", eps, above=0)
+        for setting, times in {"r_growth": r_growth, "d_growth": d_growth}.items():
+            if len(times) != 2 or not 0 <= times[0] < times[1]:
+                raise ConfigurationError(f"{name}.{setting}: {times} must be two times, the earlier first")
+        self.r_max, self.d_max, self.r_growth, self.d_growth = r_max, d_max, r_growth, d_growth
+        self.unit, self.momentum, self.eps = unit, momentum, eps
+
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
+        """Replace BN layers by layers that renormalise."""
+        require_batch_norm(pl_module.model, type(self).__name__)
+        growth = Growth(1.0, self.r_max, *self.r_growth), Growth(0.0, self.d_max, *self.d_growth)
+        for layer in swap_batch_norm(pl_module.model, RenormalizedBatchNorm):
+            layer.settings = (*growth, self.unit, self.momentum, self.eps)
+
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
+        """Tell the layers the number of earlier rounds."""
+        for name in batch_norm_layers(pl_module.model):
+            cohort.buffers[f"{name}.rounds"].fill_(cohort.round - 1)
