@@ -31,6 +31,7 @@ class RenormalizedBatchNorm(SwappedBatchNorm):
 
     method = "BatchRenormalization"
     scratch = ("rounds", "settings")
+    linear = False
     settings: tuple[Growth, Growth, str, float, float]
 
     def prepare(self) -> None:

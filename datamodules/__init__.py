@@ -2,7 +2,7 @@
 
 from fl_lightning.datamodules.cityscapes import Cityscapes
 from fl_lightning.datamodules.digits import Digits
-from fl_lightning.datamodules.dirichlet import Dirichlet
+from fl_lightning.datamodules.dirichlet import Dirichlet, ExtendedDirichlet
 from fl_lightning.datamodules.gaussians import Gaussians
 from fl_lightning.datamodules.hugging_face import HuggingFaceImages
 from fl_lightning.datamodules.image_files import ImageFiles
@@ -27,6 +27,7 @@ __all__ = [
     "Cityscapes",
     "Digits",
     "Dirichlet",
+    "ExtendedDirichlet",
     "FashionMNIST",
     "FromFile",
     "GammaSimilarity",

@@ -17,7 +17,7 @@ from fl_lightning.datamodules.partitions import (
     deal,
     equal_sizes,
 )
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError, check_at_least, check_choice
 
 Balance = Literal["client", "class"]
 
@@ -69,14 +69,65 @@ class Dirichlet(Partition):
         rng = np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
         if self.balance == "client":
             return deal(labels, _counts_per_client(available, num_clients, self.alpha, rng), generator)
-        counts = _counts_per_class(available, num_clients, self.alpha, rng)
+        owners = self._owners(len(available), num_clients, generator)
+        counts = _counts_per_class(available, num_clients, self.alpha, rng, owners)
         if empty := int((counts.sum(1) == 0).sum()):
             raise ConfigurationError(
-                f"partition Dirichlet(alpha={self.alpha}, balance='class') leaves {empty} of "
-                f"{num_clients} clients without a sample; use a larger alpha, fewer clients, another seed or "
-                "balance='client' (equal sizes)"
+                f"partition {self} leaves {empty} of {num_clients} clients without a sample; use a larger alpha, fewer clients, "
+                "another seed or Dirichlet with balance='client' (equal sizes)"
             )
         return deal(labels, counts, generator)
+
+    def _owners(
+        self, num_classes: int, num_clients: int, generator: Generator
+    ) -> npt.NDArray[np.bool_] | None:
+        return None
+
+
+class ExtendedDirichlet(Dirichlet):
+    """Partition with a fixed number of classes per client, and Dirichlet proportions among the owners of a class.
+
+    Every client draws ``classes_per_client`` different classes, so that every class has an owner. The
+    samples of each class are divided among the class's owners in proportions from ``Dir(alpha, ...,
+    alpha)``. Client sizes are unequal. If every client owns all classes, the partition is
+    ``Dirichlet(alpha, balance="class")``. The strategy is from Li and Lyu, "Convergence Analysis of
+    Sequential Federated Learning on Heterogeneous Data", NeurIPS 2023, appendix.
+
+    Args:
+        classes_per_client: Number of classes of a client, at most the number of classes.
+        alpha: Concentration, above 0. With a smaller value, the sizes differ more.
+
+    Raises:
+        ConfigurationError: A setting is out of its range, the clients cannot own all classes, or a
+            client would have no sample.
+    """
+
+    def __init__(self, classes_per_client: int, alpha: float) -> None:
+        super().__init__(alpha, balance="class")
+        check_at_least(1, classes_per_client=classes_per_client)
+        self.classes_per_client = classes_per_client
+
+    def __repr__(self) -> str:
+        return f"ExtendedDirichlet(classes_per_client={self.classes_per_client}, alpha={self.alpha})"
+
+    def _owners(self, num_classes: int, num_clients: int, generator: Generator) -> npt.NDArray[np.bool_]:
+        own = self.classes_per_client
+        if not own <= num_classes <= own * num_clients:
+            raise ConfigurationError(
+                f"ExtendedDirichlet.classes_per_client: {num_clients} clients with {own} classes each cannot divide {num_classes} "
+                f"classes; use {-(-num_classes // num_clients)} to {num_classes}"
+            )
+        owners = np.zeros((num_classes, num_clients), dtype=bool)
+        if own == num_classes:
+            return ~owners
+        # deal each class to one client, then fill up each client with random other classes
+        classes, clients = (torch.randperm(n, generator=generator).numpy() for n in (num_classes, num_clients))
+        owners[classes, clients[np.arange(num_classes) % num_clients]] = True
+        for client in range(num_clients):
+            order = torch.randperm(num_classes, generator=generator).numpy()
+            others = order[~owners[order, client]]
+            owners[others[: own - owners[:, client].sum()], client] = True
+        return owners
 
 
 def _counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
@@ -102,12 +153,20 @@ def _counts_per_client(available: Counts, num_clients: int, alpha: float, rng: n
     return counts
 
 
-def _counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
+def _counts_per_class(
+    available: Counts,
+    num_clients: int,
+    alpha: float,
+    rng: np.random.Generator,
+    owners: npt.NDArray[np.bool_] | None = None,
+) -> Counts:
     """Return the number of samples of each class at each client, ``[n, C]``.
 
-    For each class, the shares of the clients are drawn from ``Dir(alpha, ..., alpha)``.
+    For each class, the shares of its owners (``[C, n]``, default: all clients) are drawn from
+    ``Dir(alpha, ..., alpha)``.
     """
-    proportions = _softmax(_log_dirichlet(np.full((len(available), num_clients), alpha), rng))
+    log_shares = _log_dirichlet(np.full((len(available), num_clients), alpha), rng)
+    proportions = _softmax(log_shares if owners is None else np.where(owners, log_shares, -np.inf))
     cuts = np.rint(proportions.cumsum(1) * available[:, None]).astype(np.int64)
     cuts[:, -1] = available
     return np.diff(cuts, axis=1, prepend=0).T

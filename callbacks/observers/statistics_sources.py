@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.aggregation import StatisticsAggregator, require_weighted_mean, sent_statistics
-from fl_lightning.batch_norm import batch_norm_layers, buffer_kinds, require_batch_norm
+from fl_lightning.batch_norm import SwappedBatchNorm, batch_norm_layers, buffer_kinds, require_batch_norm
 from fl_lightning.callbacks.feddna import FedDNA
 from fl_lightning.cohort import SERVER, ClientMemory, is_finite
 from fl_lightning.errors import check_choice, check_number
@@ -119,6 +119,12 @@ class StatisticsSources(VariantEvaluation):
         if not pl_module.trainer.current_epoch:
             self.server, self.clients = {}, ClientMemory()
         require_batch_norm(pl_module.model, "StatisticsSources", momentum=self._followed)
+        for layer in batch_norm_layers(pl_module.model).values() if self._followed else ():
+            if isinstance(layer, SwappedBatchNorm) and not layer.linear:
+                raise ConfigurationError(
+                    f"callbacks {layer.method} and StatisticsSources cannot be combined, as {layer.method} averages statistics in another "
+                    f"way; use only the sources {', '.join((*_MEASURED, 'batch'))}"
+                )
         if importances := [source for source in self._chosen if source in _IMPORTANCES]:
             does = f"sums statistics with importances for {', '.join(importances)} (leave them out of its sources)"
             require_weighted_mean(pl_module, "StatisticsSources", does, ["statistics_aggregator"])

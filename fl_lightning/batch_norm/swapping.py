@@ -20,6 +20,7 @@ class SwappedBatchNorm(_BatchNorm):
         scratch: Names of attributes or non-persistent buffers that :meth:`prepare` adds. At the
             start of a round, each client gets a copy of the server's buffers. The copies are never
             sent or saved.
+        linear: Whether training moves running statistics linearly, with the layer's momentum.
         original: Class of the layer before the swap.
 
     Example:
@@ -36,6 +37,7 @@ class SwappedBatchNorm(_BatchNorm):
 
     method: ClassVar[str]
     scratch: ClassVar[tuple[str, ...]] = ()
+    linear: ClassVar[bool] = True
     original: ClassVar[type[_BatchNorm]]
 
     def prepare(self) -> None:

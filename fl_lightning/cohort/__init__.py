@@ -2,7 +2,7 @@
 
 from fl_lightning.cohort.client_memory import ClientMemory, is_finite
 from fl_lightning.cohort.cohort import SERVER, Cohort
-from fl_lightning.cohort.parts import LAST_LAYER, treatments
+from fl_lightning.cohort.parts import LAST_LAYER, match_parts, treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 
@@ -14,5 +14,6 @@ __all__ = [
     "RoundCohort",
     "StateSlots",
     "is_finite",
+    "match_parts",
     "treatments",
 ]

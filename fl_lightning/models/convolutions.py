@@ -45,6 +45,23 @@ class StandardizedConv2d(ComputedConv2d):
         return (self.weight - mean) / (std + self.eps)
 
 
+class SmallStandardizedConv2d(StandardizedConv2d):
+    """Weight Standardization of FedWS: filters with the standard deviation 1e-3.
+
+    A filter is ``rho (W - mean) / (std + eps)``. Group Normalization follows. Its ``eps`` then
+    matters: with small filters, it damps channels of low variance (arXiv 2506.23516).
+
+    Attributes:
+        rho: Standard deviation of a filter: 1e-3, as in the paper. A subclass may set another.
+    """
+
+    rho: float = 1e-3
+
+    def filters(self) -> Tensor:
+        """Return filters with mean 0 and standard deviation ``rho``."""
+        return self.rho * super().filters()
+
+
 class ScaledStandardizedConv2d(ComputedConv2d):
     """Scaled Weight Standardization: filters that preserve the variance without norm layers.
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from fl_lightning.errors import check_at_least
+from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.models.checks import require_images
 from fl_lightning.models.norm import make_conv, make_norm
 from fl_lightning.recorded import Recorded
@@ -45,6 +45,8 @@ class SmallDeepLab(Recorded, nn.Module):
         pooled_norm: str | None = None,
     ) -> None:
         super().__init__()
+        if "fn" in (norm, pooled_norm):
+            raise ConfigurationError("norm=fn: SmallDeepLab has no linear layer whose features it normalises")
         check_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
         self.in_channels = in_channels
 

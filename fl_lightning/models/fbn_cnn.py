@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fl_lightning.errors import check_at_least, check_choice
 from fl_lightning.models.checks import require_images
 from fl_lightning.models.dropout import Dropout, convert_dropout
-from fl_lightning.models.norm import make_conv, make_norm
+from fl_lightning.models.norm import make_conv, make_head, make_norm
 from fl_lightning.recorded import Recorded
 
 
@@ -25,8 +25,8 @@ class FBNCNN(Recorded, nn.Module):
         num_classes: Number of classes.
         in_channels: Channels of the images.
         image_size: Height and width of the images in pixels, at least 4.
-        norm: Norm layer: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
-            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`. The
+        norm: Norm layer: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"fed_ws"``,
+            ``"weight_norm"``, ``"scaled_ws"``, ``"fn"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`. The
             convolutions always have biases.
         groups: Number of groups of every GN layer.
         dropout: Drop probability of the two dropout layers, in [0, 1].
@@ -77,7 +77,7 @@ class FBNCNN(Recorded, nn.Module):
         self.classifier = nn.Sequential(
             nn.Linear(2 * width * (image_size // 4) ** 2, 2 * width),
             nn.ReLU(),
-            nn.Linear(2 * width, num_classes),
+            make_head(norm, 2 * width, num_classes),
             nn.LogSoftmax(dim=-1),
         )
         convert_dropout(self)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import check_at_least
 from fl_lightning.models.checks import require_images
-from fl_lightning.models.norm import make_conv, make_norm
+from fl_lightning.models.norm import make_conv, make_head, make_norm
 from fl_lightning.recorded import Recorded
 
 
@@ -23,8 +23,8 @@ class LeNet(Recorded, nn.Module):
         num_classes: Number of classes.
         in_channels: Channels of the images.
         image_size: Height and width of the images in pixels, at least 8.
-        norm: Norm layer: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
-            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`.
+        norm: Norm layer: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"fed_ws"``,
+            ``"weight_norm"``, ``"scaled_ws"``, ``"fn"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`.
             Convolutions without a norm layer have biases.
         groups: Number of groups of every GN layer.
 
@@ -60,7 +60,7 @@ class LeNet(Recorded, nn.Module):
             nn.ReLU(),
             nn.AvgPool2d(3, stride=2, ceil_mode=True),
         )
-        self.classifier = nn.Linear(64 * (image_size // 8) ** 2, num_classes)
+        self.classifier = make_head(norm, 64 * (image_size // 8) ** 2, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images ``[b, in_channels, image_size, image_size]`` to logits ``[b, num_classes]``."""

@@ -1,10 +1,16 @@
 """Functions that create norm layers and the convolutions before norm layers."""
 
+import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.errors import ConfigurationError, check_choice, doing
-from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
+from fl_lightning.models.convolutions import (
+    ScaledStandardizedConv2d,
+    SmallStandardizedConv2d,
+    StandardizedConv2d,
+    WeightNormConv2d,
+)
 
 NORMS = {
     "bn": "Batch Normalization with torch's defaults (momentum 0.1, eps 1e-5, affine).",
@@ -12,13 +18,16 @@ NORMS = {
     "ln": "Layer Normalization over channels and pixels: one group.",
     "in": "Instance Normalization: one group per channel.",
     "gn_ws": "Group Normalization after convolutions with Weight Standardization.",
+    "fed_ws": "As gn_ws, with small filters of standard deviation 1e-3 (FedWS).",
     "weight_norm": "No layer; convolutions with weight normalization.",
     "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
+    "fn": "No layer; the features before the linear layer get the norm sqrt(d) (FN).",
     "none": "No layer.",
 }
 """Description of each norm layer, by name. The CIFAR ResNets also accept ``"fixup"``."""
 _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
     "gn_ws": StandardizedConv2d,
+    "fed_ws": SmallStandardizedConv2d,
     "weight_norm": WeightNormConv2d,
     "scaled_ws": ScaledStandardizedConv2d,
 }
@@ -63,7 +72,7 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
         return nn.BatchNorm2d(channels)
     if norm == "in":
         return InstanceNorm(channels)
-    counts = {"gn": groups, "gn_ws": groups, "ln": 1}
+    counts = {"gn": groups, "gn_ws": groups, "fed_ws": groups, "ln": 1}
     if norm in counts:
         if counts[norm] < 1 or channels % counts[norm]:
             raise ConfigurationError(
@@ -75,6 +84,25 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     raise ConfigurationError(
         f"norm={norm!r} is unknown; use one of {', '.join(NORMS)} (CIFARResNet also: fixup)"
     )
+
+
+class FeatureNormLinear(nn.Linear):
+    """Linear layer whose input features z, ``[b, d]``, become ``sqrt(d) z / |z|``.
+
+    FN of Zhang et al., "Understanding the Role of Layer Normalization in Label-Skewed Federated
+    Learning", TMLR 2024, arXiv 2308.09565. Features 0 stay 0.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map features ``[b, d]`` to outputs ``[b, num_classes]``."""
+        length = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
+        scale = self.in_features**0.5 / torch.where(length > 0, length, 1.0)
+        return super().forward(input * scale)
+
+
+def make_head(norm: str, features: int, num_classes: int) -> nn.Linear:
+    """Create the linear layer at the end of a model: with ``"fn"``, a :class:`FeatureNormLinear`."""
+    return (FeatureNormLinear if norm == "fn" else nn.Linear)(features, num_classes)
 
 
 def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:

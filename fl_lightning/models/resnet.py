@@ -12,7 +12,7 @@ from fl_lightning.models.blocks import BasicBlock, ResidualBlock, make_stages
 from fl_lightning.models.checks import require_images
 from fl_lightning.models.convolutions import WeightNormConv2d
 from fl_lightning.models.fixup import FixupBlock, ScalarBias, initialise_fixup
-from fl_lightning.models.norm import make_conv, make_norm
+from fl_lightning.models.norm import make_conv, make_head, make_norm
 from fl_lightning.recorded import Recorded
 
 
@@ -36,7 +36,7 @@ class CIFARResNet(Recorded, nn.Module):
         num_classes: Number of classes.
         in_channels: Channels of the images. The images may have any size.
         norm: Norm layer: ``"fixup"``, ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``,
-            ``"weight_norm"``, ``"scaled_ws"`` or ``"none"``, see
+            ``"fed_ws"``, ``"weight_norm"``, ``"scaled_ws"``, ``"fn"`` or ``"none"``, see
             :func:`fl_lightning.models.norm.make_norm`. Convolutions without a norm layer have
             biases.
         groups: Number of groups of every GN layer.
@@ -75,7 +75,7 @@ class CIFARResNet(Recorded, nn.Module):
         )
         self.blocks = make_stages(make_block, width, [(depth - 2) // 6] * 3)
         self.shift = ScalarBias() if fixup else nn.Identity()
-        self.classifier = nn.Linear(4 * width, num_classes)
+        self.classifier = make_head(norm, 4 * width, num_classes)
         if fixup:
             initialise_fixup(self, self.classifier)
         else:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fl_lightning.errors import check_at_least, check_choice
 from fl_lightning.models.blocks import ProjectionBlock, make_stages
 from fl_lightning.models.checks import require_images
-from fl_lightning.models.norm import make_conv, make_norm
+from fl_lightning.models.norm import make_conv, make_head, make_norm
 from fl_lightning.models.resnet import initialise
 from fl_lightning.recorded import Recorded
 
@@ -55,7 +55,7 @@ class ResNet18(Recorded, nn.Module):
         self.norm = make_norm(norm, width, groups)
         self.pool = nn.Identity() if stem == "cifar" else nn.MaxPool2d(3, stride=2, padding=1)
         self.blocks = make_stages(partial(ProjectionBlock, norm=norm, groups=groups), width, [2, 2, 2, 2])
-        self.classifier = nn.Linear(8 * width, num_classes)
+        self.classifier = make_head(norm, 8 * width, num_classes)
         initialise(self, "he")
 
     def forward(self, images: Tensor) -> Tensor:

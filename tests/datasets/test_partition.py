@@ -4,12 +4,21 @@ import pytest
 import torch
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
+from fl_lightning.datamodules import (
+    IID,
+    Dirichlet,
+    ExtendedDirichlet,
+    GammaSimilarity,
+    Natural,
+    Partition,
+    Shards,
+)
 
 PARTITIONS = {
     "iid": IID(),
     "dirichlet client": Dirichlet(0.1),
     "dirichlet class": Dirichlet(1.0, "class"),
+    "extended dirichlet": ExtendedDirichlet(3, 2.0),
     "shards": Shards(0.2),
     "gamma": GammaSimilarity(0.3),
 }
@@ -120,6 +129,60 @@ def test_dirichlet_accepts_every_positive_alpha(alpha, num_clients):
 def test_dirichlet_by_class_refuses_to_leave_a_client_without_samples():
     with pytest.raises(ConfigurationError, match=r"alpha=0.01.* of 100 clients without a sample"):
         Dirichlet(0.01, balance="class")(balanced(10, 100), 100, rng())
+
+
+# Extended Dirichlet
+
+
+@pytest.mark.parametrize("num_clients", [4, 25])
+def test_extended_dirichlet_with_all_classes_is_dirichlet_by_class(num_clients):
+    labels = torch.randint(10, (3000,), generator=rng())
+    all_classes = ExtendedDirichlet(10, alpha=2.0)(labels, num_clients, rng(3))
+    dirichlet = Dirichlet(2.0, balance="class")(labels, num_clients, rng(3))
+    assert all(torch.equal(one, other) for one, other in zip(all_classes, dirichlet, strict=True))
+
+
+@pytest.mark.parametrize(("own", "num_clients"), [(2, 5), (3, 40), (9, 2)])
+def test_every_class_has_an_owner_and_no_client_owns_more_classes_than_set(own, num_clients):
+    labels = balanced(10, 2000)
+    for seed in range(20):
+        counts = histogram(labels, ExtendedDirichlet(own, 5.0)(labels, num_clients, rng(seed)))
+        assert ((counts > 0).sum(1) == own).all()
+        assert (counts.sum(0) == 2000).all()
+        assert (counts > 0).any(0).all()
+
+
+def test_every_pair_of_classes_is_drawn_alike():
+    pairs, labels = torch.zeros(4, 4), balanced(4, 50)
+    for seed in range(600):
+        counts = histogram(labels, ExtendedDirichlet(2, 5.0)(labels, 4, rng(seed)))
+        held = (counts > 0).float()
+        pairs += held.T @ held
+    apart = pairs[~torch.eye(4, dtype=torch.bool)] / 600  # 4 clients choose 1 of 6 pairs each
+    torch.testing.assert_close(apart, torch.full((12,), 4 / 6), atol=0.08, rtol=0)
+
+
+def test_shares_among_the_owners_have_the_variance_of_a_symmetric_dirichlet():
+    labels, alpha = torch.arange(400_000) % 200, 0.5
+    counts = histogram(labels, ExtendedDirichlet(100, alpha)(labels, 6, rng())).double() / 2000
+    by_owners = {k: [c[c > 0] for c in counts.T if (c > 0).sum() == k] for k in (2, 3, 4)}
+    for k, shares in by_owners.items():
+        found = torch.stack(shares).var(correction=0).item()
+        assert found == pytest.approx((1 / k) * (1 - 1 / k) / (k * alpha + 1), rel=0.3)
+
+
+def test_extended_dirichlet_says_how_many_classes_can_be_owned():
+    labels = balanced(10, 30)
+    for own, message in (
+        (2, "3 clients with 2 classes each cannot divide 10 classes; use 4 to 10"),
+        (11, "use 4 to 10"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"ExtendedDirichlet.classes_per_client: .*{message}"):
+            ExtendedDirichlet(own, 1.0)(labels, 3, rng())
+    with pytest.raises(
+        ConfigurationError, match=r"ExtendedDirichlet\(classes_per_client=1, alpha=0.01\) leaves \d+ of 100"
+    ):
+        ExtendedDirichlet(1, 0.01)(balanced(10, 100), 100, rng())
 
 
 # Shards
@@ -310,6 +373,7 @@ def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_setting(buil
         (Dirichlet(2, "class"), "Dirichlet(alpha=2, balance='class')"),
         (Shards(0.2), "Shards(class_fraction=0.2)"),
         (Shards(0.2, "modulo", 3), "Shards(class_fraction=0.2, assignment='modulo', tail=3)"),
+        (ExtendedDirichlet(2, 0.3), "ExtendedDirichlet(classes_per_client=2, alpha=0.3)"),
         (GammaSimilarity(0.3), "GammaSimilarity(gamma=0.3)"),
     ],
 )

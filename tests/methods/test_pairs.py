@@ -46,10 +46,14 @@ REFUSED = {
 BESIDE_AFFINE = (
     "FBN", "FedDNA", "FedExFixBN", "FedTAN", "MomentMatching", "SiloBN", "SlidingWindowFixBN", "StaticBN", "StatisticsSources",
 )  # fmt: skip
+BESIDE_RENORMALIZATION = (
+    "FedBN", "FedDNA", "FixBN", "MTFL", "MomentMatching", "SiloBN", "SlidingWindowFixBN", "StaticBN",
+)  # fmt: skip
 ALLOWED = {
     *(frozenset({one, other}) for one in COMPANIONS for other in SETTINGS if one != other),
     frozenset({"FedTAN", "StatisticsSources"}),
     *(frozenset({"MTFL", other}) for other in BESIDE_AFFINE),
+    *(frozenset({"BatchRenormalization", other}) for other in BESIDE_RENORMALIZATION),
 } - REFUSED
 """What changes a client's step goes with every method, but for momentum that one keeps, restarts or counts on, two remedies of
 client drift at once, and two treatments of the head; statistics of any averaged kind; gamma and beta beside any statistics."""

@@ -18,7 +18,7 @@ from fl_lightning.models.norm import make_norm
 
 pytestmark = pytest.mark.first_steps
 
-NORMS = ["bn", "gn", "ln", "in", "gn_ws", "weight_norm", "scaled_ws", "none"]
+NORMS = ["bn", "gn", "ln", "in", "gn_ws", "fed_ws", "weight_norm", "scaled_ws", "fn", "none"]
 SMALL: dict[str, Callable[..., nn.Module]] = {
     "resnet8": lambda **settings: ResNet8(width=4, **settings),
     "resnet18": lambda **settings: ResNet18(width=4, **settings),

@@ -7,8 +7,13 @@ from torch import nn
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.run_directory.describe import norm_names
 from fl_lightning.models import FBNCNN, LeNet, ResNet8
-from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
-from fl_lightning.models.norm import make_norm
+from fl_lightning.models.convolutions import (
+    ScaledStandardizedConv2d,
+    SmallStandardizedConv2d,
+    StandardizedConv2d,
+    WeightNormConv2d,
+)
+from fl_lightning.models.norm import FeatureNormLinear, make_head, make_norm
 
 FILTER = (1, 2, 3)
 
@@ -189,6 +194,49 @@ def test_weight_norm_starts_as_the_model_without_norm(build):
     assert gap(build("weight_norm").double()(x), build("none").double()(x)) < 1e-5
 
 
+# FedWS and FN
+
+
+def test_fed_ws_scales_the_filters_of_weight_standardization_by_a_thousandth():
+    small, conv = standardized(SmallStandardizedConv2d), standardized()
+    small.load_state_dict(conv.state_dict())
+    assert gap(1000 * small.filters(), conv.filters()) < 1e-12
+    assert (
+        gap(resnet("fed_ws").double()(images(4, 2, 8, 8)), resnet("gn_ws").double()(images(4, 2, 8, 8)))
+        > 1e-2
+    )
+
+
+class NormOfOne(FeatureNormLinear):
+    def forward(self, input):
+        return nn.Linear.forward(self, input / input.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "right"), [(FeatureNormLinear, True), (NormOfOne, False), (nn.Linear, False)]
+)
+def test_features_before_the_head_have_the_norm_sqrt_d(kind, right):
+    head, x = kind(6, 3).double(), images(5, 6)
+    x[2] = 0
+    expected = head.weight @ (6**0.5 * x[0] / x[0].norm()) + head.bias
+    assert (gap(head(x)[0], expected) < 1e-12) == right
+    if kind is FeatureNormLinear:
+        assert isinstance(make_head("fn", 6, 3), kind)
+        assert not isinstance(make_head("none", 6, 3), kind)
+        assert torch.equal(head(x)[2], head.bias)
+        features = x.clone().requires_grad_()
+        head(features).sin().sum().backward()
+        assert features.grad.isfinite().all()
+        assert (features.grad * x).sum(1).abs().max() < 1e-10  # the length has no effect
+        assert gap(head(7 * x), head(x)) < 1e-12
+
+
+def test_a_model_with_fn_has_no_norm_layers_and_no_biases_before_its_head():
+    model = resnet("fn")
+    assert norm_names(model) == ["FN"]
+    assert [name for name, _ in model.named_parameters() if name.endswith("bias")] == ["classifier.bias"]
+
+
 # What a person reads
 
 
@@ -200,6 +248,8 @@ def test_weight_norm_starts_as_the_model_without_norm(build):
         ("ln", "LN"),
         ("in", "IN"),
         ("gn_ws", "GN WS"),
+        ("fed_ws", "GN small WS"),
+        ("fn", "FN"),
         ("scaled_ws", "scaled WS"),
         ("weight_norm", "weight norm"),
         ("fixup", "FixUp"),
@@ -222,6 +272,6 @@ def test_fixup_needs_a_residual_network(build):
 
 @pytest.mark.parametrize("build", [LeNet, FBNCNN, ResNet8])
 def test_an_unknown_norm_names_the_choices(build):
-    choices = r"use one of bn, gn, ln, in, gn_ws, weight_norm, scaled_ws, none \(CIFARResNet also: fixup\)"
+    choices = r"use one of bn, gn, ln, in, gn_ws, fed_ws, weight_norm, scaled_ws, fn, none \(CIFARResNet also: fixup\)"
     with pytest.raises(ConfigurationError, match=f"norm='batch' is unknown; {choices}"):
         build(norm="batch")

@@ -39,7 +39,7 @@ def torch_instance_norm():
 MODELS = {
     **{
         f"lenet-{norm}": partial(lenet, norm)
-        for norm in ("gn", "ln", "in", "gn_ws", "weight_norm", "scaled_ws")
+        for norm in ("gn", "ln", "in", "gn_ws", "fed_ws", "weight_norm", "scaled_ws", "fn")
     },
     "lenet-torch-in": torch_instance_norm,
     "resnet-gn_ws": partial(resnet, "gn_ws"),

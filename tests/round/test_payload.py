@@ -140,7 +140,9 @@ def test_the_fbn_cnn_is_5_247_megabytes_and_5_244_without_statistics():
     assert sent == pytest.approx([5.247, 5.244], abs=0.0005)
 
 
-@pytest.mark.parametrize("norm", ["gn", "ln", "in", "gn_ws", "weight_norm", "scaled_ws", "fixup"])
+@pytest.mark.parametrize(
+    "norm", ["gn", "ln", "in", "gn_ws", "fed_ws", "weight_norm", "scaled_ws", "fn", "fixup"]
+)
 def test_a_model_without_batch_norm_sends_its_own_parameters_and_nothing_else(norm):
     model = ResNet20(norm=norm)
     own = 4 * sum(parameter.numel() for parameter in model.parameters())

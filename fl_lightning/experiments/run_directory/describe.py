@@ -16,8 +16,14 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fl_lightning import __version__
 from fl_lightning.aggregation import WeightedMean
-from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
+from fl_lightning.models.convolutions import (
+    ScaledStandardizedConv2d,
+    SmallStandardizedConv2d,
+    StandardizedConv2d,
+    WeightNormConv2d,
+)
 from fl_lightning.models.fixup import FixupBlock
+from fl_lightning.models.norm import FeatureNormLinear
 from fl_lightning.recorded import describe
 from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.module import FederatedModule
@@ -29,10 +35,12 @@ _LAYERS: dict[str, type[nn.Module]] = {
     "GN": nn.GroupNorm,
     "LN": nn.LayerNorm,
     "IN": _InstanceNorm,
+    "small WS": SmallStandardizedConv2d,
     "WS": StandardizedConv2d,
     "scaled WS": ScaledStandardizedConv2d,
     "weight norm": WeightNormConv2d,
     "FixUp": FixupBlock,
+    "FN": FeatureNormLinear,
 }
 
 
