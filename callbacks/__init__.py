@@ -5,6 +5,7 @@ The core of ``fl_lightning`` does not import this package.
 
 from fl_lightning.callbacks.adabn import AdaBN
 from fl_lightning.callbacks.batch_renormalization import BatchRenormalization
+from fl_lightning.callbacks.bn_scaffold import BNSCAFFOLD
 from fl_lightning.callbacks.byzantine import Byzantine
 from fl_lightning.callbacks.fbn import FBN
 from fl_lightning.callbacks.fedbabu import FedBABU
@@ -19,6 +20,7 @@ from fl_lightning.callbacks.fedrep import FedRep
 from fl_lightning.callbacks.fedtan import FedTAN
 from fl_lightning.callbacks.fixbn import FixBN
 from fl_lightning.callbacks.gradient_clipping import ClientGradientClipping
+from fl_lightning.callbacks.hybrid_bn import HybridBN
 from fl_lightning.callbacks.maintained_momentum import MaintainedMomentum
 from fl_lightning.callbacks.moment_matching import MomentMatching
 from fl_lightning.callbacks.mtfl import MTFL
@@ -34,6 +36,7 @@ from fl_lightning.callbacks.sliding_window import SlidingWindowFixBN
 from fl_lightning.callbacks.static_bn import StaticBN
 
 __all__ = [
+    "BNSCAFFOLD",
     "FBN",
     "MTFL",
     "SCAFFOLD",
@@ -57,6 +60,7 @@ __all__ = [
     "FedRep",
     "FedTAN",
     "FixBN",
+    "HybridBN",
     "MaintainedMomentum",
     "MomentMatching",
     "SiloBN",

@@ -115,6 +115,17 @@ def union_statistics(trials: Trials) -> Gap:
 
 
 @claim
+def equal_passes(trials: Trials) -> Gap:
+    """Compare the pooled statistics of a round under two aggregation weights.
+
+    Each client makes a pass over equally many samples, and counts alike in the statistics.
+    """
+    runs = [trials.run(weighting=weighting).rounds[0] for weighting in ("examples", "uniform")]
+    pooled = [name for name, treatment in runs[0].treatments.items() if treatment == "pooled"]
+    return distance(runs[0].server, runs[1].server, pooled)
+
+
+@claim
 def weights_of_fedavg(trials: Trials) -> Gap:
     """Compare all trainable parameters bit for bit to FedAvg with BN.
 

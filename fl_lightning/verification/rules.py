@@ -321,12 +321,14 @@ def pooled_weights(trials: Trials) -> str:
 
     If a client is replaced by two clients, each with the same data and half the weight, the
     statistics must be the same. The rule does not apply to a method that claims
-    ``union_statistics``.
+    ``union_statistics`` or ``equal_passes``.
     """
     first = trials.run().rounds[0]
     pooled = [n for n in trials.run().names("mean", "var") if first.treatments[n] == "pooled"]
-    if not pooled or "union_statistics" in trials.make().claims:
-        raise NotApplicable("no statistics are pooled" if not pooled else "union_statistics is claimed")
+    if not pooled:
+        raise NotApplicable("no statistics are pooled")
+    for claimed in {"union_statistics", "equal_passes"}.intersection(trials.make().claims):
+        raise NotApplicable(f"{claimed} is claimed")
     identities = (0, 1, 1)  # client 2 has the same data as client 1
     two = trials.run(identities=identities, script=((0, 1, 2),) * 4, weighting="uniform")
     one = trials.run(identities=identities[:2], script=((0, 1),) * 4)

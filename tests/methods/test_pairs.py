@@ -38,7 +38,10 @@ COMPANIONS = {
 }
 REFUSED = {
     *(frozenset(pair) for pair in combinations(("MaintainedMomentum", "FedNova", "FedTAN"), 2)),
-    *(frozenset(pair) for pair in combinations(("FedDyn", "FedNova", "FedProx", "SCAFFOLD"), 2)),
+    *(
+        frozenset(pair)
+        for pair in combinations(("BNSCAFFOLD", "FedDyn", "FedNova", "FedProx", "SCAFFOLD"), 2)
+    ),
     *(frozenset(pair) for pair in combinations(("FedBABU", "FedPer", "FedRep"), 2)),
     *(frozenset({"FedRep", other}) for other in ("FedNova", "FedTAN", "MaintainedMomentum")),
     *(frozenset({"FedBABU", other}) for other in ("FedBN", "MTFL", "SiloBN")),
@@ -46,14 +49,16 @@ REFUSED = {
 BESIDE_AFFINE = (
     "FBN", "FedDNA", "FedExFixBN", "FedTAN", "MomentMatching", "SiloBN", "SlidingWindowFixBN", "StaticBN", "StatisticsSources",
 )  # fmt: skip
-BESIDE_RENORMALIZATION = (
+BESIDE_OWN_BATCHES = (
     "FedBN", "FedDNA", "FixBN", "MTFL", "MomentMatching", "SiloBN", "SlidingWindowFixBN", "StaticBN",
 )  # fmt: skip
 ALLOWED = {
     *(frozenset({one, other}) for one in COMPANIONS for other in SETTINGS if one != other),
     frozenset({"FedTAN", "StatisticsSources"}),
     *(frozenset({"MTFL", other}) for other in BESIDE_AFFINE),
-    *(frozenset({"BatchRenormalization", other}) for other in BESIDE_RENORMALIZATION),
+    frozenset({"HybridBN", "MTFL"}),
+    *(frozenset({"BNSCAFFOLD", other}) for other in (*BESIDE_OWN_BATCHES, "StatisticsSources")),
+    *(frozenset({"BatchRenormalization", other}) for other in BESIDE_OWN_BATCHES),
 } - REFUSED
 """What changes a client's step goes with every method, but for momentum that one keeps, restarts or counts on, two remedies of
 client drift at once, and two treatments of the head; statistics of any averaged kind; gamma and beta beside any statistics."""

@@ -9,8 +9,10 @@ from lightning.pytorch.callbacks import Callback
 
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import (
+    BNSCAFFOLD,
     FBN,
     SCAFFOLD,
+    BatchRenormalization,
     ClientEvaluation,
     CommunicationLedger,
     FedBABU,
@@ -20,6 +22,7 @@ from fl_lightning.callbacks import (
     FedProx,
     FedTAN,
     FixBN,
+    HybridBN,
     MaintainedMomentum,
     MomentMatching,
     SiloBN,
@@ -99,6 +102,9 @@ TABLE = [
     ([SCAFFOLD(), FixBN(freeze_round=0)], 1, 2 * TRAINABLE, 1, 2.158),
     ([SCAFFOLD(), FixBN(freeze_round=0, freeze="both")], 1, 2 * (TRAINABLE - STATISTICS), 1, 2.147),
     ([SCAFFOLD(), FedBN()], 1, 2 * (TRAINABLE - STATISTICS), 1, 2.147),
+    ([BNSCAFFOLD()], 1, 2 * BASE, 1, 2.169),
+    ([BNSCAFFOLD(gradients=False)], 1, BASE + STATISTICS, 1, 1.090),
+    ([BatchRenormalization()], 1, BASE, 1, 1.084),
     ([FedProx(0.1)], 1, BASE, 1, 1.084),
     ([ClientEvaluation()], 1, BASE, 1, 1.084),
     ([CommunicationLedger()], 1, BASE, 1, 1.084),
@@ -133,6 +139,10 @@ def test_fedtan_waits_58_times_a_round_of_resnet20_and_its_forward_only_form_39_
 def test_the_fbn_cnn_sends_what_the_table_of_payloads_says(methods, round_number, floats, exchanges):
     assert payload(FBNCNN(), methods, round_number) == (4 * floats, 4 * floats)
     assert traffic(FBNCNN(), methods, round_number).exchanges == exchanges
+
+
+def test_hybrid_bn_also_sends_the_number_of_samples_of_its_pass():
+    assert payload(ResNet20(), [HybridBN(mix=0.5)]) == (4 * (BASE + 1), 4 * BASE)
 
 
 def test_the_fbn_cnn_is_5_247_megabytes_and_5_244_without_statistics():

@@ -1,0 +1,214 @@
+"""HBN of Chen et al., arXiv 2505.21877, by hand."""
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from helpers import blobs, client_batch, distance, federated_run, small_cnn, train
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning import ConfigurationError, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import HybridBN
+from fl_lightning.callbacks.hybrid_bn import _pooled
+from fl_lightning.round.plan import sample_cohort
+
+EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+EVALUATED = {"limit_val_batches": 1.0}
+STEPS, ROUNDS, LR = 2, 4, 0.1
+
+
+class ByHand(nn.Module):
+    """A layer whose statistics are tensors, and whose factor w is a parameter."""
+
+    def __init__(self, layer, mix):
+        super().__init__()
+        channels = layer.num_features
+        self.weight, self.bias, self.eps = layer.weight, layer.bias, layer.eps
+        self.w = nn.Parameter(torch.zeros(channels)) if mix is None else None
+        self.m, self.v, self.mix = torch.zeros(channels), torch.ones(channels), mix
+
+    def forward(self, x):
+        u, s = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+        a = self.mix if self.w is None else 1 / (1 + (-self.w).exp())
+        mean, var = self.m + a * (u - self.m), self.v + a * (s - self.v)
+        self.used, self.batch = (mean.detach(), var.detach()), (u.detach(), s.detach())
+        shape = (-1, 1, 1)
+        scaled = (x - mean.view(shape)) / (var.view(shape) + self.eps).sqrt()
+        return scaled * self.weight.view(shape) + self.bias.view(shape)
+
+
+def by_hand(data, mix=None, rate=0.3, collect="mixed", participation=3, pass_steps=2, mutant=None):
+    """Separate models of all clients: the server's parameters and statistics after the last round."""
+    server = deepcopy(small_cnn()).double()
+    for place in (1, 4):
+        server[place] = ByHand(server[place], mix).double()
+        server[place].m, server[place].v = server[place].m.double(), server[place].v.double()
+    own = {}
+    for number in range(ROUNDS):
+        models, sent = [], []
+        clients = sample_cohort(3, participation, 0, number + 1)
+        for client in clients:
+            local = deepcopy(server)
+            if client in own and mutant != "averaged w":
+                local[1].w.data, local[4].w.data = (x.clone() for x in own[client])
+            elif mix is None and mutant != "averaged w":
+                local[1].w.data.zero_(), local[4].w.data.zero_()
+            first = number * STEPS
+            inputs = torch.cat([client_batch(data, client, first + k)[0] for k in range(pass_steps)])
+            with torch.no_grad():
+                local(inputs)
+            sent.append([layer.used if collect == "mixed" else layer.batch for layer in (local[1], local[4])])
+            optimizer = torch.optim.SGD(local.parameters(), lr=LR)
+            for k in range(STEPS):
+                inputs, targets = client_batch(data, client, first + k)
+                optimizer.zero_grad()
+                F.cross_entropy(local(inputs), targets).backward()
+                optimizer.step()
+            models.append(local)
+            if mix is None:
+                own[client] = [local[1].w.detach(), local[4].w.detach()]
+        with torch.no_grad():
+            for name, parameter in server.named_parameters():
+                held = [dict(local.named_parameters())[name] for local in models]
+                parameter.copy_(torch.stack(held).mean(0))
+        samples = 8 * pass_steps
+        for place, layer in enumerate((server[1], server[4])):
+            means = torch.stack([each[place][0] for each in sent])
+            variances = torch.stack([each[place][1] for each in sent])
+            mean, total = means.mean(0), samples * len(clients)
+            between = 0 if mutant == "no variance between clients" else (means - mean).square()
+            divisor = total if mutant == "N" else total - 1
+            layer.m = (1 - rate) * layer.m + rate * mean
+            layer.v = (1 - rate) * layer.v + rate * (samples * (variances + between)).sum(0) / divisor
+    names = [name for name, _ in server.named_parameters() if not name.endswith(".w")]
+    state = {name: server.get_parameter(name).detach() for name in names}
+    for place in (1, 4):
+        state |= {f"{place}.running_mean": server[place].m, f"{place}.running_var": server[place].v}
+    return state
+
+
+def found(executor=SequentialExecutor, participation=3, **settings):
+    settings = {"rate": 0.3, "samples": 16, **settings}
+    run = {"rounds": ROUNDS, "local_steps": STEPS, "participation": participation, "executor": executor()}
+    return train(small_cnn(), blobs(), callbacks=[HybridBN(**settings)], **run)
+
+
+def gap(state, reference):
+    return distance({name: state[name] for name in reference}, reference)
+
+
+@EXECUTORS
+@pytest.mark.parametrize("participation", [3, 2])
+@pytest.mark.parametrize("settings", [{}, {"mix": 0.3, "collect": "batch"}], ids=["trained", "fixed"])
+def test_it_equals_the_method_by_hand(executor, participation, settings):
+    reference = partial(by_hand, blobs(), participation=participation, **settings)
+    state = found(executor, participation, **settings)
+    assert gap(state, reference()) < 1e-10
+    mutants = ("no variance between clients", "N") + (() if settings else ("averaged w",))
+    for mutant in mutants:
+        assert gap(state, reference(mutant=mutant)) > 1e-5
+
+
+@EXECUTORS
+def test_with_the_factor_1_the_weights_are_those_of_bn(executor):
+    bn = train(small_cnn(), blobs(), rounds=ROUNDS, local_steps=STEPS, executor=executor())
+    weights = {name: bn[name] for name, _ in small_cnn().named_parameters()}
+    assert gap(found(executor, mix=1.0), weights) < 1e-10
+    assert gap(found(executor, mix=0.9), weights) > 1e-4
+
+
+@EXECUTORS
+def test_with_the_factor_0_clients_train_with_the_servers_statistics_as_in_eval_mode(executor):
+    data, server = blobs(), deepcopy(small_cnn()).double()
+    for number in range(ROUNDS):
+        models = []
+        for client in range(3):
+            local = deepcopy(server).eval()  # FixBN after T*
+            optimizer = torch.optim.SGD(local.parameters(), lr=LR)
+            for k in range(STEPS):
+                inputs, targets = client_batch(data, client, number * STEPS + k)
+                optimizer.zero_grad()
+                F.cross_entropy(local(inputs), targets).backward()
+                optimizer.step()
+            models.append(local)
+        for name, parameter in server.named_parameters():
+            parameter.data = torch.stack(
+                [dict(local.named_parameters())[name].detach() for local in models]
+            ).mean(0)
+    reference = {name: parameter.detach() for name, parameter in server.named_parameters()}
+    assert gap(found(executor, mix=0.0, rate=0.0), reference) < 1e-10
+
+
+def test_the_gradient_of_w_is_that_of_the_formula():
+    torch.manual_seed(0)
+    layer, x = ByHand(nn.BatchNorm2d(2), None).double(), 3 + 2 * torch.randn(4, 2, 3, 3).double()
+    mean, var = (torch.randn(2).double() for _ in range(2))
+    layer.m, layer.v = mean, var.exp()
+    layer(x).sin().sum().backward()
+    u, s, a = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0), 0.5
+    used = [(mean + a * (u - mean)).requires_grad_(), (var.exp() + a * (s - var.exp())).requires_grad_()]
+    y = (x - used[0].view(-1, 1, 1)) / (used[1].view(-1, 1, 1) + 1e-5).sqrt()
+    at_mean, at_var = torch.autograd.grad(y.sin().sum(), used)
+    by_formula = a * (1 - a) * ((u - mean) * at_mean + (s - var.exp()) * at_var)
+    assert torch.allclose(layer.w.grad, by_formula, atol=1e-12)
+
+
+def test_the_server_pools_mixed_statistics_of_two_clients_far_apart():
+    rows = torch.tensor([[[0.0], [1.0]], [[5.0], [1.0]]]).double()  # a = 1/2 of means 0 and 10
+    mean, variance = _pooled(rows, torch.tensor([1e9, 1e9]).double())
+    assert (float(mean), float(variance)) == pytest.approx((2.5, 7.25), rel=1e-8)
+
+
+def test_clients_keep_their_factors():
+    state = train(
+        small_cnn(), blobs(), rounds=2, local_steps=STEPS, callbacks=[method := HybridBN(samples=16)]
+    )
+    assert {"batch_norm@1.mix", "batch_norm@4.mix"} == set(method.memory[0])
+    assert not torch.equal(method.memory[0]["batch_norm@1.mix"], method.memory[1]["batch_norm@1.mix"])
+    assert "1.mix" in state  # the mean over the clients, which no evaluation reads
+
+
+class Recorded(HybridBN):
+    def variants(self, trainer, pl_module):
+        self.found = super().variants(trainer, pl_module)
+        return self.found
+
+
+def test_a_second_accuracy_is_that_of_another_pass_with_the_new_weights():
+    run = federated_run(
+        method := Recorded(mix=1.0, samples=16), rounds=2, local_steps=STEPS, trainer=EVALUATED
+    )
+    variant = method.found["pass"]
+    model, sent = small_cnn().double().train(), []
+    model.load_state_dict(run.module.model.state_dict())
+    for client in range(3):
+        seen = []
+        hook = model[1].register_forward_pre_hook(
+            lambda _, inputs, seen=seen: seen.append(inputs[0].detach())
+        )
+        model(torch.cat([client_batch(blobs(), client, STEPS + k)[0] for k in range(2)]))
+        hook.remove()
+        sent.append(seen[0].transpose(0, 1).flatten(1))
+    means, variances = (
+        torch.stack([f(x) for x in sent]) for f in (lambda x: x.mean(1), lambda x: x.var(1, correction=0))
+    )
+    mean = means.mean(0)
+    variance = (variances + (means - mean).square()).mean(0) * 48 / 47
+    assert torch.allclose(variant["1.running_mean"], mean, atol=1e-12)
+    assert torch.allclose(variant["1.running_var"], variance, atol=1e-12)
+    assert {"val/accuracy", "val/accuracy_pass"} <= set(run.trainer.callback_metrics)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mix": 1.5}, r"HybridBN.mix: 1.5 must be at least 0 and at most 1 \(or null: trained\)"),
+        ({"samples": 1}, "HybridBN.samples: 1 must be at least 2"),
+        ({"collect": "all"}, "HybridBN.collect: 'all' must be one of mixed, batch"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        HybridBN(**settings)
