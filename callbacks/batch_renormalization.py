@@ -104,8 +104,8 @@ class BatchRenormalization(FederatedCallback):
 
     paper = "Ioffe, arXiv 1702.03275"
     examples = (
-        {"r_growth": (0, 4), "d_growth": (1, 3)},
-        {"r_growth": (1, 2), "d_growth": (0, 2), "unit": "rounds"},
+        {"r_growth": [0, 4], "d_growth": [1, 3]},
+        {"r_growth": [1, 2], "d_growth": [0, 2], "unit": "rounds"},
     )
 
     def __init__(

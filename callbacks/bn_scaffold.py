@@ -39,7 +39,7 @@ class CorrectedBatchNorm(SwappedBatchNorm):
         around = (values - mean.detach().unsqueeze(1)).square().mean(1)
         corrected, least = s + buffers["var_shift"], self.floor * s
         var = torch.maximum(corrected, least) + around - around.detach()
-        seen = {"mean_sum": u.detach(), "var_sum": s, "floored": corrected < least}
+        seen: dict[str, Tensor | int] = {"mean_sum": u.detach(), "var_sum": s, "floored": corrected < least}
         seen |= {"calls": 1, "num_batches_tracked": 1}
         for name, value in seen.items():
             setattr(self, name, buffers[name] + value)
@@ -104,6 +104,10 @@ class BNSCAFFOLD(SCAFFOLD):
         require_weighted_mean(pl_module, "BNSCAFFOLD", "averages control variates", ["aggregator"])
         for layer in swap_batch_norm(pl_module.model, CorrectedBatchNorm, momentum=True):
             layer.floor = self.floor
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
+        """Print that the method is a reading."""
+        pl_module.print("BNSCAFFOLD: our reading of the paper's abstract, because its text was not available.")
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Load the control variates, and tell the layers ``k - k_i``."""
