@@ -1,5 +1,6 @@
 """Base classes of federated methods and of observers, and functions that methods share."""
 
+from fl_lightning.methods.adaptations import balanced_statistics, entropy_steps, moving_statistics
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.methods.freezing import FoundFreezing, Freezing
@@ -7,6 +8,7 @@ from fl_lightning.methods.local_state import LocalState
 from fl_lightning.methods.own_data import (
     Adaptation,
     adapt_statistics,
+    adapted_state,
     evaluate_client,
     evenly_spaced,
     formatted,
@@ -42,7 +44,10 @@ __all__ = [
     "Table",
     "VariantEvaluation",
     "adapt_statistics",
+    "adapted_state",
+    "balanced_statistics",
     "client_statistics",
+    "entropy_steps",
     "evaluate_client",
     "evenly_spaced",
     "fine_tuned",
@@ -50,6 +55,7 @@ __all__ = [
     "joined_statistics",
     "mean_metrics",
     "measured_statistics",
+    "moving_statistics",
     "sent_kinds",
     "server_statistics",
     "set_server_statistics",

@@ -2,7 +2,7 @@
 
 from fl_lightning.pictures.communication import communication_figure, has_communication
 from fl_lightning.pictures.drift import drift_figure, has_drift, layers_figure
-from fl_lightning.pictures.federation import client_quality_figure
+from fl_lightning.pictures.federation import client_quality_figure, participation_figure
 from fl_lightning.pictures.style import LAYERS
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "has_communication",
     "has_drift",
     "layers_figure",
+    "participation_figure",
 ]

@@ -168,6 +168,27 @@ def client_quality_figure(
     return figure
 
 
+@paper_style()
+def participation_figure(values: Mapping[str, Sequence[float]], what: str, title: Sequence[str]) -> "Figure":
+    """Draw the clients' values of a metric: a column for each group of clients, with its mean.
+
+    Args:
+        values: Values of the clients by group. The first group is that of the clients that train.
+        what: Name of the metric.
+        title: Lines of the title.
+    """
+    figure = new_figure(2.2, title)
+    axes = figure.subplots()
+    for place, (group, known) in enumerate(values.items()):
+        color = GREY if place == 0 else VERMILLION
+        spread = np.linspace(-0.15, 0.15, len(known)) if len(known) > 1 else [0.0]
+        axes.plot(place + np.asarray(spread), sorted(known), "o", color=color, markersize=3, label=group)
+        axes.hlines(float(np.mean(known)), place - 0.3, place + 0.3, color=BLACK)
+    axes.set_xticks(range(len(values)), [group.replace("_", " ") for group in values])
+    axes.set(xlabel="clients that train; clients that never train, by source", ylabel=what)
+    return figure
+
+
 def name_labels(names: Sequence[str] | None, count: int) -> list[str]:
     """Return a label for each class or client: the start of its name, or its number."""
     if names is None or len(names) != count:
