@@ -107,7 +107,9 @@ class BNSCAFFOLD(SCAFFOLD):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Print that the method is a reading."""
-        pl_module.print("BNSCAFFOLD: our reading of the paper's abstract, because its text was not available.")
+        pl_module.print(
+            "BNSCAFFOLD: our reading of the paper's abstract, because its text was not available."
+        )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Load the control variates, and tell the layers ``k - k_i``."""
