@@ -1,6 +1,6 @@
 """Base classes of federated methods and of observers, and functions that methods share."""
 
-from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.methods.callback import FederatedCallback, Observer
 from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.methods.freezing import FoundFreezing, Freezing
 from fl_lightning.methods.local_state import LocalState
@@ -36,6 +36,7 @@ __all__ = [
     "Freezing",
     "LocalState",
     "Mode",
+    "Observer",
     "PersonalEvaluation",
     "Report",
     "Rows",
