@@ -6,10 +6,10 @@ import lightning as L
 
 from fl_lightning import FederatedModule
 from fl_lightning.batch_norm import require_batch_norm
-from fl_lightning.methods import Adaptation, VariantEvaluation, adapt_statistics
+from fl_lightning.methods import Adaptation, Observer, VariantEvaluation, adapt_statistics
 
 
-class AdaBN(VariantEvaluation):
+class AdaBN(Observer, VariantEvaluation):
     """AdaBN: evaluation with BN statistics of the evaluated data, without labels (Algorithm 1).
 
     One pass over the data measures the statistics
@@ -30,8 +30,6 @@ class AdaBN(VariantEvaluation):
     """
 
     paper = "Li et al., arXiv 1603.04779 (an observer: evaluation only)"
-    role = "observer"
-    claims = ("weights_of_fedavg", "one_client_is_plain_training")
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Raise an error if the model has no running statistics."""

@@ -12,7 +12,7 @@ from fl_lightning.attacks import ALittleIsEnough, Attack, Backdoor, Message, Mim
 from fl_lightning.batch_norm import buffer_kinds
 from fl_lightning.client_data import BatchStack
 from fl_lightning.cohort import treatments
-from fl_lightning.errors import check_choice, check_number
+from fl_lightning.errors import check_number
 from fl_lightning.round import resolve_policy, sent_statistics_by_kind, sent_vectors
 
 Target = Literal["means", "variances", "statistics", "parameters", "everything"]
@@ -86,8 +86,6 @@ class Byzantine(FederatedCallback):
         per: Literal["model", "layer"] = "model",
         stay_valid: bool = False,
     ) -> None:
-        check_choice("Byzantine.target", target, _TARGETS)
-        check_choice("Byzantine.per", per, ("model", "layer"))
         self.attack, self.clients, self.target = attack, clients, target
         self.start_round, self.per, self.stay_valid = start_round, per, stay_valid
         self.attackers: list[int] = []

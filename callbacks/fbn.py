@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fl_lightning import Cohort, FederatedCallback, FederatedModule, SwappedBatchNorm, swap_batch_norm
 from fl_lightning.aggregation import LayerStatistics
 from fl_lightning.batch_norm import ONE_VALUE, batch_norm_layers, merge_, moments
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError
 
 
 class SharedBatchNorm(SwappedBatchNorm):
@@ -94,8 +94,6 @@ class FBN(FederatedCallback):
     def __init__(
         self, wire: Literal["run", "batch"] = "run", ema: Literal["per_step", "per_round"] = "per_step"
     ) -> None:
-        check_choice("FBN.wire", wire, ("run", "batch"))
-        check_choice("FBN.ema", ema, ("per_step", "per_round"))
         self.wire, self.ema = wire, ema
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm import require_batch_norm, total_variance
-from fl_lightning.errors import check_choice
 from fl_lightning.methods import client_statistics, set_server_statistics
 
 _EPS = 1e-5  # default eps of BN
@@ -59,7 +58,6 @@ class FedDNA(FederatedCallback):
     examples = ({}, {"divergence": "reverse_kl"})
 
     def __init__(self, divergence: Literal["kl", "reverse_kl"] = "kl") -> None:
-        check_choice("FedDNA.divergence", divergence, ("kl", "reverse_kl"))
         self.divergence = divergence
         if divergence == "kl":
             self.claims += ("moments_of_the_mixture",)

@@ -15,11 +15,10 @@ from torch.nn import functional as F
 
 from fl_lightning import Cohort, FederatedModule
 from fl_lightning.batch_norm import SwappedBatchNorm, batch_norm_layers, evaluating, swap_batch_norm
-from fl_lightning.errors import check_choice, check_number
+from fl_lightning.errors import check_number
 from fl_lightning.methods import FoundFreezing
 from fl_lightning.randomness import derive_seed, generator, seeded
 
-_SCHEDULES = ("auto", "adaptive", "aggressive", "constant")
 _BATCH, _FREEZE = 0, 1
 _LOSS = "FedEx loss"  # key in ``cohort.extra``
 
@@ -108,7 +107,6 @@ class FedExFixBN(FoundFreezing):
         discount: float = 0.9,
         cutoff: float = 0.1,
     ) -> None:
-        check_choice("FedExFixBN.schedule", schedule, _SCHEDULES)
         check_number("FedExFixBN.discount", discount, least=0, most=1)
         check_number(
             "FedExFixBN.cutoff", cutoff, ", ln 2: there the search starts", least=0, below=math.log(2)

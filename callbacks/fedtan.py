@@ -11,7 +11,6 @@ from torch import Tensor
 from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm import SwappedBatchNorm, cohort_mean, swap_batch_norm
-from fl_lightning.errors import check_choice
 from fl_lightning.randomness import generator
 
 Backward = Literal["aggregated", "own", "none"]
@@ -153,9 +152,6 @@ class FedTAN(FederatedCallback):
         affine_init: Literal["ones", "uniform"] = "ones",
         restart_momentum: bool = True,
     ) -> None:
-        check_choice("FedTAN.backward", backward, ("aggregated", "own", "none"))
-        check_choice("FedTAN.var_correction", var_correction, ("union", "official"))
-        check_choice("FedTAN.affine_init", affine_init, ("ones", "uniform"))
         self.backward, self.var_correction = backward, var_correction
         self.affine_init, self.restart_momentum = affine_init, restart_momentum
         if restart_momentum:

@@ -3,7 +3,6 @@
 from typing import Literal
 
 from fl_lightning.batch_norm import STATISTICS
-from fl_lightning.errors import check_choice
 from fl_lightning.methods import Freezing
 from fl_lightning.optimizers import check_milestone, round_at
 
@@ -42,7 +41,6 @@ class FixBN(Freezing):
         freeze_round: int | float = 0.5,
         freeze: Literal["statistics", "affine", "both"] = "statistics",
     ) -> None:
-        check_choice("FixBN.freeze", freeze, _KINDS)
         check_milestone("FixBN.freeze_round", freeze_round, ends=True)
         self.freeze_round, self.freeze = freeze_round, freeze
         self.kinds = _KINDS[freeze]

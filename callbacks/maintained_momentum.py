@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.cohort import SERVER, ClientMemory, is_finite
-from fl_lightning.errors import check_choice
 from fl_lightning.round import aggregate
 
 
@@ -53,7 +52,6 @@ class MaintainedMomentum(FederatedCallback):
     examples = ({"scope": "local"}, {"scope": "global"})
 
     def __init__(self, scope: Literal["local", "global"] = "local") -> None:
-        check_choice("MaintainedMomentum.scope", scope, ("local", "global"))
         self.scope = scope
         self.memory = ClientMemory()
 

@@ -1,7 +1,6 @@
 """StaticBN: the "static batch normalization" of HeteroFL (Diao, Ding and Tarokh, arXiv 2010.01264)."""
 
 from collections.abc import Mapping
-from typing import get_args
 
 import lightning as L
 
@@ -9,7 +8,6 @@ from fl_lightning import Cohort, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm import buffer_kinds, parameter_kinds, require_batch_norm
 from fl_lightning.cohort import treatments
-from fl_lightning.errors import check_choice
 from fl_lightning.methods import Mode, measured_statistics
 from fl_lightning.round import resolve_policy
 
@@ -55,7 +53,6 @@ class StaticBN(FederatedCallback):
     sends_for_evaluations = True
 
     def __init__(self, statistics_pass: Mode = "pooled") -> None:
-        check_choice("StaticBN.statistics_pass", statistics_pass, get_args(Mode))
         self.statistics_pass = statistics_pass
         self.measured_round = self.trained_round = 0
         self._pass: dict[int, tuple[int, int]] = {}

@@ -3,9 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 from jsonargparse._parameter_resolvers import UnknownDefault, get_signature_parameters
+
+from fl_lightning.errors import check_choice
 
 Item = TypeVar("Item", bound=Callable[..., Any])
 
@@ -27,6 +30,11 @@ class Making(NamedTuple):
 class Recorded:
     """Base class of objects that record their constructor's arguments.
 
+    An argument whose type is a ``Literal`` must be one of the choices.
+
+    Raises:
+        ConfigurationError: An argument is not one of the choices of its type.
+
     Attributes:
         deciding_files: Names of arguments that are paths of files whose content affects results.
 
@@ -44,10 +52,22 @@ class Recorded:
     deciding_files: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Record the constructor's arguments before ``__init__`` runs."""
+        """Check the choices, and record the constructor's arguments, before ``__init__`` runs."""
+        _check_choices(cls, args, kwargs)
         made = super().__new__(cls)
         _record(made, cls, args, kwargs)
         return made
+
+
+def _check_choices(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    kinds = {name: given.annotation for name, given in inspect.signature(cls.__init__).parameters.items()}  # type: ignore[misc]  # of this very class
+    for name, value in {**dict(zip([*kinds][1:], args, strict=False)), **kwargs}.items():
+        kind = kinds.get(name)
+        options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        literals = [option for option in options if get_origin(option) is Literal]
+        others = [option for option in options if option not in literals]
+        if literals and not (value is None and others) and {*others} <= {NoneType}:
+            check_choice(f"{cls.__name__}.{name}", value, get_args(literals[0]))
 
 
 def records(*deciding_files: str) -> Callable[[Item], Item]:

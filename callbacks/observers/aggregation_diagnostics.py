@@ -6,13 +6,14 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning import Cohort, FederatedCallback, FederatedModule, Report, Table
+from fl_lightning import Cohort, FederatedModule, Report, Table
 from fl_lightning.callbacks.byzantine import split_rows
 from fl_lightning.errors import check_number
+from fl_lightning.methods import Observer
 from fl_lightning.round import sent_vectors
 
 
-class AggregationDiagnostics(Report, FederatedCallback):
+class AggregationDiagnostics(Report, Observer):
     """Observer of the aggregation rules under attack; training does not change.
 
     The observer measures round 1 and every ``every_n_rounds``-th round. A measured round takes
@@ -40,9 +41,6 @@ class AggregationDiagnostics(Report, FederatedCallback):
         ConfigurationError: ``every_n_rounds`` is below 1.
     """
 
-    paper = "(an observer: measurement only)"
-    role = "observer"
-    claims = ("weights_of_fedavg", "one_client_is_plain_training")
     examples = ({}, {"every_n_rounds": 1})
     saved = ("shares", "attackers")
 

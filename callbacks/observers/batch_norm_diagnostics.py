@@ -116,9 +116,6 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         ConfigurationError: A setting is out of range or unknown.
     """
 
-    paper = "(an observer: measurement only)"
-    role = "observer"
-    claims = ("weights_of_fedavg", "one_client_is_plain_training")
     examples = ({}, {"every_n_rounds": 1, "window": 2})
     saved = (*BatchNormReport.saved, "windows")
 
@@ -154,18 +151,16 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Measure the first local step in each measured round."""
-        if self._is_measured(cohort):
-            gradients = "gradients" in self._chosen
-            first = first_step(pl_module, cohort, union=gradients)
-            if "statistics" in self._chosen and self.channels:
-                self._before = joined_statistics(cohort.server_buffers, cohort.buffer_kinds)
-                self._measure_statistics(pl_module, cohort, torch.stack([first.means, first.variances]))
-            if gradients:
-                self._measure_gradients(pl_module, cohort, first)
-
-    def _is_measured(self, cohort: Cohort) -> bool:
         due = cohort.round == 1 or cohort.round % self.every_n_rounds == 0
-        return due and not {"statistics", "gradients"}.isdisjoint(self._chosen)
+        if not due or {"statistics", "gradients"}.isdisjoint(self._chosen):
+            return
+        gradients = "gradients" in self._chosen
+        first = first_step(pl_module, cohort, union=gradients)
+        if "statistics" in self._chosen and self.channels:
+            self._before = joined_statistics(cohort.server_buffers, cohort.buffer_kinds)
+            self._measure_statistics(pl_module, cohort, torch.stack([first.means, first.variances]))
+        if gradients:
+            self._measure_gradients(pl_module, cohort, first)
 
     def on_train_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: FederatedModule, outputs: Any, batch: Any, batch_idx: int
@@ -198,23 +193,16 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             parts["_affine"] = [name for name in mean if kinds[name] == "affine"]
             parts["_weights"] = [name for name in mean if kinds[name] == "weight"]
         smallest = rounding(union)
-        self.log_measure(
-            pl_module,
-            "gradients",
-            {
-                f"bn/gradient_deviation{part}": relative_deviation(mean, union, names, smallest)
-                for part, names in parts.items()
-                if names
-            },
-        )
         layers: dict[str, list[str]] = {}
         for name in mean:
             layers.setdefault(name.rpartition(".")[0], []).append(name)
-        self.keep(
-            pl_module,
-            "gradient_deviation",
-            {layer: relative_deviation(mean, union, names, smallest) for layer, names in layers.items()},
+        of_parts, of_layers = (
+            {of: relative_deviation(mean, union, names, smallest) for of, names in groups.items() if names}
+            for groups in (parts, layers)
         )
+        metrics = {f"bn/gradient_deviation{part}": value for part, value in of_parts.items()}
+        self.log_measure(pl_module, "gradients", metrics)
+        self.keep(pl_module, "gradient_deviation", of_layers)
 
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the measured variants: ``batch_statistics``, ``recalibrated`` or both.

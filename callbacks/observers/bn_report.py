@@ -1,35 +1,34 @@
 """Report of BN measurements: metrics, a table and figures."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from fl_lightning import FederatedCallback, FederatedModule
-from fl_lightning.methods import Drawing, Report, Rows, Table
+from fl_lightning import FederatedModule
+from fl_lightning.methods import Drawing, Observer, Report, Rows, Table
 from fl_lightning.pictures import LAYERS, drift_figure, has_drift, layers_figure
 
 MAX_ROUNDS = 100
 """Maximum number of stored rounds per quantity, spread evenly over the run."""
 
 
-class BatchNormReport(Report, FederatedCallback):
+class BatchNormReport(Report, Observer):
     """Base class of callbacks that log, store and report measurements of BN.
 
     A subclass passes its numbers to :meth:`log_measure` and :meth:`log_floats`.
 
     Attributes:
-        history: Measured numbers, ``history[quantity][round][layer]``.
+        history: Measured numbers, as rows of round, layer, quantity and value.
         newest: Newest metrics of each measure: ``newest[measure] = (round, metrics)``.
         channels: Number of channels of each BN layer with running statistics, by layer name.
     """
 
-    saved: tuple[str, ...] = ("newest",)
+    saved: tuple[str, ...] = ("newest", "history")
 
     def start_anew(self) -> None:
         """Reset all measurements for a new run."""
-        self.history: dict[str, dict[int, dict[str, float]]] = {}
+        self.history: list[tuple[int, str, str, float]] = []
         self.newest: dict[str, tuple[int, dict[str, float]]] = {}
         self.channels: dict[str, int] = {}
 
@@ -65,10 +64,10 @@ class BatchNormReport(Report, FederatedCallback):
 
     def keep(self, pl_module: FederatedModule, quantity: str, values: Mapping[str, float]) -> None:
         """Store one number per layer, unless a nearby round is already stored."""
-        by_round = self.history.setdefault(quantity, {})
+        last = next((number for number, _, kept, _ in reversed(self.history) if kept == quantity), None)
         every = max(pl_module.planned_rounds, MAX_ROUNDS) / MAX_ROUNDS
-        if not by_round or (max(by_round) - 1) // every < (pl_module.round - 1) // every:
-            by_round[pl_module.round] = dict(values)
+        if last is None or (last - 1) // every < (pl_module.round - 1) // every:
+            self.history += [(pl_module.round, layer, quantity, value) for layer, value in values.items()]
 
     def log_measure(self, pl_module: FederatedModule, measure: str, metrics: Mapping[str, float]) -> None:
         """Log metrics of the model, and store them in ``newest[measure]``."""
@@ -82,6 +81,13 @@ class BatchNormReport(Report, FederatedCallback):
             before, values = self.newest.get(measure, (now, {}))
             self.newest[measure] = now, {**(values if before == now else {}), **metrics}
 
+    def by_quantity(self) -> dict[str, dict[int, dict[str, float]]]:
+        """Return the numbers of ``history`` by quantity, round and layer."""
+        measured: dict[str, dict[int, dict[str, float]]] = {}
+        for number, layer, quantity, value in self.history:
+            measured.setdefault(quantity, {}).setdefault(number, {})[layer] = value
+        return measured
+
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
         """Return the figures ``bn_drift`` (entire model) and ``bn_layers`` (each layer)."""
         figures: dict[str, Drawing] = {}
@@ -90,14 +96,15 @@ class BatchNormReport(Report, FederatedCallback):
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             figures["bn_drift"] = lambda title: drift_figure(rows, title)
-        if self.history.keys() & LAYERS.keys():
-            figures["bn_layers"] = lambda title: layers_figure(self.history, title)
+        measured = self.by_quantity()
+        if measured.keys() & LAYERS.keys():
+            figures["bn_layers"] = lambda title: layers_figure(measured, title)
         return figures
 
     def tables(self) -> Mapping[str, Table]:
         """Return the table ``bn_layers`` with all stored numbers of all layers."""
-        rows = self._rows()
-        return {"bn_layers": Table(("round", "layer", "quantity", "value"), rows)} if rows else {}
+        columns = ("round", "layer", "quantity", "value")
+        return {"bn_layers": Table(columns, self.history)} if self.history else {}
 
     def result(self) -> Mapping[str, float]:
         """Return each measure's newest metrics, with the round as ``bn_<measure>_round``."""
@@ -117,22 +124,3 @@ class BatchNormReport(Report, FederatedCallback):
             )
             if measure in self.newest
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the newest metrics, and the stored numbers as rows: int keys would be client ids."""
-        return super().state_dict() | {"history": self._rows()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the measurements from a checkpoint."""
-        super().load_state_dict(state_dict)
-        self.history = {}
-        for round_number, layer, quantity, value in state_dict["history"]:
-            self.history.setdefault(quantity, {}).setdefault(round_number, {})[layer] = value
-
-    def _rows(self) -> list[tuple[int, str, str, float]]:
-        return [
-            (round_number, layer, quantity, value)
-            for quantity, by_round in self.history.items()
-            for round_number, values in by_round.items()
-            for layer, value in values.items()
-        ]

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
+from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.callbacks.observers.calibration import (
     accuracy,
     accuracy_between,
@@ -21,12 +21,12 @@ from fl_lightning.callbacks.observers.calibration import (
 )
 from fl_lightning.cohort import StateSlots
 from fl_lightning.errors import check_at_least
-from fl_lightning.methods import evenly_spaced
+from fl_lightning.methods import Observer, evenly_spaced
 from fl_lightning.models import read_weights
 from fl_lightning.round import ServerEvaluation
 
 
-class ClassifierBias(FederatedCallback):
+class ClassifierBias(Observer):
     """Observer that shows whether the classifier's bias or the features cause a low accuracy.
 
     Each evaluation in ``fit``, ``validate`` and ``test`` logs these metrics under ``val/`` or
@@ -76,9 +76,6 @@ class ClassifierBias(FederatedCallback):
         models: The newest server models, in the order of their rounds.
     """
 
-    paper = "(an observer: evaluation only)"
-    role = "observer"
-    claims = ("weights_of_fedavg", "one_client_is_plain_training")
     saved = ("models",)
 
     def __init__(self, mean_of: int = 5, train_samples: int = 2000, checkpoints: Sequence[str] = ()) -> None:
@@ -93,18 +90,8 @@ class ClassifierBias(FederatedCallback):
         if not pl_module.trainer.current_epoch:
             self.models = []
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Store the server's model after this round."""
-        self._keep(pl_module)
-
-    def on_round_skipped(
-        self, trainer: L.Trainer, pl_module: FederatedModule
-    ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Store the unchanged model of a skipped round, as the mean model counts this round too."""
-        self._keep(pl_module)
-        return {}, 0
-
-    def _keep(self, pl_module: FederatedModule) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: FederatedModule, *_: Any) -> None:  # type: ignore[override]  # narrows pl_module
+        """Store the server's model after a round, also the unchanged model of a skipped round."""
         if self.mean_of > 1:
             state = pl_module.model.state_dict().items()
             model = {name: value.clone() for name, value in state if isinstance(value, Tensor)}
@@ -120,9 +107,9 @@ class ClassifierBias(FederatedCallback):
             pl_module.data.setup("fit")  # 'validate' and 'test' do not set up the clients' data
         slots = StateSlots(pl_module.model)
         setting = "ClassifierBias.checkpoints"
-        files = [read_weights(pl_module.model, path, setting) for path in self.checkpoints]
-        fits = trainer.state.fn == TrainerFn.FITTING
-        models: Sequence[Mapping[str, Tensor]] = self.models if fits else files or self.models
+        models: list[Any] = [read_weights(pl_module.model, path, setting) for path in self.checkpoints]
+        if trainer.state.fn == TrainerFn.FITTING or not models:
+            models = self.models
         with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
             self._log(pl_module, split)
             if models:  # no models are stored if ``mean_of`` is 1

@@ -6,12 +6,19 @@ from math import isnan
 
 import lightning as L
 
-from fl_lightning import FederatedCallback, FederatedModule, Report, Table
-from fl_lightning.methods import Drawing, PersonalEvaluation, Rows, evaluate_client, spread_over_clients
+from fl_lightning import FederatedModule, Report, Table
+from fl_lightning.methods import (
+    Drawing,
+    Observer,
+    PersonalEvaluation,
+    Rows,
+    evaluate_client,
+    spread_over_clients,
+)
 from fl_lightning.pictures import client_quality_figure
 
 
-class ClientEvaluation(Report, FederatedCallback):
+class ClientEvaluation(Report, Observer):
     """Observer that evaluates the server's model for each client.
 
     The data module decides how a client is evaluated:
@@ -44,10 +51,6 @@ class ClientEvaluation(Report, FederatedCallback):
         values: ``accuracy`` and ``loss`` of the server's model for each client in the last
             evaluation, by client id. Unknown values are left out.
     """
-
-    paper = "(an observer: measurement only)"
-    role = "observer"
-    claims = ("weights_of_fedavg", "one_client_is_plain_training")
 
     def __init__(self) -> None:
         self.values: dict[int, dict[str, float]] = {}

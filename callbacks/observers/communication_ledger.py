@@ -5,15 +5,15 @@ from typing import Any
 
 import lightning as L
 
-from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning import FederatedModule
 from fl_lightning.callbacks.observers.network_link import NetworkLink
 from fl_lightning.console import format_bytes, in_words
-from fl_lightning.methods import Drawing, Report, Rows, Table
+from fl_lightning.methods import Drawing, Observer, Report, Rows, Table
 from fl_lightning.pictures import communication_figure, has_communication
 from fl_lightning.round import UpDown, add, total
 
 
-class CommunicationLedger(Report, FederatedCallback):
+class CommunicationLedger(Report, Observer):
     """Observer of a run's communication with any method; training does not change.
 
     The ledger counts the bytes that clients and server send in each round. This includes the
@@ -58,9 +58,6 @@ class CommunicationLedger(Report, FederatedCallback):
             several links.
     """
 
-    paper = "(an observer: measurement only)"
-    role = "observer"
-    claims = ("weights_of_fedavg", "one_client_is_plain_training")
     saved = ("clients", "kinds", "exchanges", "seconds", "links")
 
     def __init__(self, link: NetworkLink | None = None) -> None:

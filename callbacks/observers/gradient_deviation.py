@@ -68,8 +68,7 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
                 without_dropout.enter_context(evaluating(layer))
         pl_module.slots = StateSlots(pl_module.model)
         try:
-            clients = _beside(pl_module, cohort, cohort.client_ids)
-            _copy_start(cohort, clients, common=False)
+            clients = _beside(pl_module, cohort, common=False)
             batches = pl_module.client_batches(clients, everyone, 0)
 
             def compute() -> None:
@@ -82,9 +81,8 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
             ranks.exchange(compute)
             if not joint:
                 ranks.complete([*clients.grads.blocks.values(), *clients.buffers.blocks.values()])
-            twin = _beside(pl_module, cohort, cohort.client_ids[:1]) if union else None
+            twin = _beside(pl_module, cohort, common=True) if union else None
             if twin is not None:
-                _copy_start(cohort, twin, common=True)
                 with averaging_by(lambda statistic, _: mean_of_all(statistic, 1)):
                     _executor(pl_module).backward(pl_module, twin, batches.union(), [0])
         finally:
@@ -101,36 +99,32 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
     )
 
 
-def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
-    """Copy the clients' starting state from ``cohort`` to ``copy``.
+def _beside(pl_module: FederatedModule, cohort: Cohort, *, common: bool) -> RoundCohort:
+    """Return a second cohort for this round, whose clients start as in ``cohort``.
 
     Args:
+        pl_module: The federated module.
         cohort: The round's cohort before its first forward pass.
-        copy: The cohort that receives the state.
-        common: Whether ``copy`` has only one client, the union. Then only state is copied that is
-            equal for all clients and not local.
+        common: Whether the second cohort has only one client, the union. It starts from the
+            server's state, except for state that is equal for all clients and not local.
     """
-    for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
-        for block in rows.layout:
-            for name in rows.layout[block].shapes:
-                if not common:
-                    copies[name].copy_(rows[name])
-                elif cohort.treatment(block) != "local" and bool((rows[name] == rows[name][:1]).all()):
-                    copies[name].copy_(rows[name][:1])
-
-
-def _beside(pl_module: FederatedModule, cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
-    """Return a second cohort for this round, whose clients start as copies of the server."""
     groups, parts, group_of = pl_module.parameter_groups, pl_module.parts, pl_module.group_of
-    copy = RoundCohort(pl_module.model, len(client_ids), groups, parts=parts, groups=group_of)
+    count = 1 if common else len(cohort)
+    copy = RoundCohort(pl_module.model, count, groups, parts=parts, groups=group_of)
     copy.broadcast(
         round_number=cohort.round,
-        client_ids=client_ids,
-        weights=torch.full((len(client_ids),), 1 / len(client_ids), dtype=torch.float64),
-        local_steps=[1] * len(client_ids),
+        client_ids=cohort.client_ids[:count],
+        weights=torch.full((count,), 1 / count, dtype=torch.float64),
+        local_steps=[1] * count,
         policy=cohort.policy,
         optimizer=pl_module.client_optimizer,
     )
+    for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
+        for block in rows.layout:
+            for name in rows.layout[block].shapes:
+                alike = cohort.treatment(block) != "local" and bool((rows[name] == rows[name][:1]).all())
+                if alike or not common:
+                    copies[name].copy_(rows[name][:count])
     return copy
 
 

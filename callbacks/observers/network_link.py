@@ -56,11 +56,6 @@ class NetworkLink(Recorded):
 
     def __str__(self) -> str:
         """Return the link as text, such as ``"2 Mbit/s up, 6 down, 50 ms round trip"``."""
-        words = [
-            f"{self.upload_mbps:g} Mbit/s up",
-            f"{self.download_mbps:g} down",
-            f"{self.latency_ms:g} ms round trip",
-        ]
-        if self.seconds_per_local_step:
-            words.append(f"{self.seconds_per_local_step:g} s a local step")
-        return ", ".join(words)
+        step = f", {self.seconds_per_local_step:g} s a local step" if self.seconds_per_local_step else ""
+        link = f"{self.upload_mbps:g} Mbit/s up, {self.download_mbps:g} down"
+        return f"{link}, {self.latency_ms:g} ms round trip{step}"

@@ -16,6 +16,7 @@ from fl_lightning.errors import check_choice, check_number
 from fl_lightning.methods import (
     BATCH_STATISTICS,
     Mode,
+    Observer,
     VariantEvaluation,
     client_statistics,
     evenly_spaced,
@@ -41,7 +42,7 @@ _AGGREGATED = ("moment_matching", *_IMPORTANCES)
 _SOURCES = (*_AGGREGATED, *_MEASURED, "silobn", "batch")
 
 
-class StatisticsSources(VariantEvaluation):
+class StatisticsSources(Observer, VariantEvaluation):
     """Observer that evaluates a FedAvg run with the BN statistics of other methods.
 
     BN in training mode never reads running statistics. FedAvg, moment matching, FedDNA, sBN and
@@ -92,9 +93,6 @@ class StatisticsSources(VariantEvaluation):
             ``{"statistics": [2, channels]}``.
     """
 
-    paper = "(an observer: evaluation only)"
-    role = "observer"
-    claims = ("weights_of_fedavg", "one_client_is_plain_training")
     saved = ("server", "clients")
 
     def __init__(self, sources: Sequence[str] | None = None, evaluate_clients: int | None = None) -> None:
@@ -104,9 +102,7 @@ class StatisticsSources(VariantEvaluation):
             check_choice("StatisticsSources.sources", source, _SOURCES)
         self._followed = not {*_MEASURED, "batch"}.issuperset(self._chosen)
         if evaluate_clients is not None:
-            check_number(
-                "StatisticsSources.evaluate_clients", evaluate_clients, " (or null for all)", least=1
-            )
+            check_number("StatisticsSources.evaluate_clients", evaluate_clients, " (or null)", least=1)
         self.server: dict[str, Tensor] = {}
         self.clients = ClientMemory()
 

@@ -16,7 +16,7 @@ from fl_lightning.aggregation.masses import byzantine_mass, within
 from fl_lightning.aggregation.mean import Per
 from fl_lightning.aggregation.preaggregation import Mixed, PreAggregator
 from fl_lightning.aggregation.robust import RobustAggregator
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError
 
 KrumScore = Literal["byzfl", "blanchard"]
 
@@ -77,7 +77,6 @@ class Krum(RobustAggregator):
         self, f: int, pre: PreAggregator | None = None, per: Per = None, score: KrumScore = "byzfl"
     ) -> None:
         super().__init__(f, pre, per)
-        check_choice(f"{type(self).__name__}.score", score, ("byzfl", "blanchard"))
         self.score: KrumScore = score
 
     def check(self, num_clients: int) -> None:

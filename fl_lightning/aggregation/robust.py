@@ -10,7 +10,7 @@ from torch import Tensor
 from fl_lightning.aggregation.masses import byzantine_mass, check_byzantine
 from fl_lightning.aggregation.mean import Aggregator, Per
 from fl_lightning.aggregation.preaggregation import PreAggregator
-from fl_lightning.errors import ConfigurationError, check_choice, check_number
+from fl_lightning.errors import ConfigurationError, check_number
 
 Weighting = Literal["uniform", "weighted"]
 
@@ -49,9 +49,6 @@ class RobustAggregator(Aggregator):
         name = type(self).__name__
         if f is not None:
             check_byzantine(f"{name}.f", f)
-        if per is not None:
-            check_choice(f"{name}.per", per, ("model", "layer"))
-        check_choice(f"{name}.weighting", weighting, ("uniform", "weighted"))
         check_number(f"{name}.max_weight", max_weight, ", the mean weight", least=1)
         f_of_pre = f if pre is None or pre.f is None else pre.f
         if pre is not None and f_of_pre is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation.mean import Aggregator, WeightedMean
 from fl_lightning.aggregation.robust import RobustAggregator
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError
 
 Domain = Literal["variance", "log_variance", "second_moment"]
 
@@ -42,13 +42,11 @@ def sent_statistics(
         weights: The clients' weights, shape ``[n]``, with sum 1.
         between: Factor b of the variance of the clients' means, see :class:`LayerStatistics`.
     """
-    layers = [name.removesuffix("running_mean") for name, kind in kinds.items() if kind == "mean"]
-    return {
-        layer: LayerStatistics(
-            buffers[f"{layer}running_mean"], buffers[f"{layer}running_var"], weights, between
-        )
-        for layer in layers
-    }
+    sent = {}
+    for layer in (name.removesuffix("running_mean") for name, kind in kinds.items() if kind == "mean"):
+        mean, variance = buffers[f"{layer}running_mean"], buffers[f"{layer}running_var"]
+        sent[layer] = LayerStatistics(mean, variance, weights, between)
+    return sent
 
 
 class StatisticsAggregator:
@@ -82,17 +80,12 @@ class StatisticsAggregator:
         rule: The rule F.
         domain: Name of the quantities that F aggregates, from the list above.
 
-    Raises:
-        ConfigurationError: The domain is unknown.
-
     Attributes:
         invalid: Number of clients' invalid layers since the last call of :meth:`counts`.
         clamped: Number of clamped variances since the last call of :meth:`counts`.
     """
 
     def __init__(self, rule: Aggregator, domain: Domain | None = None) -> None:
-        if domain is not None:
-            check_choice("model.statistics_domain", domain, ("variance", "log_variance", "second_moment"))
         self.rule, self.domain = rule, domain
         self.is_robust = isinstance(rule, RobustAggregator)
         self.invalid = self.clamped = 0

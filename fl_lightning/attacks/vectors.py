@@ -8,7 +8,7 @@ The argument ``origin`` of the class selects the formula of a paper or library.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.attacks.base import Attack, Message
 from fl_lightning.attacks.search import Search, search
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError
 
 Origin = Literal["byzfl", "paper", "blades"]
 
@@ -108,8 +108,6 @@ class Scaled(Attack, ABC):
     factors: ClassVar[Mapping[Origin, float]]
 
     def __init__(self, tau: float | None = None, search: Search = "fixed", origin: Origin = "byzfl") -> None:
-        check_choice(f"{type(self).__name__}.origin", origin, get_args(Origin))
-        check_choice(f"{type(self).__name__}.search", search, get_args(Search))
         self.tau, self.search, self.origin = tau, search, origin
 
     @abstractmethod
@@ -244,7 +242,6 @@ class NonFinite(Attack):
     """
 
     def __init__(self, value: Literal["nan", "inf", "-inf"] = "nan") -> None:
-        check_choice("NonFinite.value", value, ("nan", "inf", "-inf"))
         self.value = value
 
     def messages(self, messages: list[Message]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Base classes of federated methods and of observers, and functions that methods share."""
 
 from fl_lightning.methods.adaptations import balanced_statistics, entropy_steps, moving_statistics
-from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.methods.callback import FederatedCallback, Observer
 from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.methods.freezing import FoundFreezing, Freezing
 from fl_lightning.methods.local_state import LocalState
@@ -38,6 +38,7 @@ __all__ = [
     "Freezing",
     "LocalState",
     "Mode",
+    "Observer",
     "PersonalEvaluation",
     "Report",
     "Rows",

@@ -177,3 +177,11 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             the number of exchanges (see ``extra_exchanges``).
         """
         return {}, 0
+
+
+class Observer(FederatedCallback):
+    """Base class of callbacks that measure a run with any method; training does not change."""
+
+    paper = "(an observer: measurement only)"
+    role = "observer"
+    claims: tuple[str, ...] = ("weights_of_fedavg", "one_client_is_plain_training")

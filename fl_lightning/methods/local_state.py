@@ -84,22 +84,10 @@ class LocalState(PersonalEvaluation):
 
     def client_model(self, pl_module: "FederatedModule", client: int) -> Mapping[str, Tensor]:
         """Return the local state of a client. Before round 1, it is empty."""
-        layout = {
-            **parameter_layout(
-                pl_module.model, pl_module.parameter_groups, pl_module.parts, pl_module.group_of
-            ),
-            **buffer_layout(pl_module.model, pl_module.parts),
-        }
+        model, parts = pl_module.model, pl_module.parts
+        of_parameters = parameter_layout(model, pl_module.parameter_groups, parts, pl_module.group_of)
+        layout = {**of_parameters, **buffer_layout(model, parts)}
         state: dict[str, Tensor] = {}
         for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():
             state |= split_columns(row, layout[block].shapes)
         return state
-
-    def variants(
-        self, trainer: L.Trainer, pl_module: "FederatedModule"
-    ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the local state of each evaluated client, keyed by client id."""
-        # every rank has the local state of all clients
-        return {
-            str(client): self.client_model(pl_module, client) for client in self.evaluated_clients(pl_module)
-        }

@@ -91,31 +91,28 @@ class VariantEvaluation(FederatedCallback):
         model = pl_module.model
         server = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._slots = StateSlots(model)
-        variants = self.variants(trainer, pl_module)
-        self._adaptations = {name: variant for name, variant in variants.items() if callable(variant)}
         loader = f"{'test' if trainer.testing else pl_module.data.fit_split}_dataloader"
-        # tensors from a checkpoint are on the CPU
-        self._tensors = {
-            name: adapted_state(pl_module, variant, getattr(pl_module.data, loader)(), name)
-            if callable(variant)
-            else variant
-            if variant is BATCH_STATISTICS
-            else {key: value.to(server[key]) for key, value in variant.items()}
-            for name, variant in variants.items()
-        }
-        for tensors in self._tensors.values():
-            pl_module.refuse_merged(type(self).__name__, tensors)
+        self._adaptations: dict[str, Adaptation] = {}
+        self._tensors: dict[str, Mapping[str, Tensor]] = {}
+        for name, variant in self.variants(trainer, pl_module).items():
+            if callable(variant):
+                self._adaptations[name] = variant
+                variant = adapted_state(pl_module, variant, getattr(pl_module.data, loader)(), name)
+            elif variant is not BATCH_STATISTICS:  # tensors from a checkpoint are on the CPU
+                variant = {key: value.to(server[key]) for key, value in variant.items()}
+            self._tensors[name] = variant
+            pl_module.refuse_merged(type(self).__name__, variant)
         self._batches = 0
         self._evaluations = {name: pl_module.new_evaluation() for name in self._tensors}
 
-    def on_validation_batch_end(
+    def on_validation_batch_end(  # type: ignore[override]  # a run's module has this type
         self,
         trainer: L.Trainer,
-        pl_module: "FederatedModule",  # type: ignore[override]  # a run's module has this type
+        pl_module: "FederatedModule",
         outputs: Any,
         batch: Any,
         batch_idx: int,
-        dataloader_idx: int = 0,
+        *_: Any,
     ) -> None:
         """Evaluate every variant on a batch, except for variants with batch statistics."""
         self._batches = batch_idx + 1

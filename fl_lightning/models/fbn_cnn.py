@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.errors import check_at_least, check_choice
+from fl_lightning.errors import check_at_least
 from fl_lightning.models.checks import require_images
 from fl_lightning.models.dropout import Dropout, convert_dropout
 from fl_lightning.models.norm import make_conv, make_head, make_norm
@@ -53,7 +53,6 @@ class FBNCNN(Recorded, nn.Module):
         super().__init__()
         check_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
         check_at_least(4, image_size=image_size)
-        check_choice("FBNCNN.order", order, ("relu_bn", "bn_relu"))
         self.in_channels = in_channels
         self.image_size = image_size
 

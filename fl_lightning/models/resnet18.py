@@ -1,11 +1,12 @@
 """ResNet-18 (He et al., "Deep Residual Learning", CVPR 2016, Section 4.1 and Table 1)."""
 
 from functools import partial
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning.errors import check_at_least, check_choice
+from fl_lightning.errors import check_at_least
 from fl_lightning.models.blocks import ProjectionBlock, make_stages
 from fl_lightning.models.checks import require_images
 from fl_lightning.models.norm import make_conv, make_head, make_norm
@@ -43,12 +44,11 @@ class ResNet18(Recorded, nn.Module):
         in_channels: int = 3,
         norm: str = "bn",
         groups: int = 2,
-        stem: str = "cifar",
+        stem: Literal["cifar", "imagenet"] = "cifar",
         width: int = 64,
     ) -> None:
         super().__init__()
         check_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
-        check_choice("ResNet18.stem", stem, ("cifar", "imagenet"))
         self.in_channels = in_channels
         kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
         self.conv = make_conv(norm, in_channels, width, kernel, stride, padding=kernel // 2)

@@ -1,10 +1,11 @@
 """Multilayer perceptron for tables."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.errors import check_at_least, check_choice
+from fl_lightning.errors import check_at_least
 from fl_lightning.models.norm import make_norm
 from fl_lightning.recorded import Recorded
 
@@ -28,11 +29,10 @@ class TabularMLP(Recorded, nn.Module):
         num_classes: int | None = None,
         in_features: int = 30,
         hidden: Sequence[int] = (64, 64),
-        norm: str = "bn",
+        norm: Literal["bn", "gn", "ln", "none"] = "bn",
         groups: int = 2,
     ) -> None:
         super().__init__()
-        check_choice("norm", norm, ("bn", "gn", "ln", "none"))
         check_at_least(1, num_classes=num_classes or 1, in_features=in_features, groups=groups)
         layers: list[nn.Module] = [nn.Flatten()]
         width = in_features

@@ -208,12 +208,10 @@ class States(Callback):
         self.states: list[dict[str, Tensor]] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the server's initial state."""
+        """Store the server's state before training and after each round."""
         self.states.append(deepcopy(pl_module.state_dict()))
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the server's state after a round."""
-        self.states.append(deepcopy(pl_module.state_dict()))
+    on_train_epoch_end = on_train_start
 
 
 class Rows(Callback):

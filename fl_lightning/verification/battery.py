@@ -11,7 +11,7 @@ from textwrap import shorten
 from typing import Any
 
 from fl_lightning.aggregation import Median
-from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.recorded import describe
 from fl_lightning.verification.certificate import Certificate
@@ -45,11 +45,7 @@ def certify(
     started = time.perf_counter()
     method = make()
     for claim in method.claims:
-        if claim not in CLAIMS:
-            raise ConfigurationError(
-                f"{type(method).__name__}.claims: unknown claim {claim!r}{nearest(claim, CLAIMS)}; known are "
-                f"{', '.join(CLAIMS)}"
-            )
+        check_choice(f"{type(method).__name__}.claims", claim, CLAIMS)
     if method.role == "attack":
         settings = {"aggregator": Median(), **(settings or {})}
     certificate = Certificate(describe(method), method.paper)

@@ -26,10 +26,9 @@ class Round:
     """Record of one communication round.
 
     Attributes:
+        number: Number of the round, from 1.
         clients: Client ids of the cohort.
         shares: Expected aggregation weights n_i / n, ``[C]``.
-        policy: Treatment of each kind of state, and of each part of the model that the method
-            names.
         treatments: Treatment of each tensor of the model.
         undecided: Treatments whose first round is known only during training, keyed by kind of
             state.
@@ -54,9 +53,9 @@ class Round:
             after the client's last step. Otherwise empty.
     """
 
+    number: int
     clients: list[int]
     shares: Tensor
-    policy: dict[str, str]
     treatments: dict[str, str]
     undecided: dict[str, str]
     broadcast: State
@@ -75,6 +74,9 @@ class Round:
     losses: Tensor = field(default_factory=lambda: torch.zeros(0))
     grads: list[State] = field(default_factory=list)
     late: str = ""
+
+    def __str__(self) -> str:
+        return f"round {self.number}"
 
     def row(self, rows: State, client: int) -> State:
         """Return one client's tensors by name.
@@ -129,34 +131,22 @@ class Run(FederatedModule):
 
     def start_round(self) -> RoundCohort:
         """Start a round, and record the server's state before it."""
-        number, change = len(self.rounds) + 1, self.disturbance
-        if self.method is not None and change and "memory" in change.what and change.round == number:
-            memory = deepcopy(contents(self.method.state_dict()))
-            if large_of_server(memory):
-                self.method.load_state_dict(shifted(memory))
         before = self._server_state()
         cohort = super().start_round()
         kinds = {**cohort.parameter_kinds, **cohort.buffer_kinds}
         self.kinds = {name: kind for name, kind in kinds.items() if kind != "scratch"}
         sizes = torch.tensor([float(self.data.num_examples(client)) for client in cohort.client_ids]).double()
         undecided = dict(self.method.undecided()) if self.method is not None else {}
-        self.rounds.append(
-            Round(
-                list(cohort.client_ids),
-                sizes / sizes.sum(),
-                dict(cohort.policy),
-                cohort.treatments,
-                undecided,
-                before,
-            )
-        )
+        shares, clients = sizes / sizes.sum(), list(cohort.client_ids)
+        self.rounds.append(Round(cohort.round, clients, shares, cohort.treatments, undecided, before))
         return cohort
 
     def call_hook(self, hook: str, cohort: RoundCohort, *args: int) -> None:
         """Call a hook of all methods, and record the state before and after the hook."""
         seen, step = self.rounds[-1], args[0] if args else 0
+        if self.disturbance is not None and self.disturbance.round == cohort.round:
+            self._disturb(hook, cohort, self.disturbance)
         if hook == "on_before_aggregate":
-            self._replay(cohort)
             rows = {**cohort.params, **cohort.buffers}
             seen.trained = {name: value.detach().clone() for name, value in rows.items()}
             seen.losses = cohort.losses.clone()
@@ -166,12 +156,9 @@ class Run(FederatedModule):
         extra = {name: value[done].clone() for name, value in cohort.extra.items()} if done else {}
         super().call_hook(hook, cohort, *args)
         for name, value in extra.items():
-            changed = [
-                row for row, old in zip(done, value, strict=True) if apart(old, cohort.extra[name][row])
-            ]
-            seen.late = seen.late or (
-                f"{name!r} of client {cohort.client_ids[changed[0]]}" if changed else ""
-            )
+            for row, old in zip(done, value, strict=True):
+                if apart(old, cohort.extra[name][row]):
+                    seen.late = seen.late or f"{name!r} of client {cohort.client_ids[row]}"
         if hook == "on_after_local_backward":
             seen.grads.append({name: value.clone() for name, value in cohort.grads.items()})
         elif hook == "on_round_start":
@@ -197,15 +184,25 @@ class Run(FederatedModule):
         if self.method is not None:
             seen.memory = deepcopy(contents(self.method.state_dict()))
 
-    def _replay(self, cohort: RoundCohort) -> None:
-        """Replace a client's trained state and loss by the values of the undisturbed run."""
-        if not self.usual or self.disturbance is None or self.disturbance.round != cohort.round:
+    def _disturb(self, hook: str, cohort: RoundCohort, change: Disturbance) -> None:
+        if hook == "on_round_start" and "memory" in change.what and self.method is not None:
+            memory = deepcopy(contents(self.method.state_dict()))
+            if large_of_server(memory):
+                self.method.load_state_dict(shifted(memory))
+        if hook != "on_before_aggregate" or change.client not in cohort.client_ids:
             return
-        client, seen = self.disturbance.client, self.usual[cohort.round - 1]
-        row, rows = cohort.client_ids.index(client), {**cohort.params, **cohort.buffers}
-        for name, value in seen.row(seen.trained, client).items():
-            rows[name][row] = value
-        cohort.losses[row] = seen.losses[seen.clients.index(client)]
+        row = cohort.client_ids.index(change.client)
+        rows = {**cohort.params, **cohort.buffers}
+        changed = [rows[name] for name in self.kinds if cohort.treatments[name] in change.what]
+        for key in cohort.optimizer_state_keys if "optimizer" in change.what else []:
+            changed += cohort.optimizer_state(key).blocks.values()
+        for tensors in changed:
+            if tensors.dtype != torch.bool:
+                tensors[row] += 0.25 if tensors.is_floating_point() else 100
+        for seen in self.usual[change.round - 1 : change.round]:  # replay
+            for name, value in seen.row(seen.trained, change.client).items():
+                rows[name][row] = value
+            cohort.losses[row] = seen.losses[seen.clients.index(change.client)]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Discard the run's output, because ``verify`` prints only the certificate."""

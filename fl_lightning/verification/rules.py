@@ -1,9 +1,10 @@
 """Rules for all methods. A rule looks at one recorded run, or compares runs that differ in one respect."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from copy import deepcopy
-from itertools import pairwise
+from functools import wraps
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ Raises:
     NotApplicable: The rule does not apply to the method.
 """
 
+Violations = Generator[str, None, str]
+"""Generator that yields how a method breaks a rule, and returns what was measured."""
+
 RULES: dict[str, Rule] = {}
 """Rules for all methods, in the order of a certificate. The keys are the names that it shows."""
 
@@ -59,15 +63,27 @@ _ON_RANKS = (
 )
 
 
-def rule(remedy: str) -> Callable[[Rule], Rule]:
-    """Return a decorator that adds a function to :data:`RULES` under its name.
+def rule(remedy: str, attacks: str = "") -> Callable[[Callable[[Trials], Violations]], Rule]:
+    """Return a decorator that adds a generator function to :data:`RULES` under its name.
 
     Args:
         remedy: How to change a method that breaks the rule.
+        attacks: Reason why the rule does not apply to attacks, if it does not.
     """
 
-    def add(check: Rule) -> Rule:
-        name = check.__name__.replace("_", " ")
+    def add(violations: Callable[[Trials], Violations]) -> Rule:
+        @wraps(violations)
+        def check(trials: Trials) -> str:
+            if attacks and trials.is_attack:
+                raise NotApplicable(attacks)
+            found = violations(trials)
+            try:
+                violation = next(found)
+            except StopIteration as end:
+                return str(end.value)
+            raise Violated(violation)
+
+        name = violations.__name__.replace("_", " ")
         RULES[name], REMEDIES[name] = check, remedy
         return check
 
@@ -75,99 +91,92 @@ def rule(remedy: str) -> Callable[[Rule], Rule]:
 
 
 @rule("limit the size of a step, and keep running variances >= 0")
-def trains(trials: Trials) -> str:
+def trains(trials: Trials) -> Violations:
     """Check that state stays finite and that training changes the weights.
 
     No loss may be NaN, and running variances must be >= 0. Attackers may send any values. Attacks
     are checked with the median as aggregator.
     """
-    run, attacks = trials.attempt(), trials.make().role == "attack"
-    for number, seen in enumerate(run.rounds, 1):
-        for who, state in (
-            ("a client before its local steps", seen.start),
-            ("a client after its local steps", {} if attacks else seen.sent),
-            ("the server", seen.server),
-        ):
+    run = trials.attempt()
+    for seen in run.rounds:
+        sent = {} if trials.is_attack else seen.sent
+        states = {"a client": seen.start, "a client after its local steps": sent, "the server": seen.server}
+        for who, state in states.items():
             for name, value in state.items():
-                place = f"{name} of {who} in round {number}"
+                place = f"{name} of {who} in {seen}"
                 if not bool(value.isfinite().all()):
-                    raise Violated(f"state must stay finite: {place} is not")
+                    yield f"state must stay finite: {place} is not"
                 if run.kinds.get(name) == "var" and value.min() < 0:
-                    raise Violated(f"running variances must stay >= 0: {place} is {value.min():.3g}")
+                    yield f"running variances must stay >= 0: {place} is {value.min():.3g}"
         if seen.loss != seen.loss:
-            raise Violated(f"the training loss must be a number: it is NaN in round {number}")
+            yield f"the training loss must be a number: it is NaN in {seen}"
     if run.error is None:
-        moved, _ = distance(seen.server, run.rounds[0].broadcast, run.names("weight"))
+        moved, _ = distance(run.rounds[-1].server, run.rounds[0].broadcast, run.names("weight"))
         if moved <= TOLERANCE:
-            raise Violated("training must change the weights: no weight of the server changed")
+            yield "training must change the weights: no weight of the server changed"
     return f"losses {', '.join(f'{seen.loss:.3g}' for seen in run.rounds)}"
 
 
 @rule("keep state on the callback, not on a class or a module")
-def runs_repeat(trials: Trials) -> str:
+def runs_repeat(trials: Trials) -> Violations:
     """Check that a second run in the same process equals the first run bit for bit.
 
     A run must leave no state in classes or modules.
     """
-    _equal(trials.run(), trials.run(repetition=1), "a second run in this process must equal the first")
+    yield from _unequal(
+        trials.run(), trials.run(repetition=1), "a second run in this process must equal the first"
+    )
     return "a second run in this process is equal bit for bit"
 
 
 @rule("correct weights in on_after_aggregate, and set statistics in on_round_end")
-def between_rounds(trials: Trials) -> str:
+def between_rounds(trials: Trials) -> Violations:
     """Check that each round starts from the previous round's final server state, bit for bit."""
-    for number, (last, seen) in enumerate(pairwise(trials.run().rounds), 2):
-        wrong = difference(last.server, seen.broadcast)
-        if wrong:
-            raise Violated(f"the server must not change between rounds: {wrong} did before round {number}")
+    for last, seen in pairwise(trials.run().rounds):
+        if wrong := difference(last.server, seen.broadcast):
+            yield f"the server must not change between rounds: {wrong} did before {seen}"
     return "each round starts where the last one ended"
 
 
-@rule('declare state "pooled" if the method itself combines it')
-def server_state(trials: Trials) -> str:
+@rule(
+    'declare state "pooled" if the method itself combines it',
+    "attacks are tried with the median as aggregator",
+)
+def server_state(trials: Trials) -> Violations:
     """Check that the server's averaged and local state is the clients' weighted mean.
 
     The mean is ``sum p_i x_i`` with ``p_i = n_i / n``; the server optimizer is ``SGD(lr=1)``. Only
     ``on_after_aggregate`` may correct the server's state. A counter at the server must be int64 and
     equal the clients' largest counter. Pooled state must change in every round.
     """
-    if trials.make().role == "attack":
-        raise NotApplicable("attacks are tried with the median as aggregator")
     run, worst, corrections = trials.run(), 0.0, set()
-    for number, seen in enumerate(run.rounds, 1):
-        for name, kind in run.kinds.items():
-            held, sent, treatment = seen.aggregated[name], seen.sent[name], seen.treatments[name]
-            if treatment == "pooled" and not apart(seen.broadcast[name], seen.server[name]):
-                raise Violated(f"pooled state must change in every round: {name} did not in round {number}")
-            if treatment not in ("averaged", "local", "max"):
-                continue
-            if kind == "counter" and apart(held, sent.amax(0)):
-                raise Violated(
-                    f"a counter must be the clients' largest: {name} is {held:g} ({held.dtype}) after round "
-                    f"{number}, not {sent.amax(0)!r}"
-                )
-            if kind != "counter":
-                mean = torch.tensordot(seen.shares, sent, 1)
-                worst = max(worst, apart(mean, held))
-                if not worst <= TOLERANCE:
-                    raise Violated(
-                        f"state must be the clients' weighted mean: {name} differs by {worst:.2g} in round {number}"
-                    )
-            changed = apart(seen.corrected[name], seen.server[name])
-            if not changed <= TOLERANCE:
-                raise Violated(
-                    f"only on_after_aggregate may correct the server: {name} differs by {changed:.2g} from the clients' "
-                    f"weighted mean in round {number} after the method's other hooks; change cohort.pseudo_gradient in "
-                    "on_after_aggregate (docs/own-method.md#a-correction-at-the-server)"
-                )
-            if apart(held, seen.corrected[name]):
-                corrections.add(number)
+    for seen, (name, kind) in product(run.rounds, run.kinds.items()):
+        held, sent, treatment = seen.aggregated[name], seen.sent[name], seen.treatments[name]
+        if treatment == "pooled" and not apart(seen.broadcast[name], seen.server[name]):
+            yield f"pooled state must change in every round: {name} did not in {seen}"
+        if treatment not in ("averaged", "local", "max"):
+            continue
+        if kind != "counter":
+            worst = max(worst, apart(torch.tensordot(seen.shares, sent, 1), held))
+            if not worst <= TOLERANCE:
+                yield f"state must be the clients' weighted mean: {name} differs by {worst:.2g} in {seen}"
+        elif apart(held, sent.amax(0)):
+            yield f"a counter must be the clients' largest: {name} is {held:g} ({held.dtype}) after {seen}"
+        changed = apart(seen.corrected[name], seen.server[name])
+        if not changed <= TOLERANCE:
+            yield (
+                f"only on_after_aggregate may correct the server: {name} differs by {changed:.2g} from the clients' "
+                f"weighted mean in {seen} after the method's other hooks; change cohort.pseudo_gradient in "
+                "on_after_aggregate (docs/own-method.md#a-correction-at-the-server)"
+            )
+        if apart(held, seen.corrected[name]):
+            corrections.add(seen.number)
     corrected = f", corrected by on_after_aggregate in {len(corrections)} rounds" if corrections else ""
     return f"matches the policy (distance of means {worst:.1g}){corrected}"
 
 
 @rule('declare constant state "frozen", and do not change frozen state')
-def frozen_state(trials: Trials) -> str:
+def frozen_state(trials: Trials) -> Violations:
     """Check that frozen state is constant bit for bit, and that other statistics change.
 
     Statistics that are averaged or local must change in each round. The rule must hold for any
@@ -177,29 +186,21 @@ def frozen_state(trials: Trials) -> str:
     frozen = set()
     for run in (trials.run(), trials.run(**WITH_SERVER_MOMENTUM)):
         freezes, last = _announced(run)
-        for number, seen in enumerate(run.rounds, 1):
-            for name, kind in run.kinds.items():
-                treatment, before, sent = seen.treatments[name], seen.broadcast[name], seen.sent[name]
-                if last is not None and kind in freezes and (treatment == "frozen") != (number > last):
-                    raise Violated(
-                        f"state must freeze right after T* = {last}: {name} is {treatment} in round {number}"
-                    )
-                if treatment == "frozen":
-                    frozen.add(number)
-                    at_server = apart(before, seen.server[name])
-                    if at_server or apart(before.expand_as(sent), sent):
-                        whose = "the server" if at_server else "a client"
-                        raise Violated(
-                            f"frozen state must not change: {name} of {whose} did in round {number}"
-                        )
-                moves = treatment in ("averaged", "local") and kind not in seen.undecided
-                if kind in ("mean", "var") and moves:
-                    still = (seen.start[name] == sent).all(1)
-                    if still.any():
-                        client = seen.clients[still.tolist().index(True)]
-                        raise Violated(
-                            f"{treatment} statistics must change: {name} of client {client} did not in round {number}"
-                        )
+        for seen, (name, kind) in product(run.rounds, run.kinds.items()):
+            treatment, before, sent = seen.treatments[name], seen.broadcast[name], seen.sent[name]
+            if last is not None and kind in freezes and (treatment == "frozen") != (seen.number > last):
+                yield f"state must freeze right after T* = {last}: {name} is {treatment} in {seen}"
+            if treatment == "frozen":
+                frozen.add(seen.number)
+                if apart(before, seen.server[name]):
+                    yield f"frozen state must not change: {name} of the server did in {seen}"
+                if apart(before.expand_as(sent), sent):
+                    yield f"frozen state must not change: {name} of a client did in {seen}"
+            moves = treatment in ("averaged", "local") and kind not in seen.undecided
+            if kind in ("mean", "var") and moves:
+                for client, still in zip(seen.clients, (seen.start[name] == sent).all(1), strict=True):
+                    if still:
+                        yield f"{treatment} statistics must change: {name} of client {client} did not in {seen}"
     if not frozen:
         raise NotApplicable("no state is frozen")
     return f"constant bit for bit in {len(frozen)} rounds"
@@ -217,7 +218,7 @@ def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
 
 
 @rule("load local state in on_round_start with cohort.recall(self.memory)")
-def local_state(trials: Trials) -> str:
+def local_state(trials: Trials) -> Violations:
     """Check that a client starts a round with the local state from its previous round.
 
     In its first round, a client starts with the server's initial state.
@@ -225,19 +226,14 @@ def local_state(trials: Trials) -> str:
     run = trials.run()
     initial: State = {}
     last: dict[int, State] = {}
-    for number, seen in enumerate(run.rounds, 1):
+    for seen in run.rounds:
         names = [name for name in run.kinds if seen.treatments[name] == "local"]
-        if not names:
-            continue
-        initial = initial or seen.broadcast
-        for client in seen.clients:
+        for client in seen.clients if names else ():
+            initial = initial or seen.broadcast
             held = initial | last.get(client, {})
-            wrong = difference(held, seen.row(seen.start, client), names)
-            if wrong:
+            if wrong := difference(held, seen.row(seen.start, client), names):
                 whose = "its last" if client in last else "the server's initial"
-                raise Violated(
-                    f"a client must start from {whose} local state: {wrong} of client {client} differs in round {number}"
-                )
+                yield f"a client must start from {whose} local state: {wrong} of client {client} differs in {seen}"
             sent = seen.row(seen.sent, client)
             last[client] = last.get(client, {}) | {name: sent[name] for name in names}
     if not last:
@@ -246,77 +242,63 @@ def local_state(trials: Trials) -> str:
 
 
 @rule('declare state "local" if it differs between clients')
-def one_broadcast(trials: Trials) -> str:
+def one_broadcast(trials: Trials) -> Violations:
     """Check that all clients start a round from the same averaged, pooled and frozen state.
 
     A client's BN batch counter must grow by the number of its local steps. If the client's BN
     layers are frozen, the counter must not change.
     """
-    for number, seen in enumerate(trials.run().rounds, 1):
-        for name, kind in trials.run().kinds.items():
-            treatment, start = seen.treatments[name], seen.start[name]
-            if treatment in ("local", "reset"):
-                continue
-            apart_at = [row for row in range(len(start)) if apart(start[0], start[row])]
-            if apart_at:
-                clients = f"{seen.clients[0]} and {seen.clients[apart_at[0]]}"
-                raise Violated(
-                    f"clients must start a round from one broadcast: {treatment} {name} of clients {clients} differs "
-                    f"at the start of round {number}"
-                )
-            grown = (seen.trained[name] - start).flatten().tolist() if kind == "counter" else []
-            for client, steps, growth in zip(seen.clients, seen.steps, grown, strict=False):
+    run = trials.run()
+    for seen, (name, kind) in product(run.rounds, run.kinds.items()):
+        treatment, start = seen.treatments[name], seen.start[name]
+        if treatment in ("local", "reset"):
+            continue
+        if apart(start[:1].expand_as(start), start):
+            yield f"clients must start {seen} from one broadcast: {treatment} {name} differs between clients"
+        if kind == "counter":
+            grown = (seen.trained[name] - start).flatten().tolist()
+            for steps, growth in zip(seen.steps, grown, strict=True):
                 if growth not in (0, steps):
-                    raise Violated(
-                        f"a batch counter must grow by the local steps: {name} of client {client} grows by {growth} in "
-                        f"{steps} steps of round {number}"
-                    )
-            if kind == "counter" and difference(seen.trained, seen.sent, [name]):
-                raise Violated(f"clients must send their batch counter: {name} is changed in round {number}")
+                    yield f"a batch counter must grow by the local steps: {name} grows by {growth}, not {steps}, in {seen}"
+            if difference(seen.trained, seen.sent, [name]):
+                yield f"clients must send their batch counter: {name} is changed in {seen}"
     return "all clients start from the same state"
 
 
 @rule("change only rows of clients whose cohort.local_steps exceeds the step")
-def done_clients(trials: Trials) -> str:
+def done_clients(trials: Trials) -> Violations:
     """Check that a client's rows in ``cohort.extra`` do not change after its last local step."""
-    for number, seen in enumerate(trials.run().rounds, 1):
+    for seen in trials.run().rounds:
         if seen.late:
-            raise Violated(
-                f"a client that has taken its local steps must not change: {seen.late} does in round {number}"
-            )
+            yield f"a client that has taken its local steps must not change: {seen.late} does in {seen}"
     return "a client's data in cohort.extra ends with its last step"
 
 
-@rule("change gradients, not weights; send weights, not updates")
-def learning_rate_0(trials: Trials) -> str:
+@rule(
+    "change gradients, not weights; send weights, not updates", "attackers move weights at any learning rate"
+)
+def learning_rate_0(trials: Trials) -> Violations:
     """Check that a client learning rate of 0 changes no weights, at clients or at the server.
 
     A correction in ``on_after_aggregate`` may change the server's weights. The rule does not apply
     to attacks, nor to methods that draw random numbers. Noise may change weights at any learning
     rate.
     """
-    if trials.make().role == "attack":
-        raise NotApplicable("attackers move weights at any learning rate")
     run = trials.run(**RESTING)
     if difference(_outcome(run), _outcome(trials.run(**RESTING, seed=1))) is not None:
         raise NotApplicable("the method depends on the seed, so noise may move weights")
     names = run.names("weight", "affine")
-    for number, seen in enumerate(run.rounds, 1):
-        moves = {"the server": distance(seen.broadcast, seen.aggregated, names)}
-        for client in seen.clients:
-            start, sent = seen.row(seen.start, client), seen.row(seen.sent, client)
-            moves[f"client {client}"] = distance(start, sent, names)
+    for seen in run.rounds:
+        at_server = distance(seen.broadcast, seen.aggregated, names)
+        moves = {"the server": at_server, "a client": distance(seen.start, seen.sent, names)}
         for whose, (moved, name) in moves.items():
             if moved > ROUNDING:
-                raise Violated(
-                    f"weights must not move at a learning rate of 0: {name} of {whose} moves by {moved:.2g} in round "
-                    f"{number}"
-                )
+                yield f"weights must not move at a learning rate of 0: {name} of {whose} moves by {moved:.2g} in {seen}"
     return "no weight moves at a learning rate of 0"
 
 
 @rule("pool with cohort.mean, or claim union_statistics")
-def pooled_weights(trials: Trials) -> str:
+def pooled_weights(trials: Trials) -> Violations:
     """Check that pooled statistics weight each client by ``n_i / n``, its share of the samples.
 
     If a client is replaced by two clients, each with the same data and half the weight, the
@@ -334,50 +316,39 @@ def pooled_weights(trials: Trials) -> str:
     one = trials.run(identities=identities[:2], script=((0, 1),) * 4)
     gap, name = distance(one.rounds[0].server, two.rounds[0].server, pooled)
     if not gap <= TOLERANCE:
-        raise Violated(
-            f"pooled statistics must weigh clients by n_i / n: {name} differs by {gap:.2g} if a client is split in two "
-            "of half its weight"
-        )
+        yield f"pooled statistics must weigh clients by n_i / n: {name} differs by {gap:.2g} if a client is split in two"
     return f"clients weigh n_i / n (distance {gap:.1g})"
 
 
 @rule("draw in each local step from cohort.generators")
-def fresh_noise(trials: Trials) -> str:
+def fresh_noise(trials: Trials) -> Violations:
     """Check that the noise in the gradients differs between clients, and between local steps."""
     run, other, bare = trials.run(**RESTING), trials.run(**RESTING, seed=1), trials.run(**RESTING, bare=True)
     if run.kinds != bare.kinds:
         raise NotApplicable("the method adds parameters to the model")
     drawn = 0
-    for number, (seen, again, plain) in enumerate(zip(run.rounds, other.rounds, bare.rounds, strict=True), 1):
+    for seen, again, plain in zip(run.rounds, other.rounds, bare.rounds, strict=True):
         of_others: dict[str, list[torch.Tensor]] = {}
-        for row, steps in enumerate(seen.steps):
-            for name, gradient in seen.grads[0].items():
-                if apart(gradient[row], again.grads[0][name][row]) <= ROUNDING:
-                    continue
-                drawn += 1
-                first, *second = (
-                    seen.grads[step][name][row] - plain.grads[step][name][row]
-                    for step in range(min(steps, 2))
-                )
-                is_noise = float(first.abs().max()) > ROUNDING
-                if is_noise and any(apart(first, noise) <= ROUNDING for noise in second):
-                    raise Violated(
-                        f"noise must differ between local steps: client {seen.clients[row]} gets the same in steps 1 and "
-                        f"2 of round {number}"
-                    )
-                others = of_others.setdefault(name, [])
-                if is_noise and any(apart(first, noise) <= ROUNDING for noise in others):
-                    raise Violated(
-                        f"noise must differ between clients: client {seen.clients[row]} gets that of another in round {number}"
-                    )
-                others.append(first)
+        for (row, steps), (name, gradient) in product(enumerate(seen.steps), seen.grads[0].items()):
+            if apart(gradient[row], again.grads[0][name][row]) <= ROUNDING:
+                continue
+            drawn += 1
+            grads = [
+                (seen.grads[step][name][row], plain.grads[step][name][row]) for step in range(min(steps, 2))
+            ]
+            first, *second = (noisy - clean for noisy, clean in grads)
+            others = of_others.setdefault(name, [])
+            for between, noises in {"local steps": second, "clients": others}.items():
+                if first.abs().max() > ROUNDING and any(apart(first, noise) <= ROUNDING for noise in noises):
+                    yield f"noise must differ between {between}: that of client {seen.clients[row]} repeats in {seen}"
+            others.append(first)
     if not drawn:
         raise NotApplicable("no gradient depends on the seed")
     return "no noise in the gradients repeats at another client or in the next local step"
 
 
 @rule("set statistics in on_round_end, after the server's step")
-def server_optimizer(trials: Trials) -> str:
+def server_optimizer(trials: Trials) -> Violations:
     """Check that the server optimizer does not affect statistics.
 
     Two runs differ in learning rate, momentum and weight decay of the server optimizer. After round
@@ -388,13 +359,12 @@ def server_optimizer(trials: Trials) -> str:
     names = [name for name in run.names(*STATISTICS) if first.treatments[name] != "reset"]
     gap, name = distance(first.server, second.server, names)
     if gap:
-        demand = "statistics must not depend on the server optimizer"
-        raise Violated(f"{demand}: {name} differs by {gap:.2g} in round 1")
+        yield f"statistics must not depend on the server optimizer: {name} differs by {gap:.2g} in round 1"
     return "statistics do not depend on the server optimizer"
 
 
 @rule("swap layers by swap_batch_norm, which is undone after the run, and add layers in extend_model")
-def model_comes_back(trials: Trials) -> str:
+def model_comes_back(trials: Trials) -> Violations:
     """Check that a run restores the model's original modules, shapes, dtypes, flags and hooks.
 
     Layers that ``extend_model`` adds must stay.
@@ -403,9 +373,9 @@ def model_comes_back(trials: Trials) -> str:
     trials.make().extend_model(model)
     after, before = _form(trials.run().model), _form(model.double())
     for place in {**before, **after}:
-        if after.get(place) != before.get(place):
-            change = f"{place} is {after.get(place, 'missing')}, was {before.get(place, 'missing')}"
-            raise Violated(f"a run must restore the model: {change}")
+        now, once = after.get(place, "missing"), before.get(place, "missing")
+        if now != once:
+            yield f"a run must restore the model: {place} is {now}, was {once}"
     return "keys, shapes, types and modules are restored"
 
 
@@ -427,29 +397,23 @@ def _form(model: nn.Module) -> Leaves:
 
 
 @rule("return how many floats a client sends and receives")
-def payload(trials: Trials) -> str:
+def payload(trials: Trials) -> Violations:
     """Check that ``extra_payload`` and ``extra_exchanges`` return integers >= 0.
 
     ``extra_payload`` must count the optimizer state that clients receive.
     """
-    for number, seen in enumerate(trials.run().rounds, 1):
+    for seen in trials.run().rounds:
         up, down = seen.payload
         for count in (up, down, seen.exchanges):
             if type(count) is not int or count < 0:
-                raise Violated(
-                    f"payload and exchanges must be whole numbers >= 0: extra_payload returns {seen.payload}, extra_exchanges "
-                    f"{seen.exchanges!r} in round {number}"
-                )
+                yield f"extra_payload and extra_exchanges must return whole numbers >= 0: {count!r} in {seen}"
         if seen.received > down:
-            raise Violated(
-                f"extra_payload must count received optimizer state: all clients start round {number} with the same "
-                f"{seen.received} floats of it, and {down} are declared"
-            )
+            yield f"extra_payload must count received optimizer state: {seen.received} floats, not {down}, in {seen}"
     return f"{up} floats up and {down} down beside the averaged state"
 
 
-@rule("count all sent and received floats in extra_payload")
-def traffic(trials: Trials) -> str:
+@rule("count all sent and received floats in extra_payload", "attackers know what all clients send")
+def traffic(trials: Trials) -> Violations:
     """Check that ``extra_payload`` counts all traffic except weights, statistics and losses.
 
     - Upload: a client gets different data, but sends unchanged weights, statistics and loss. The
@@ -460,7 +424,7 @@ def traffic(trials: Trials) -> str:
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
     up, down = seen.payload
-    if trials.make().role == "attack" or (up and down) or trials.make().needs_joint_forward:
+    if (up and down) or trials.make().needs_joint_forward:
         raise NotApplicable(f"the method declares {up} floats up and {down} down")
     client = seen.clients[1]
     if not up:
@@ -469,62 +433,52 @@ def traffic(trials: Trials) -> str:
         memories = [large_of_server(run.rounds[number - 1].memory) for run in (usual, other)]
         place = difference(seen.server, other.rounds[number - 1].server, names) or difference(*memories)
         if place is not None:
-            raise Violated(
-                f"data that reach the server must be declared: those of client {client} change {place} in round "
-                f"{number}, although it sends the same weights, statistics and loss"
-            )
+            yield f"data that reach the server must be declared: those of client {client} change {place} in {seen}"
     if not down:
         changed = trials.run(disturbance=Disturbance(client, number, ("memory",))).rounds[number - 1]
         place = None if difference(seen.start, changed.start) else difference(seen.trained, changed.trained)
         if place is not None:
-            raise Violated(
-                f"memory that the server sends must be declared: it changes {place} of clients that start from the "
-                f"same state in round {number}"
-            )
+            yield f"memory that the server sends must be declared: it changes {place} of clients that start {seen} alike"
     return "nothing undeclared crosses the network"
 
 
 @rule("change only the memory of clients in cohort.client_ids")
-def absent_clients(trials: Trials) -> str:
+def absent_clients(trials: Trials) -> Violations:
     """Check that a round does not change the memory of absent clients.
 
     A method may discard the memory of all clients at once.
     """
-    rounds = trials.run().rounds
-    memories = [entries(seen.memory)[1] for seen in rounds]
-    if not any(memories) or knows_no_client(trials):
+    memories = [(seen, entries(seen.memory)[1]) for seen in trials.run().rounds]
+    if not any(memory for _, memory in memories) or knows_no_client(trials):
         raise NotApplicable("the method has no memory by client")
-    for number, (before, after) in enumerate(pairwise(memories), 2):
-        absent = (before.keys() | after.keys()) - set(rounds[number - 1].clients)
-        for client in absent if before and after else ():
-            place = difference(before.get(client, {}), after.get(client, {}))
-            if place is not None:
-                raise Violated(
-                    f"an absent client's memory must not change: {place} of client {client} did in round {number}"
-                )
+    for (_, before), (seen, after) in pairwise(memories):
+        for client in (before.keys() | after.keys()) - {*seen.clients} if before and after else ():
+            if place := difference(before.get(client, {}), after.get(client, {})):
+                yield f"an absent client's memory must not change: {place} of client {client} did in {seen}"
     return "their memory is constant bit for bit"
 
 
-@rule("correct the server in on_after_aggregate, or declare extra_exchanges or needs_joint_forward")
-def exchange_in_a_round(trials: Trials) -> str:
+@rule(
+    "correct the server in on_after_aggregate, or declare extra_exchanges or needs_joint_forward",
+    "attackers know the honest clients' messages",
+)
+def exchange_in_a_round(trials: Trials) -> Violations:
     """Check that a client's message does not depend on other clients' data in the same round.
 
     The rule does not apply if a method declares exchanges inside a round. The rule does not apply
     to attacks, because attackers know the honest clients' messages.
     """
-    if trials.make().role == "attack":
-        raise NotApplicable("attackers know the honest clients' messages")
     usual = trials.run()
-    undeclared = [number for number, seen in enumerate(usual.rounds, 1) if number > 1 and not seen.exchanges]
+    undeclared = [seen for seen in usual.rounds[1:] if not seen.exchanges]
     if not undeclared or trials.make().needs_joint_forward:
         raise NotApplicable(f"the method declares exchanges inside a round: {usual.rounds[1].exchanges}")
-    for number in (undeclared[0], undeclared[-1]):
-        _reaches_no_other(trials, Disturbance(usual.rounds[number - 1].clients[1], number, ("data",)), number)
+    for seen in (undeclared[0], undeclared[-1]):
+        yield from _reached(trials, Disturbance(seen.clients[1], seen.number, ("data",)), seen.number)
     return "a client's message depends on the broadcast, its data and its memory"
 
 
 @rule("count sent optimizer state in extra_payload; keep all other state at the client")
-def clients_own_state(trials: Trials) -> str:
+def clients_own_state(trials: Trials) -> Violations:
     """Check that state which a client does not send affects neither the server nor other clients.
 
     A client does not send local, frozen and reset state. If ``extra_payload`` counts the optimizer
@@ -537,18 +491,14 @@ def clients_own_state(trials: Trials) -> str:
     disturbance = Disturbance(seen.clients[-1], number, what)
     other = trials.run(disturbance=disturbance)
     names = [name for name in usual.kinds if seen.treatments[name] != "local"]
-    wrong = difference(seen.server, other.rounds[number - 1].server, names)
-    if wrong:
-        raise Violated(
-            f"state that a client keeps must not reach the server: that of client {disturbance.client} in round {number} "
-            f"changes {wrong}"
-        )
-    _reaches_no_other(trials, disturbance, number + 1)
+    if wrong := difference(seen.server, other.rounds[number - 1].server, names):
+        yield f"state that a client keeps must not reach the server: that of client {disturbance.client} changes {wrong}"
+    yield from _reached(trials, disturbance, number + 1)
     return "state that a client keeps affects no other client"
 
 
 @rule("name every attribute that holds state in saved")
-def resume(trials: Trials) -> str:
+def resume(trials: Trials) -> Violations:
     """Check that a resumed run gives the same results as an uninterrupted run, bit for bit.
 
     The run is resumed after each round. The results are the model, the state of the server
@@ -559,24 +509,30 @@ def resume(trials: Trials) -> str:
         saved = trials.checkpoint(WITH_SERVER_MOMENTUM, number)
         try:
             torch.load(saved, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise Violated("state_dict must hold only tensors and numbers: it holds other objects") from error
+        except pickle.UnpicklingError:
+            yield "state_dict must hold only tensors and numbers: it holds other objects"
         resumed = trials.run(**WITH_SERVER_MOMENTUM, resume=saved)
-        _equal(uninterrupted, resumed, f"a run resumed after round {number} must equal the uninterrupted one")
+        yield from _unequal(
+            uninterrupted, resumed, f"a run resumed after round {number} must equal the uninterrupted one"
+        )
     return f"equal bit for bit from each of {len(SCRIPT) - 1} rounds"
 
 
 @rule("write each operation for all rows at once")
-def executors(trials: Trials) -> str:
+def executors(trials: Trials) -> Violations:
     """Check that sequential and vectorised execution give the same rounds, up to 1e-10.
 
     Vectorised execution computes two clients at once.
     """
-    return _close(trials.run(), trials.run(executor=VectorizedExecutor(2)), "executors must agree")
+    return (
+        yield from _differing(
+            trials.run(), trials.run(executor=VectorizedExecutor(2)), "executors must agree"
+        )
+    )
 
 
 @rule("draw from cohort.generators in local steps, and obey docs/own-method.md#on-several-ranks")
-def ranks(trials: Trials) -> str:
+def ranks(trials: Trials) -> Violations:
     """Check that a run on two ranks equals a run on one rank bit for bit.
 
     The server's state, the method's memory, losses and metrics are compared.
@@ -585,41 +541,41 @@ def ranks(trials: Trials) -> str:
         raise NotApplicable(reason)
     usual, shared = trials.run(), trials.attempt(ranks=2)
     finished = shared.rounds[: len(shared.rounds) - (shared.error is not None)]
-    for number, (one, two) in enumerate(zip(usual.rounds, finished, strict=False), 1):
-        place = difference(*({"server": x.server, "memory": x.memory, "loss": x.loss} for x in (one, two)))
+    for seen, other in zip(usual.rounds, finished, strict=False):
+        place = difference(*({"server": x.server, "memory": x.memory, "loss": x.loss} for x in (seen, other)))
         if place is not None:
-            raise Violated(f"two ranks must equal one: {place} differs after round {number}; {_ON_RANKS}")
+            yield f"two ranks must equal one: {place} differs after {seen}; {_ON_RANKS}"
     if shared.error is not None:
         reason = " ".join(f"{shared.error}, {', '.join(getattr(shared.error, '__notes__', []))}".split())
         known = isinstance(shared.error, ConfigurationError)
-        raise Violated(f"a run must not stop on two ranks: {reason}" + ("" if known else f"; {_ON_RANKS}"))
-    _equal(usual, shared, "two ranks must equal one")
+        yield f"a run must not stop on two ranks: {reason}" + ("" if known else f"; {_ON_RANKS}")
+    yield from _unequal(usual, shared, "two ranks must equal one")
     return "equal bit for bit on two ranks"
 
 
 @rule("draw from cohort.generators or the global generator of the hook")
-def observers(trials: Trials) -> str:
+def observers(trials: Trials) -> Violations:
     """Check that a callback that only reads state and draws random numbers does not change the run.
 
     The callback draws from the global generators and from the method's generators.
     """
-    _equal(trials.run(), trials.run(observed=True), "callbacks that watch and draw must not change the run")
+    watched = trials.run(observed=True)
+    yield from _unequal(trials.run(), watched, "callbacks that watch and draw must not change the run")
     return "callbacks that watch and draw random numbers do not change the run"
 
 
-@rule("identify a client by cohort.client_ids, not by its row")
-def client_numbers(trials: Trials) -> str:
+@rule("identify a client by cohort.client_ids, not by its row", "attackers are chosen by client number")
+def client_numbers(trials: Trials) -> Violations:
     """Check that renumbering clients changes neither the server nor a client's memory.
 
     The rule does not apply to attacks, because attackers are chosen by number.
     """
-    if trials.make().role == "attack":
-        raise NotApplicable("attackers are chosen by client number")
     usual = trials.run()
     if difference(_outcome(usual), _outcome(trials.run(seed=1))) is not None:
         raise NotApplicable("the method depends on the seed, so its draws may depend on client numbers")
     demand = "renumbered clients must give the same run"
-    return f"renumbering changes only numbers ({_close(usual, relabelled(trials), demand, renamed_memory_apart)})"
+    gap = yield from _differing(usual, relabelled(trials), demand, renamed_memory_apart)
+    return f"renumbering changes only numbers ({gap})"
 
 
 def beside_fedavg(trials: Trials) -> str:
@@ -629,7 +585,7 @@ def beside_fedavg(trials: Trials) -> str:
     distance in FedAvg.
     """
     run, plain = trials.run(), trials.run(bare=True)
-    first, second = ([(x.policy, x.start, x.sent, x.server) for x in one.rounds] for one in (run, plain))
+    first, second = ([(x.treatments, x.start, x.sent, x.server) for x in one.rounds] for one in (run, plain))
     if difference(first, second) is None:
         return "training equals FedAvg bit for bit: the method changes no state"
     squares = [
@@ -642,8 +598,8 @@ def beside_fedavg(trials: Trials) -> str:
     return f"clients move {(squares[0] / squares[1]) ** 0.5:.4g} times as far from the server in round 1"
 
 
-def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> None:
-    """Check that a disturbance of one client does not affect the other clients in a given round."""
+def _reached(trials: Trials, disturbance: Disturbance, number: int) -> Iterator[str]:
+    """Yield what a disturbance of one client changes at the other clients in a given round."""
     first, second = (run.rounds[number - 1] for run in (trials.run(), trials.run(disturbance=disturbance)))
     kind = " or ".join(disturbance.what) + (" state" if disturbance.what != ("data",) else "")
     for client in (client for client in first.clients if client != disturbance.client):
@@ -651,23 +607,23 @@ def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> 
             ("starts from", first.start, second.start),
             ("sends", first.sent, second.sent),
         ):
-            wrong = difference(first.row(rows, client), second.row(others, client))
-            if wrong:
-                raise Violated(
+            if wrong := difference(first.row(rows, client), second.row(others, client)):
+                yield (
                     f"a client's {kind} must not affect other clients: that of client {disturbance.client} in round "
-                    f"{disturbance.round} changes {wrong}, which client {client} {verb} in round {number}"
+                    f"{disturbance.round} changes {wrong}, which client {client} {verb} in {first}"
                 )
 
 
-def _close(first: Run, second: Run, demand: str, compare_memory: Any = memory_apart) -> str:
+def _differing(first: Run, second: Run, demand: str, compare_memory: Any = memory_apart) -> Violations:
     worst = 0.0
-    for number, (one, two) in enumerate(zip(first.rounds, second.rounds, strict=True), 1):
-        for whose, (gap, place) in (
-            ("the server", distance(one.server, two.server)),
-            ("the method's memory", compare_memory(one, two)),
-        ):
+    for one, two in zip(first.rounds, second.rounds, strict=True):
+        gaps = {
+            "the server": distance(one.server, two.server),
+            "the method's memory": compare_memory(one, two),
+        }
+        for whose, (gap, place) in gaps.items():
             if not gap <= TOLERANCE:
-                raise Violated(f"{demand}: {place} of {whose} differs by {gap:.2g} after round {number}")
+                yield f"{demand}: {place} of {whose} differs by {gap:.2g} after {one}"
             worst = max(worst, gap)
     return f"distance {worst:.1g}"
 
@@ -682,9 +638,7 @@ def _outcome(run: Run) -> dict[str, object]:
     }
 
 
-def _equal(first: Run, second: Run, demand: str) -> None:
-    place = difference(_outcome(first), _outcome(second))
-    if place is not None:
+def _unequal(first: Run, second: Run, demand: str) -> Iterator[str]:
+    if place := difference(_outcome(first), _outcome(second)):
         gap, name = distance(first.rounds[-1].server, second.rounds[-1].server)
-        size = f"model {name} differs by {gap:.2g}" if gap else f"{place} differs"
-        raise Violated(f"{demand}: {size}")
+        yield f"{demand}: " + (f"model {name} differs by {gap:.2g}" if gap else f"{place} differs")

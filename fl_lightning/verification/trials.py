@@ -1,4 +1,4 @@
-"""Runs of one method in many set-ups, and two callbacks: one observes a run, one disturbs it."""
+"""Runs of one method in many set-ups, and a callback that reads and draws."""
 
 import random
 import warnings
@@ -37,7 +37,7 @@ Each client is absent at least once. Some clients return in a different row of t
 """
 
 
-class Observer(FederatedCallback):
+class ReadsAndDraws(FederatedCallback):
     """Callback whose hooks read all state and draw random numbers.
 
     The hooks draw from the global generators and from generators that are attributes of ``method``.
@@ -61,33 +61,6 @@ class Observer(FederatedCallback):
 
     on_round_start = on_after_local_backward = on_local_step_end = look
     on_before_aggregate = on_after_aggregate = on_round_end = look
-
-
-class Disturb(FederatedCallback):
-    """Callback that changes one client's state after its local steps.
-
-    The callback's hook must be called before the hooks of the method under test.
-    """
-
-    def __init__(self, disturbance: Disturbance) -> None:
-        self.disturbance = disturbance
-
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Add a constant to one client's state in the round of the disturbance."""
-        client, round_number, what, _ = self.disturbance
-        if cohort.round != round_number or client not in cohort.client_ids:
-            return
-        blocks = {**cohort.params.blocks, **cohort.buffers.blocks}
-        held = [
-            block
-            for name, block in blocks.items()
-            if cohort.treatment(name) in what and not name.startswith("scratch")
-        ]
-        for key in cohort.optimizer_state_keys if "optimizer" in what else []:
-            held += cohort.optimizer_state(key).blocks.values()
-        for block in held:
-            if block.dtype != torch.bool:
-                block[cohort.client_ids.index(client)] += 0.25 if block.is_floating_point() else 100
 
 
 @cache
@@ -140,6 +113,11 @@ class Trials:
         self.make, self.folder, self.settings = make, folder, dict(settings or {})
         self._data: dict[str, Any] = self.settings.pop("data", {})
         self._runs: dict[frozenset[tuple[str, Any]], Run] = {}
+
+    @property
+    def is_attack(self) -> bool:
+        """Whether the method is an attack."""
+        return self.make().role == "attack"
 
     def attempt(self, **setup: Any) -> Run:
         """Return the run of a set-up, even if an exception stopped the run.
@@ -204,7 +182,7 @@ class Trials:
                 data.
             batch_sizes: Batch size of each client; None for equal sizes.
             norm: Kind of the model's normalization layers: Batch or Group Normalization.
-            observed: Whether an :class:`Observer` runs before and after the method.
+            observed: Whether a :class:`ReadsAndDraws` runs before and after the method.
             disturbance: Change of one client's data or state, or of the method's memory, if any.
             ranks: Number of ranks.
             resume: Checkpoint from which the run resumes, if any.
@@ -212,21 +190,17 @@ class Trials:
             module: Settings of ``FederatedModule``.
         """
         method = None if bare else self.make()
-        usual = {"model": reference_model(norm), "executor": SequentialExecutor(), **_MODULE}
-        run = Run(**{**usual, **module, **deepcopy(self.settings)})
+        default = {"model": reference_model(norm), "executor": SequentialExecutor(), **_MODULE}
+        run = Run(**{**default, **module, **deepcopy(self.settings)})
         if method is not None:
             # the seed of the new layers' weights is the same in all runs
             extend_model(run.model, [method], seed=0)
         run.script, run.method, run.rounds = script, method, []
+        run.disturbance = disturbance
+        run.usual = self.run().rounds if disturbance and disturbance.replayed else ()
         callbacks: list[L.Callback] = [] if method is None else [method]
-        if disturbance is not None:
-            run.disturbance = disturbance
-            if disturbance.replayed:
-                run.usual = self.run().rounds
-            if disturbance.what not in (("data",), ("memory",)):
-                callbacks.insert(0, Disturb(disturbance))
         if observed:
-            callbacks = [Observer(method), *callbacks, Observer(method)]
+            callbacks = [ReadsAndDraws(method), *callbacks, ReadsAndDraws(method)]
         if folder is not None:
             callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
         trainer: dict[str, Any] = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}

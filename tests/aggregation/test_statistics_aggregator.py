@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import blobs, distance, small_cnn, train
 
-from fl_lightning import ConfigurationError
+from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.aggregation import (
     NNM,
     GeometricMedian,
@@ -134,10 +134,19 @@ def test_second_moments_are_refused_where_nothing_is_added_between_clients():
         match=r"second_moment needs a method that adds the variance between clients, such as FBN",
     ):
         StatisticsAggregator(Median(), "second_moment")([statistics(between=0.0)])
-    with pytest.raises(
-        ConfigurationError, match=r"model.statistics_domain: 'log' must be one of variance, log_variance"
-    ):
-        StatisticsAggregator(Median(), "log")
+
+
+@pytest.mark.parametrize(
+    ("setting", "choices"),
+    [
+        ({"statistics_domain": "log"}, "statistics_domain: 'log' must be one of variance, log_variance"),
+        ({"weighting": "size"}, "weighting: 'size' must be one of examples, uniform, samples"),
+        ({"on_divergence": None}, "on_divergence: None must be one of error, record, drop"),
+    ],
+)
+def test_a_wrong_choice_is_refused_in_python_too(setting, choices):
+    with pytest.raises(ConfigurationError, match=rf"^FederatedModule\.{choices}"):
+        FederatedModule(small_cnn(), **setting)
 
 
 TEN = {"num_clients": 10, "sizes": (16,)}

@@ -39,7 +39,8 @@ PARTS = {
     "RunStart",  # likewise
     "Companion",  # of the verification
     "FoundFreezing",  # a base of methods
-    "BatchNormReport",  # a base of observers
+    "Observer",  # a base of observers
+    "BatchNormReport",  # likewise
 }
 """What belongs to a class that can be named, or to the program."""
 

@@ -98,7 +98,7 @@ class SharedMemory(MaintainedMomentum):
         return {}
 
 
-@fails("observers", "clients own state")
+@fails("observers")
 class CountsItsNeighbours(NoisyGradients):
     """Does something else where another callback runs beside it."""
 
