@@ -8,12 +8,15 @@ from fl_lightning.round.context import RunContext
 from fl_lightning.round.hooks import call_skipped, end_round
 from fl_lightning.round.reports import log_round, log_skipped_round
 from fl_lightning.round.server_update import converge_spectral_norm, update_server
-from fl_lightning.round.survivors import RoundSkipped, check_aggregate, check_updates, leave_out
+from fl_lightning.round.survivors import RoundSkipped, check_aggregate, check_updates, leave_out, too_few
 from fl_lightning.round.trained import mark_trained
 
 
 def communication_round(run: RunContext) -> None:
     """Run a round: broadcast, local steps, aggregation, server step."""
+    run.clock.start()
+    if not run.plan.cohort(run.round):
+        raise too_few(run, len(run.plan.reporting(run.round)))
     cohort = run.start_round()
     run.call_hook("on_round_start", cohort)
     part = cohort.part()  # the clients that this rank computes

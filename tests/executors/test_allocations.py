@@ -102,9 +102,9 @@ CASES = {
     "images in memory": ({}, [], NUMBERS),
     "frozen BN": ({}, [FixBN(freeze_round=1)], NUMBERS),
     "adam": ({"client_optimizer": partial(torch.optim.Adam, lr=0.01)}, [], NUMBERS),
-    "fedprox": ({}, [FedProx()], NUMBERS | {"cohort.updates", "hooks.call"}),
-    "scaffold": ({}, [SCAFFOLD()], NUMBERS | {"hooks.call"}),
-    "clipping": ({}, [ClientGradientClipping(max_norm=1.0)], NUMBERS | {"hooks.call"}),
+    "fedprox": ({}, [FedProx()], NUMBERS | {"cohort.updates", "context.call_hook"}),
+    "scaffold": ({}, [SCAFFOLD()], NUMBERS | {"context.call_hook"}),
+    "clipping": ({}, [ClientGradientClipping(max_norm=1.0)], NUMBERS | {"context.call_hook"}),
     # batches of separate data loaders are stacked
     "loaders": ({"model": BN, "data": blobs}, [], NUMBERS | {"batches.stack"}),
     # the state of clients and parameters that rest is saved
@@ -136,8 +136,8 @@ def test_a_local_step_allocates_only_what_is_listed_and_reads_no_tensor(name):
 
 
 def test_a_method_that_allocates_or_reads_is_found():
-    assert "hooks.call" in watched({}, [Copies()]).allocates
-    assert watched({}, [Reads()]).reads == {"hooks.call"}
+    assert "context.call_hook" in watched({}, [Copies()]).allocates
+    assert watched({}, [Reads()]).reads == {"context.call_hook"}
 
 
 class Adds(FederatedCallback):
