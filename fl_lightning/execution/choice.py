@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fl_lightning.execution.base import ClientTask, Executor
-from fl_lightning.execution.compiling import custom_layer, is_custom
+from fl_lightning.execution.compiling import custom_layer, decide, is_custom
 from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
@@ -88,7 +88,8 @@ def decide_compilation(
     Returns:
         Whether the passes are compiled.
     """
-    choices = ranks.exchange(lambda: executor.decide_compilation(task, client_steps, batch, before))
+    setting = executor.compile if isinstance(executor, SequentialExecutor) else False
+    choices = ranks.exchange(lambda: decide(setting, task, client_steps, batch, before))
     executor.compilation = next((choice for choice in choices if not choice.compiled), choices[0])
     return executor.compilation.compiled
 

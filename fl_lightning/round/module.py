@@ -505,11 +505,11 @@ class FederatedModule(Recorded, RunContext):
             raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
         self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         locate(checkpoint.get("callbacks"), self._trainer and self._trainer.ckpt_path)
-        self.total_rounds, self._parts = state["total_rounds"], state.get("parts")
+        self.total_rounds, self._parts = state["total_rounds"], state["parts"]
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])
-        self._left_out = state.get("left_out", {})
-        self.evaluation.kept = state.get("kept", {})
+        self._left_out = state["left_out"]
+        self.evaluation.kept = state["kept"]
         if self._trainer is not None:
             self._check_data(checkpoint["global_step"])
         self._call_own("on_load_checkpoint", checkpoint)
@@ -519,17 +519,15 @@ class FederatedModule(Recorded, RunContext):
 
         An evaluation checks only data that are drawn from the clients' samples or scaled by them.
         """
-        trainer, known = self.trainer, True
+        trainer = self.trainer
         path, command = str(trainer.ckpt_path), trainer.state.fn
         if command == TrainerFn.FITTING:
             digests = self.data.fingerprint()
-            known = self.record.go_on_with(digests, path, round_number, accept=self.accept_data)
+            self.record.go_on_with(digests, path, round_number, accept=self.accept_data)
         elif isinstance(data := trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]  # set by the trainer
             split = data.fit_split if command == TrainerFn.VALIDATING else "test"
             predicts = command == TrainerFn.PREDICTING
-            known = self.record.evaluate_on(data, split, path, accept=self.accept_data, predicts=predicts)
-        if not known:
-            self.print(f"checkpoint {path} has no record of its data; the data of this run may differ")
+            self.record.evaluate_on(data, split, path, accept=self.accept_data, predicts=predicts)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
         """Return the state of the server model. Other state of this module is not included."""
