@@ -24,7 +24,6 @@ A state may be the sum over several batches.
 """
 
 _COUNTS, _LOSS = "task's counts", "task's loss"
-_COMMON = -1  # batch number for batches that every rank evaluates
 
 
 class ServerEvaluation:
@@ -55,12 +54,10 @@ class ServerEvaluation:
 
     def start(self) -> None:
         """Reset all sums for a new evaluation."""
-        self._common: _Entries = {}
-        self._of_rank: _Entries = {}
-        self._of_all_ranks: list[_Entries] = []
-        self._batch, self._is_new = _COMMON, True
+        self._entries: _Entries = {}
+        self._batch = 0
         self._failure: Exception | None = None
-        self._ranks: Ranks | None = None
+        self._ranks: Ranks | None = None  # the ranks that have divided the batches
 
     def divide(
         self,
@@ -99,8 +96,6 @@ class ServerEvaluation:
             if ranks.size == 1:
                 raise
             self._failure = error  # the method finish raises this error on all ranks
-        finally:
-            self._batch = _COMMON
 
     def update(
         self,
@@ -112,8 +107,8 @@ class ServerEvaluation:
     ) -> None:
         """Add a batch to the evaluation, without waiting for the GPU.
 
-        In :meth:`divide`, only one rank calls this method for a batch. In all other places, all
-        ranks must call this method.
+        If :meth:`divide` calls this method, it divides all batches of the evaluation. Otherwise, all
+        ranks must call this method for each batch.
 
         Args:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
@@ -124,7 +119,6 @@ class ServerEvaluation:
             weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 0 for ignored
                 targets, 1 for all other targets.
         """
-        self._is_new = True
         self._task = task = task or self._task
         scores = task.scores(outputs)
         counts = task.count(scores, targets)
@@ -141,23 +135,19 @@ class ServerEvaluation:
         if task.measured:
             found |= measure(task.measured, *task.measurable(scores, targets))
         for name, state in found.items():
-            entries = (self._common if self._batch == _COMMON else self._of_rank).setdefault(name, [])
+            entries = self._entries.setdefault(name, [])
             if entries and (name == _COUNTS or (name != _LOSS and sums_integers(task.measured[name]))):
                 state = _sum([entries.pop()[1], state])
             entries.append((self._batch, state))
 
     def finish(self) -> dict[str, float]:
-        """Return the metrics of all batches since :meth:`start`. All ranks must call this method.
-
-        A second call without new batches returns the same metrics.
-        """
+        """Return the metrics of all batches since :meth:`start`. All ranks must call this method."""
         finish_together([self])
         return self.metrics
 
-    def _conclude(self) -> None:
-        self._is_new = False
+    def _conclude(self, of_ranks: Iterable[_Entries]) -> None:
         whole: _Entries = {}
-        for part in move_data_to_device([self._common, *self._of_all_ranks], "cpu"):
+        for part in of_ranks:
             for name, entries in part.items():
                 whole.setdefault(name, []).extend(entries)
         # a stable sort gives all ranks the same order of the batches
@@ -178,22 +168,20 @@ class ServerEvaluation:
     def _share(self) -> _Entries:
         if self._failure is not None:
             raise self._failure
-        shared: _Entries = move_data_to_device(self._of_rank, "cpu")
+        shared: _Entries = move_data_to_device(self._entries, "cpu")
         return shared
 
 
 def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
     """Finish several evaluations. The ranks exchange the results of all evaluations at once."""
     divided = [evaluation for evaluation in evaluations if evaluation._ranks is not None]
+    of_ranks: dict[ServerEvaluation, Iterable[_Entries]] = {}
     if divided:
         assert divided[0]._ranks is not None
         parts = divided[0]._ranks.exchange(lambda: [evaluation._share() for evaluation in divided])
-        for evaluation, totals in zip(divided, zip(*parts, strict=True), strict=True):
-            evaluation._of_all_ranks += totals
-            evaluation._of_rank, evaluation._ranks, evaluation._is_new = {}, None, True
+        of_ranks = dict(zip(divided, zip(*parts, strict=True), strict=True))
     for evaluation in evaluations:
-        if evaluation._is_new:
-            evaluation._conclude()
+        evaluation._conclude(of_ranks.get(evaluation) or [evaluation._share()])
 
 
 def _sum(states: Iterable[Counts]) -> Counts:

@@ -54,7 +54,6 @@ def check_first_steps(run: RunContext) -> None:
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
     policy = resolve_policy(run.federated_callbacks, run.round, run.planned_rounds)
-    _refuse_hooks(run.model)
     assert isinstance(run, nn.Module)
     with isolate_rng(), _restored(run):
         freeze_statistics(run.model, run.tracking_layers, treatments(run.model, policy))
@@ -196,15 +195,6 @@ def _refuse_kept(run: RunContext) -> None:
                     f"model: {type(part).__name__} keeps a tensor of a step in the attribute {name!r}, which {type(run.executor).__name__} "
                     "cannot do for several clients at once; use SequentialExecutor"
                 )
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigurationError(
-                f"model: {name!r} has a gradient hook, which clients' copies of the parameter do not call; change gradients in a "
-                "method's on_after_local_backward"
-            )
 
 
 def _refuse_memory(run: Any, written: Sequence[str], batches: Sequence[Any]) -> None:

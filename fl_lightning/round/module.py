@@ -175,10 +175,6 @@ class FederatedModule(Recorded, RunContext):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if isinstance(model, torch.jit.ScriptModule):
-            raise ConfigurationError(
-                f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
-            )
         check_layers(model)
         client_module: ClientModule | None = client_module_of(model)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

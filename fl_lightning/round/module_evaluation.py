@@ -70,7 +70,6 @@ class ModuleEvaluation(ServerEvaluation):
     def start(self) -> None:
         """Start a new evaluation."""
         super().start()
-        self._is_new = False
         self._values: LoggedValues | None = None
         self._held: MetricStates = {}
         self._parts: list[dict[str, float]] = []
@@ -146,6 +145,9 @@ class ModuleEvaluation(ServerEvaluation):
             known = {name: [part[name] for part in self._parts if name in part] for name in names}
             self.metrics = {name: sum(values) / len(values) for name, values in known.items()}
         return self.metrics
+
+    def _conclude(self, of_ranks: Any) -> None:
+        """Keep the metrics that the module has logged."""
 
     def _end(self) -> None:
         assert self._values is not None

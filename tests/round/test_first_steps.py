@@ -629,7 +629,7 @@ REFUSED = {
     "a parameter replaced": (Codebook, SequentialExecutor, "'head.bias' differs from plain PyTorch"),
     "a buffer that grows": (Growing, SequentialExecutor, r"the forward pass changes the shape of 'seen' from \[1\] to \[3\]"),
     "parameters without gradient": (Momentum, SequentialExecutor, "changes 'slow.weight' of the server's model"),
-    "a hook on a gradient": (Hooked, SequentialExecutor, "'head.weight' has a gradient hook"),
+    "a hook on a gradient": (Hooked, SequentialExecutor, "'head.weight' differs from plain PyTorch"),
     "a count in an attribute": (Warming, SequentialExecutor, "attribute 'model.calls'"),
     "a count that waits": (Waiting, SequentialExecutor, "attribute 'model.calls'"),
     "a count at once": (Waiting, VectorizedExecutor, "attribute 'model.calls'"),
