@@ -22,7 +22,7 @@ from fl_lightning.cohort.parts import treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import client_losses
-from fl_lightning.execution.joint import joint_executor
+from fl_lightning.execution.vectorized import joint_executor
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext

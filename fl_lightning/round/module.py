@@ -41,7 +41,7 @@ from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.metrics import MetricSetting, check_names, keep_states_apart, make_metrics
 from fl_lightning.round.module_evaluation import ModuleEvaluation, _ModuleTask
-from fl_lightning.round.outputs import OutputCheck
+from fl_lightning.round.outputs import check_before_training, check_outputs
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
 from fl_lightning.round.policy import check_together, declared_parts
 from fl_lightning.round.record import RunRecord
@@ -244,7 +244,7 @@ class FederatedModule(Recorded, RunContext):
         self.label_weights = LabelWeights(loss, self.task)
         usual = (type(self).evaluate_batch, type(self).client_loss)
         own = usual != (FederatedModule.evaluate_batch, FederatedModule.client_loss)
-        self.output_check = OutputCheck(not own and client_module is None)
+        self._has_scores = not own and client_module is None
         self.executor_choice: Choice | None = None
         self.accept_data = False
         self.merged: dict[str, Tensor] = {}
@@ -399,7 +399,8 @@ class FederatedModule(Recorded, RunContext):
         """Check metrics and outputs, and record digests of the data."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
-        self.output_check.before_training(self)
+        if self._has_scores:
+            check_before_training(self)
         self._call_own("on_train_start")
         self.record.data = self.record.data or self.data.fingerprint()
         self._unchecked = self.check_first_steps
@@ -579,7 +580,9 @@ class FederatedModule(Recorded, RunContext):
                 self.client_module.evaluate("validation", batch, 0, None, LoggedValues())
             return
         inputs, targets = batch
-        self.output_check.check(self, outputs := self.model(inputs), targets)
+        outputs = self.model(inputs)
+        if self._has_scores:
+            check_outputs(self, outputs, targets)
         loss = self.loss(outputs, targets)
         targets, weights = self.label_weights.of(outputs, targets, self.task.ignored)
         evaluation.update(outputs, targets, loss, self.task, weights)

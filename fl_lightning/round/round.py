@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import doing
-from fl_lightning.execution.joint import joint_executor
+from fl_lightning.execution.vectorized import joint_executor
 from fl_lightning.randomness import derive_seed, isolated, seed_global
 from fl_lightning.round.communication import (
     Communication,

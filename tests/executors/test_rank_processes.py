@@ -163,17 +163,17 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works()
 @pytest.mark.parametrize("met", [False, True], ids=["before the others", "among the others"])
 @pytest.mark.parametrize("raises", [False, True], ids=["killed", "raises"])
 def test_a_rank_that_ends_before_it_has_met_the_others_ends_the_run(met, raises, monkeypatch):
-    find, before = CohortStrategy._find_others, children()
+    join, before = CohortStrategy._join, children()
 
     def end(strategy):
-        found = find(strategy) if met or strategy.global_rank != 1 else None
+        if met or strategy.global_rank != 1:
+            join(strategy)
         if strategy.global_rank == 1:
             if raises:
                 raise ConfigurationError("my own mistake")
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
 
-    monkeypatch.setattr(CohortStrategy, "_find_others", end)
+    monkeypatch.setattr(CohortStrategy, "_join", end)
     expected = "my own mistake" if raises else r"rank 1 \(process \d+\) has ended.*memory was short"
     with pytest.raises(ConfigurationError, match=expected):
         train(3)
