@@ -24,6 +24,7 @@ A state may be the sum over several batches.
 """
 
 _COUNTS, _LOSS = "task's counts", "task's loss"
+_COMMON = -1  # batch number for batches that every rank evaluates
 
 
 class ServerEvaluation:
@@ -54,8 +55,9 @@ class ServerEvaluation:
 
     def start(self) -> None:
         """Reset all sums for a new evaluation."""
-        self._entries: _Entries = {}
-        self._batch = 0
+        self._common: _Entries = {}
+        self._of_rank: _Entries = {}
+        self._batch = _COMMON
         self._failure: Exception | None = None
         self._ranks: Ranks | None = None  # the ranks that have divided the batches
 
@@ -96,6 +98,8 @@ class ServerEvaluation:
             if ranks.size == 1:
                 raise
             self._failure = error  # the method finish raises this error on all ranks
+        finally:
+            self._batch = _COMMON
 
     def update(
         self,
@@ -107,8 +111,8 @@ class ServerEvaluation:
     ) -> None:
         """Add a batch to the evaluation, without waiting for the GPU.
 
-        If :meth:`divide` calls this method, it divides all batches of the evaluation. Otherwise, all
-        ranks must call this method for each batch.
+        In :meth:`divide`, only one rank calls this method for a batch. In all other places, all
+        ranks must call this method.
 
         Args:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
@@ -135,7 +139,7 @@ class ServerEvaluation:
         if task.measured:
             found |= measure(task.measured, *task.measurable(scores, targets))
         for name, state in found.items():
-            entries = self._entries.setdefault(name, [])
+            entries = (self._common if self._batch == _COMMON else self._of_rank).setdefault(name, [])
             if entries and (name == _COUNTS or (name != _LOSS and sums_integers(task.measured[name]))):
                 state = _sum([entries.pop()[1], state])
             entries.append((self._batch, state))
@@ -147,7 +151,7 @@ class ServerEvaluation:
 
     def _conclude(self, of_ranks: Iterable[_Entries]) -> None:
         whole: _Entries = {}
-        for part in of_ranks:
+        for part in move_data_to_device([self._common, *of_ranks], "cpu"):
             for name, entries in part.items():
                 whole.setdefault(name, []).extend(entries)
         # a stable sort gives all ranks the same order of the batches
@@ -168,7 +172,7 @@ class ServerEvaluation:
     def _share(self) -> _Entries:
         if self._failure is not None:
             raise self._failure
-        shared: _Entries = move_data_to_device(self._entries, "cpu")
+        shared: _Entries = move_data_to_device(self._of_rank, "cpu")
         return shared
 
 
@@ -181,7 +185,7 @@ def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
         parts = divided[0]._ranks.exchange(lambda: [evaluation._share() for evaluation in divided])
         of_ranks = dict(zip(divided, zip(*parts, strict=True), strict=True))
     for evaluation in evaluations:
-        evaluation._conclude(of_ranks.get(evaluation) or [evaluation._share()])
+        evaluation._conclude(of_ranks.get(evaluation, ()))
 
 
 def _sum(states: Iterable[Counts]) -> Counts:

@@ -147,6 +147,16 @@ class Classification(Task):
                 f"model.task: Classification takes labels, but the targets {[*targets.shape]} are {targets.dtype}; write "
                 "labels as integers (1, not 1.0), or set model.task to a task of your own (docs/metrics.md)"
             )
+        if (
+            isinstance(outputs, Tensor)
+            and outputs.dim() > 2
+            and targets.dim() == 1
+            and not targets.is_floating_point()
+        ):
+            raise ConfigurationError(
+                f"model.model: scores {[*outputs.shape]} are per pixel, but the labels {[*targets.shape]} are per image; use a "
+                "model that classifies images, such as LeNet or ResNet8, or data with a label for each pixel"
+            )
         return cross_entropy(outputs, targets, ignore_index=self.ignored)
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
