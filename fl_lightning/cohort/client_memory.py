@@ -90,12 +90,6 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     def __contains__(self, client: object) -> bool:
         return client in self._entries or client in self._sums
 
-    def setdefault(self, client: int, default: Any = MappingProxyType({})) -> Mapping[str, Tensor]:
-        """Return a client's entry. If the entry is missing, first store the default."""
-        if client not in self:
-            self[client] = default
-        return self[client]
-
     def __iter__(self) -> Iterator[int]:
         return iter({**self._entries, **self._sums})
 

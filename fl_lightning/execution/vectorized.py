@@ -71,7 +71,6 @@ class VectorizedExecutor(Executor):
         losses: list[Tensor] = []
         while done < len(rows):
             size = min(self.block_size or len(rows), self._largest or len(rows), len(rows) - done)
-            one_by_one = False
             try:
                 stack = self._stacked(batch)
                 # clone: a block that is repeated needs the same batch
@@ -90,11 +89,11 @@ class VectorizedExecutor(Executor):
                 if str(reason) not in self._warned:
                     self._warned.add(str(reason))
                     _log.warning("one client after the other: %s", reason)
-                one_by_one, size = True, len(rows) - done
-            if one_by_one:  # outside of the try block, which must not catch errors here
-                rest = BatchStack(batches=batch.batches()[done:])
-                losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
+                break
             done += size
+        if done < len(rows):
+            rest = BatchStack(batches=batch.batches()[done:])
+            losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def clients_together(self, clients: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
+from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
@@ -123,12 +124,9 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
 
 def _rate(cohort: RoundCohort) -> float:
     """Return the learning rate for which the norm of a step is a tenth of the parameters' norm."""
-    blocks = [
-        (cohort.params.blocks[n].double(), cohort.grads.blocks[n].double()) for n in cohort.trained_blocks
-    ]
     length, slope = (
-        float(torch.stack([x.square().sum() for x in side]).sum().sqrt())
-        for side in zip(*blocks, strict=True)
+        float(get_total_norm([rows.blocks[name].double() for name in cohort.trained_blocks]))
+        for rows in (cohort.params, cohort.grads)
     )
     rate = _MOVE * max(length, 1.0) / slope if slope else 0.0
     return rate if 0 < rate < float("inf") else _MOVE

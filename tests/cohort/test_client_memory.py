@@ -196,8 +196,9 @@ def entry(client, round_number):
 
 def test_an_entry_is_replaced_as_a_whole_and_cannot_be_changed_in_place():
     memory = ClientMemory({2: entry(2, 0)})
+    memory[3] = {}
     with pytest.raises(TypeError, match="does not support item assignment"):
-        memory.setdefault(3, {})["a"] = torch.ones(1)
+        memory[3]["a"] = torch.ones(1)
     memory[3] = {**memory[3], "a": torch.ones(1)}
     assert memory[3]["a"] == 1
     del memory[2]
