@@ -108,16 +108,3 @@ def round_communication(
         communication.count(method, callback.extra_traffic(cohort), size)
         communication.exchanges += callback.extra_exchanges(cohort)
     return communication
-
-
-def skipped_communication(size: int, sent: Mapping[str, tuple[Mapping[int, UpDown], int]]) -> Communication:
-    """Return the traffic of a skipped round.
-
-    Args:
-        size: Bytes of a float.
-        sent: Results of ``on_round_skipped`` by method name.
-    """
-    communication = Communication(exchanges=sum(number for _, number in sent.values()))
-    for method, (traffic, _) in sent.items():
-        communication.count(method, traffic, size)
-    return communication

@@ -44,16 +44,6 @@ def configure_batch_norm(run: RunContext, methods: Iterable[Any]) -> None:
             )
 
 
-def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
-    """Call ``on_round_skipped`` of every method, and return the results by method name."""
-    sent = {}
-    for method in run.federated_callbacks:
-        name = f"{type(method).__name__}.on_round_skipped"
-        with run.clock.part("callbacks"), doing(f"{name}, round {run.round}"):
-            sent[type(method).__name__] = method.on_round_skipped(run.trainer, run)
-    return sent
-
-
 def open_memories(run: RunContext) -> None:
     """Set the folders in which methods store the state of clients."""
     for name, memory in memories(run.federated_callbacks).items():

@@ -22,8 +22,9 @@ from fl_lightning.client_module.metric_states import MetricObjects
 from fl_lightning.cohort.client_memory import locate, saved
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.execution.base import Executor
-from fl_lightning.execution.choice import Choice, choose_executor, decide_compilation
+from fl_lightning.execution.base import Compilation, Executor
+from fl_lightning.execution.choice import Choice, choose_executor
+from fl_lightning.execution.compiling import decide
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.models.checks import check_layers
 from fl_lightning.models.dropout import convert_dropout
@@ -383,14 +384,21 @@ class FederatedModule(Recorded, RunContext):
                 Choice(SequentialExecutor(), reason) if alone else choose_executor(self, len(clients))
             )
             self.executor = self.executor_choice.executor
-        self.record.compiled = decide_compilation(
-            self,
-            self.executor,
-            self.ranks,
-            rounds * sum(steps),
-            lambda: self.planned_batches(usual, clients[:1], 0).batches()[0],
-            self.record.compiled,
-        )
+        setting = self.executor.compile if isinstance(self.executor, SequentialExecutor) else False
+
+        def decided() -> Compilation:
+            return decide(
+                setting,
+                self,
+                rounds * sum(steps),
+                lambda: self.planned_batches(usual, clients[:1], 0).batches()[0],
+                self.record.compiled,
+            )
+
+        choices = self.ranks.exchange(decided)
+        # if one rank cannot compile, no rank compiles
+        self.executor.compilation = next((choice for choice in choices if not choice.compiled), choices[0])
+        self.record.compiled = self.executor.compilation.compiled
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}
         self._cohort = None

@@ -1,19 +1,12 @@
 """Communication round: FedAvg (McMahan et al. 2017) with FedOpt (Reddi et al. 2021)."""
 
-from collections.abc import Mapping
-
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import doing
 from fl_lightning.execution.vectorized import joint_executor
 from fl_lightning.randomness import derive_seed, isolated, seed_global
-from fl_lightning.round.communication import (
-    Communication,
-    UpDown,
-    round_communication,
-    skipped_communication,
-)
+from fl_lightning.round.communication import Communication, round_communication
 from fl_lightning.round.context import RunContext
-from fl_lightning.round.hooks import call_skipped, end_round
+from fl_lightning.round.hooks import end_round
 from fl_lightning.round.server_update import converge_spectral_norm, update_server
 from fl_lightning.round.survivors import RoundSkipped, check_aggregate, check_updates, leave_out, too_few
 from fl_lightning.round.trained import mark_trained
@@ -102,9 +95,19 @@ def skip_round(run: RunContext, skipped: RoundSkipped) -> None:
     for parameter in run.model.parameters():
         parameter.grad = None  # without gradients, the server optimizer changes no parameter
     run.server_step()
-    sent = call_skipped(run)
+    run.communication = Communication()
+    size = next(p for p in run.model.parameters() if p.requires_grad).element_size()
+    for method in run.federated_callbacks:
+        name = type(method).__name__
+        with run.clock.part("callbacks"), doing(f"{name}.on_round_skipped, round {run.round}"):
+            traffic, exchanges = method.on_round_skipped(run.trainer, run)
+        run.communication.count(name, traffic, size)
+        run.communication.exchanges += exchanges
     end_round(run)
-    _log_skipped_round(run, skipped.dropped, sent)
+    costs, times = run.communication.metrics(), run.clock.stop()
+    run.record.spend(times["time/round_s"], costs)
+    run.log_numbers({**costs, **times})
+    _log_clients(run, skipped.dropped, skipped=True)
 
 
 def _log_round(run: RunContext, cohort: RoundCohort) -> None:
@@ -128,24 +131,6 @@ def _log_round(run: RunContext, cohort: RoundCohort) -> None:
     rates = _learning_rates(run, cohort)
     run.log_numbers({**rates, **costs, **times, "time/samples_per_s": sum(cohort.samples) / seconds})
     _log_clients(run, len(run.plan.trained(run.round)[0]) - len(cohort), skipped=False)
-
-
-def _log_skipped_round(
-    run: RunContext, dropped: int, sent: Mapping[str, tuple[Mapping[int, UpDown], int]]
-) -> None:
-    """Log the traffic and the times of a skipped round.
-
-    Args:
-        run: The run.
-        dropped: Number of clients that were left out because of a non-finite update.
-        sent: Results of ``on_round_skipped`` by method name.
-    """
-    size = next(p for p in run.model.parameters() if p.requires_grad).element_size()
-    run.communication = skipped_communication(size, sent)
-    costs, times = run.communication.metrics(), run.clock.stop()
-    run.record.spend(times["time/round_s"], costs)
-    run.log_numbers({**costs, **times})
-    _log_clients(run, dropped, skipped=True)
 
 
 def _learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
