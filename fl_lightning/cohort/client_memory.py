@@ -179,21 +179,23 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             self._sums[client] = _sum(self._entries[client])
         return self._sums[client]
 
-    def _read(self, client: int) -> Mapping[str, Tensor]:
+    def _path(self, client: int) -> Path:
         assert self._source is not None
-        (name,) = _names({client: self._sums[client]})
+        return self._source / f"{client}-{self._sums[client]}.pt"
+
+    def _read(self, client: int) -> Mapping[str, Tensor]:
+        path = self._path(client)
         try:
-            entry = torch.load(self._source / name, weights_only=True)
+            entry = torch.load(path, weights_only=True)
             if _sum(entry) != self._sums[client]:
                 raise ValueError("wrong checksum")
         except Exception as error:  # noqa: BLE001  # torch raises many types for a damaged file
-            raise _damaged(self._source / name, error) from None
+            raise _damaged(path, error) from None
         return MappingProxyType(entry)
 
     def _write(self, client: int) -> None:
-        assert self._source is not None
-        (name,) = _names({client: self._sums[client]})
-        path, temporary, content = self._source / name, self._source / f"{client}.tmp", io.BytesIO()
+        path, content = self._path(client), io.BytesIO()
+        temporary = path.with_suffix(".tmp")
         if path.exists():  # the entry is the same as in an earlier round
             return
         torch.save({name: tensor.cpu() for name, tensor in self._entries[client].items()}, content)

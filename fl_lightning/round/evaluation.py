@@ -80,10 +80,7 @@ class ServerEvaluation:
                 restore the generators.
             turn: Number added to ``batch_idx`` before batches are divided among the ranks.
         """
-
-        def place() -> str:
-            return f"evaluating the server after round {run.trainer.global_step}, batch {batch_idx + 1}"
-
+        place = f"evaluating the server after round {run.trainer.global_step}, batch {batch_idx + 1}"
         ranks = self._ranks = run.ranks
         self._task = run.task
         if (batch_idx + turn) % ranks.size != ranks.rank or self._failure is not None:

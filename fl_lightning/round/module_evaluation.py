@@ -98,13 +98,10 @@ class ModuleEvaluation(ServerEvaluation):
         loaders = loader if isinstance(loader, list) else [loader]
         for number, batches in enumerate(loaders):
             self.loader, self._index = number if len(loaders) > 1 else None, 0
-            for batch in islice(batches, self._limit(number)):
+            limit = self._limits[number]
+            for batch in islice(batches, None if limit == inf else int(limit)):
                 evaluate(self._run.on_device(batch), self)
         return self.finish()
-
-    def _limit(self, loader: int) -> int | None:
-        limits = self._limits
-        return int(limits[loader]) if loader < len(limits) and limits[loader] != inf else None
 
     @property
     def _limits(self) -> Sequence[int | float]:

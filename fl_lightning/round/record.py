@@ -217,11 +217,8 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of the run and the newest metrics, to be saved in a checkpoint."""
-        saved = (name for name in vars(self) if not name.startswith("_"))
-        public = {name: copy(getattr(self, name)) for name in saved}
-        return {"row" if name == "metrics" else name: value for name, value in public.items()}
+        return {name: copy(value) for name, value in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the totals and the newest metrics of a checkpoint."""
-        for name, value in state.items():
-            setattr(self, "metrics" if name == "row" else name, value)
+        vars(self).update(state)
