@@ -74,7 +74,6 @@ class ModuleEvaluation(ServerEvaluation):
         self._held: MetricStates = {}
         self._parts: list[dict[str, float]] = []
         self._index = 0
-        self._last: int | None = None
         self.shown: set[str] = set()
         self.loader: int | None = None
 
@@ -112,10 +111,10 @@ class ModuleEvaluation(ServerEvaluation):
 
     def _step(self, batch: Any, batch_idx: int, loader: int | None) -> Any:
         by_client = self._run.data.evaluates_clients and loader is not None
-        if self._values is not None and by_client and loader != self._last:
+        if self._values is not None and by_client and loader != self._of_client:
             self._end()
         if self._values is None:
-            self._values, self._held, self._index = LoggedValues(), self._client.metrics.take(), batch_idx
+            self._values, self._held = LoggedValues(), self._client.metrics.take()
             self._of_client = loader if by_client else None
             attributes = vars(self._client.module).items()
             self._attributes = {name: value for name, value in attributes if not name.startswith("_")}
@@ -123,7 +122,6 @@ class ModuleEvaluation(ServerEvaluation):
             with self._client.collecting(self._values):
                 self._client.call(f"on_{self._kind}_start")
                 self._client.call(f"on_{self._kind}_epoch_start")
-        self._last = loader
         seed_everything(derive_seed(self._run.seed, "evaluation", self._run.trainer.global_step, batch_idx))
         self._index = batch_idx + 1
         return self._client.evaluate(
