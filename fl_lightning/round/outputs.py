@@ -1,7 +1,6 @@
 """Check that a model has one output per class. Losses silently accept additional outputs."""
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ def check_before_training(run: RunContext) -> None:
     if run.evaluation.metrics or (_classes(run) is None and not measured):
         return
     labelled: tuple[Any, Any] | None = None
-    clients, _ = replace(run.plan, failures=None).trained(1)
+    clients, _ = run.plan.usual().trained(1)
     with (
         isolate_rng(),
         suppress(Exception),  # round 1 raises these errors again
