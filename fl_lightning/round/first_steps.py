@@ -322,15 +322,10 @@ def _too_far(
     """Return the distances of tensors that differ by more than rounding, relative to their change."""
     rounding = _rounding(run)
     # a forward pass may have replaced a buffer by a single number
-    torchs = {
-        name: x.expand_as(executors[name]) if x.numel() == 1 and name in executors else x
-        for name, x in torchs.items()
-    }
-    moved = {
-        name: _distance(torchs[name], before[name])
-        for name in executors
-        if torchs[name].shape == before[name].shape
-    }
+    fits = [
+        name for name, x in executors.items() if torchs[name].numel() == 1 or torchs[name].shape == x.shape
+    ]
+    moved = {name: _distance(torchs[name], before[name]) for name in fits}
     parameters = {name for name, _ in run.model.named_parameters()}
     most = dict.fromkeys((True, False), 0.0)
     for name, length in moved.items():
@@ -338,7 +333,7 @@ def _too_far(
             most[name in parameters] = max(most[name in parameters], length)
     off = {}
     for name, value in executors.items():
-        if torchs[name].shape != value.shape:
+        if name not in moved:
             off[name] = float("inf")
             continue
         # tolerance for tensors that change only by rounding, such as a bias before BN
