@@ -10,10 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import Tensor
 
@@ -39,11 +36,7 @@ class CohortStrategy(ParallelStrategy):
 
     Args:
         timeout: Longest time to wait for another rank. Default: 30 minutes.
-        accelerator: The accelerator. The trainer sets this and all following arguments.
-        parallel_devices: Devices of this machine's ranks.
-        cluster_environment: Environment with the addresses and numbers of the ranks.
-        checkpoint_io: The plugin that writes checkpoints.
-        precision_plugin: The precision plugin.
+        kwargs: Arguments of Lightning's ``ParallelStrategy``, which the trainer sets.
 
     Attributes:
         ranks: The connected ranks. Outside of ``fit``, ``validate`` and ``test``, this is a single
@@ -55,16 +48,8 @@ class CohortStrategy(ParallelStrategy):
     is_distributed = True  # Lightning reads this attribute
     strategy_name = "cohort"
 
-    def __init__(
-        self,
-        timeout: timedelta = timedelta(minutes=30),
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+    def __init__(self, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.timeout = timeout
         self.num_nodes = 1
         self.ranks = Ranks()
