@@ -55,7 +55,6 @@ def check_first_steps(run: RunContext) -> None:
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
     policy = resolve_policy(run.federated_callbacks, run.round, run.planned_rounds)
-    assert isinstance(run, nn.Module)
     with isolate_rng(), _restored(run):
         freeze_statistics(run.model, run.tracking_layers, treatments(run.model, policy))
         before, attributes = _tensors(run.model), _attributes(run)
@@ -225,7 +224,7 @@ def _refuse_memory(run: Any, written: Sequence[str], batches: Sequence[Any]) -> 
         )
 
 
-def _attributes(run: nn.Module) -> dict[str, tuple[list[Any], list[Tensor]]]:
+def _attributes(run: RunContext) -> dict[str, tuple[list[Any], list[Tensor]]]:
     """Return the values in attributes of the model, the loss and the task, by name."""
     parts = {n: vars(x) for n, x in run.named_modules() if not isinstance(x, Metric | MetricCollection)}
     parts |= {"loss": {**getattr(run.loss, "__dict__", {}), "state": run.loss}, "task": vars(run.task)}
