@@ -199,7 +199,7 @@ class RunRecord:
         drawn = split in data.drawn_splits
         if not drawn and not data.scaled_by_training:
             return
-        trained = self.data["evaluation" if drawn else "training"]
+        trained = self.data.get("evaluation" if drawn else "training")
         given = data.evaluation_digest() if drawn else data.fingerprint()["training"]
         if (predicts or not accept) and trained != given:
             seed = self.description.get("seed_everything")
