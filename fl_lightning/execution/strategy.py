@@ -14,9 +14,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import Tensor
 
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.execution.choice import usable_cores
 from fl_lightning.execution.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
+_MORE_THAN_CORES = 8  # the number of ranks may exceed the number of cores by this number
 _POLL = 0.1  # seconds between checks whether a rank has ended
 
 
@@ -84,6 +87,12 @@ class CohortStrategy(ParallelStrategy):
         assert environment is not None
         environment.validate_settings(self.num_processes, self.num_nodes)
         if not environment.creates_processes_externally:
+            cores = usable_cores()
+            if self.root_device.type == "cpu" and self.num_processes > cores + _MORE_THAN_CORES:
+                raise ConfigurationError(
+                    f"trainer.devices: {self.num_processes} ranks are too many for {cores} CPU cores: each rank needs a core; "
+                    f"use {cores}, at most {cores + _MORE_THAN_CORES}"
+                )
             self._launcher: ForkLauncher | None = ForkLauncher(self)
 
     def setup_environment(self) -> None:
