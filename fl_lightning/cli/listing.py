@@ -21,8 +21,8 @@ from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.experiments.run.trainer import as_list
 from fl_lightning.folders import folder_of
 from fl_lightning.models.norm import NORMS
-from fl_lightning.round.declarations import Declarations
-from fl_lightning.round.hooks import configure_batch_norm, extend_model, in_order
+from fl_lightning.round.declarations import Declarations, in_order
+from fl_lightning.round.hooks import configure_batch_norm, extend_model
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import stages_in_words, treatment_table
 from fl_lightning.yaml_file import read_yaml

@@ -23,7 +23,7 @@ from fl_lightning.experiments.run_directory.trained_model import TrainedModel, _
 from fl_lightning.files import atomic_write, unused, user_file, user_path
 from fl_lightning.methods.local_state import LocalState
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
-from fl_lightning.round.hooks import in_order
+from fl_lightning.round.declarations import in_order
 
 _KEPT = ("accelerator", "precision", "callbacks")
 _QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -35,8 +35,8 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     Entries are kept in RAM on every rank and saved in checkpoints. If the memory exceeds
     :data:`LIMIT` bytes, each client's entry is stored in a file instead. The files are in the
     folder ``memory`` of the trainer's ``default_root_dir``. All ranks must be able to read this
-    folder. At the end of a round, each changed entry is written to a new file, by a single rank. A
-    checkpoint lists the files of its entries, and a file that no checkpoint lists is deleted.
+    folder. At the end of a round, each changed entry is written to a new file, by a single rank,
+    and leaves the RAM. A checkpoint lists the files of its entries, and a file that no checkpoint lists is deleted.
     Entries with negative ids belong to the server and stay in RAM.
 
     Args:
@@ -55,21 +55,15 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     def __init__(self, state: Mapping[Any, Any] = MappingProxyType({})) -> None:
         self._entries: dict[int, Mapping[str, Tensor]] = {}
+        # checksums: without an entry above, the client's entry is in a file that is named by its checksum
         self._sums: dict[int, int] = {}
-        self._files: dict[int, str] = {}
-        self._listed: set[str] = set()
-        self._changed: set[int] = set()
-        self._written: set[int] = set()
-        self._unsynced: set[Path] = set()
-        self._bytes = self._writes = 0
+        self._unlisted: set[Path] = set()  # files that this rank has written since the last checkpoint
         self._folder: Path | None = None
         self._source: Path | None = None
         self._ranks = Ranks()
         if _RECORD in state:
             record = state[_RECORD]
             self._source, self._sums = Path(record["run"], record["folder"]), dict(record["sums"])
-            self._files, self._writes = dict(record["files"]), record["writes"]
-            self._listed = set(self._files.values())
             if not self._source.is_dir():
                 raise ConfigurationError(
                     f"ckpt_path: the checkpoint's folder {self._source} with the memory of {len(self._sums)} clients is missing; "
@@ -84,25 +78,17 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         return self._read(client)
 
     def __setitem__(self, client: int, entry: Mapping[str, Tensor]) -> None:
-        self._bytes += _size(entry) - _size(self._entries.get(client, {}))
         self._entries[client] = MappingProxyType(dict(entry))
-        self._changed.add(client)
+        self._sums.pop(client, None)
 
     def __delitem__(self, client: int) -> None:
-        self._files.pop(client, None)
-        known = self._sums.pop(client, None) is not None
-        if client in self._entries:
-            self._bytes -= _size(self._entries.pop(client))
-        elif not known:
-            raise KeyError(client)
-        self._changed.discard(client)
-        self._written.discard(client)
-
-    def setdefault(self, client: int, default: Any = MappingProxyType({})) -> Mapping[str, Tensor]:
-        """Return a client's entry. If the entry is missing, first store the default."""
         if client not in self:
-            self[client] = default
-        return self[client]
+            raise KeyError(client)
+        self._entries.pop(client, None)
+        self._sums.pop(client, None)
+
+    def __contains__(self, client: object) -> bool:
+        return client in self._entries or client in self._sums
 
     def __iter__(self) -> Iterator[int]:
         return iter({**self._entries, **self._sums})
@@ -127,7 +113,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
         def copy() -> None:
             if ranks.rank == 0 and not (folder.is_dir() and source.samefile(folder)):
-                copy_files(source, folder, self._files.values())
+                copy_files(source, folder, _names(self._sums))
 
         ranks.exchange(copy)
         self._source = folder
@@ -135,46 +121,49 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     def flush(self) -> None:
         """Write changed entries to files if the memory exceeds the limit.
 
-        All ranks must call this method at the end of a round. Written entries stay in RAM until the
-        next call, because other ranks may still be writing.
+        All ranks must call this method at the end of a round.
         """
         if self._source is None:
-            if self._folder is None or self._bytes <= LIMIT:
+            if self._folder is None or sum(map(_size, self._entries.values())) <= LIMIT:
                 return
-            self._source, self._changed = self._folder, set(self._entries)
-        self._ranks.exchange(lambda: None)  # barrier: other ranks may still read the old files
-        for client in self._written - self._changed:
-            del self._entries[client]
-        self._written = {client for client in self._changed if client >= 0}
-        self._writes += bool(self._written)
-        for client in sorted(self._written):
-            before, self._files[client] = self._files.get(client), f"{client}-{self._writes}.pt"
-            self._sums[client] = _sum(self._entries[client])
-            if client % self._ranks.size == self._ranks.rank:
+            self._source = self._folder
+        changed = sorted(client for client in self._entries if client >= 0)
+        for client in changed:
+            self._sum(client)
+
+        def write() -> None:
+            for client in changed[self._ranks.rank :: self._ranks.size]:
                 self._write(client)
-                if before is not None and before not in self._listed:
-                    self._remove(before)
-        self._changed = set()
+
+        self._ranks.exchange(
+            write
+        )  # afterwards, no rank reads the old files, and every rank has the new ones
+        for client in changed:
+            del self._entries[client]
+        known = set(_names(self._sums))
+        for path in [path for path in self._unlisted if path.name not in known]:
+            path.unlink(missing_ok=True)
+            self._unlisted.remove(path)
 
     def saved(self) -> dict[Any, Any]:
         """Return the state for a checkpoint. All ranks must call this method."""
         self.flush()
         if self._source is None or self._folder is None:  # all entries are in RAM
             return {client: dict(entry) for client, entry in self.items()}
-        for path in self._unsynced:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        self._unsynced = set()
-        self._ranks.exchange(lambda: None)  # barrier: all ranks have written their files
-        self._listed |= set(self._files.values())
+
+        def sync() -> None:
+            for path in self._unlisted:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+        self._ranks.exchange(sync)
+        self._unlisted.clear()
         run = self._folder.parents[1]
         record = {
             "run": str(run.absolute()),
             "folder": str(self._folder.relative_to(run)),
-            "files": dict(self._files),
-            "writes": self._writes,
-            "sums": dict(self._sums),
-            "kept": {client: dict(entry) for client, entry in self._entries.items() if client < 0},
+            "sums": {client: number for client, number in self._sums.items() if client >= 0},
+            "kept": {client: dict(entry) for client, entry in self._entries.items()},
         }
         return {_RECORD: record}
 
@@ -183,46 +172,40 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
         Entries that have not changed since the last call are not read again.
         """
-        server = {client: _sum(entry) for client, entry in self._entries.items() if client < 0}
-        for client in self._entries.keys() - server.keys():
-            if client in self._changed or client not in self._sums:
-                self._sums[client] = _sum(self._entries[client])
-        if self._source is None:
-            self._changed = set()
-        return zlib.crc32(repr(sorted((self._sums | server).items())).encode())
+        return zlib.crc32(repr(sorted((client, self._sum(client)) for client in self)).encode())
 
-    def _file(self, client: int) -> Path:
+    def _sum(self, client: int) -> int:
+        if client not in self._sums:
+            self._sums[client] = _sum(self._entries[client])
+        return self._sums[client]
+
+    def _path(self, client: int) -> Path:
         assert self._source is not None
-        return self._source / self._files[client]
+        return self._source / f"{client}-{self._sums[client]}.pt"
 
     def _read(self, client: int) -> Mapping[str, Tensor]:
-        path = self._file(client)
+        path = self._path(client)
         try:
             entry = torch.load(path, weights_only=True)
-            if _sum(entry) == self._sums[client]:
-                return MappingProxyType(entry)
-            reason = "wrong checksum"
+            if _sum(entry) != self._sums[client]:
+                raise ValueError("wrong checksum")
         except Exception as error:  # noqa: BLE001  # torch raises many types for a damaged file
-            reason = type(error).__name__
-        raise _damaged(path, reason)
+            raise _damaged(path, error) from None
+        return MappingProxyType(entry)
 
     def _write(self, client: int) -> None:
-        path, content = self._file(client), io.BytesIO()
+        path, content = self._path(client), io.BytesIO()
+        temporary = path.with_suffix(".tmp")
+        if path.exists():  # the entry is the same as in an earlier round
+            return
         torch.save({name: tensor.cpu() for name, tensor in self._entries[client].items()}, content)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
             temporary.write_bytes(content.getbuffer())
             os.replace(temporary, path)
         except OSError as error:
             raise unwritable(path, error) from error
-        self._unsynced.add(path)
-
-    def _remove(self, name: str) -> None:
-        assert self._source is not None
-        path = self._source / name
-        path.unlink(missing_ok=True)
-        self._unsynced.discard(path)
+        self._unlisted.add(path)
 
 
 def is_finite(entry: Mapping[str, Tensor]) -> bool:
@@ -276,7 +259,7 @@ def keep_listed(path: Path, tree: Any) -> None:
     """
     for record in _records(tree):
         folder = Path(record["run"], record["folder"])
-        lists = _note(folder, path, [*record["files"].values()])
+        lists = _note(folder, path, [*_names(record["sums"])])
         listed = {name for versions in lists.values() for names in versions for name in names}
         for file in folder.glob("*.pt"):
             if file.name not in listed:
@@ -306,11 +289,11 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
         ConfigurationError: A file is missing, or cannot be written.
     """
     for name in names:
-        if not (source / name).is_file():
-            raise _damaged(source / name, "FileNotFoundError")
         try:
             target.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
+        except FileNotFoundError as error:
+            raise _damaged(source / name, error) from error
         except OSError as error:
             raise unwritable(target / name, error) from error
 
@@ -339,11 +322,15 @@ def _each(tree: Any, function: Any) -> Any:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, ClientMemory) else leaf, tree)
 
 
-def _damaged(path: Path, reason: str) -> ConfigurationError:
+def _damaged(path: Path, error: Exception) -> ConfigurationError:
     return ConfigurationError(
-        f"{path}, the memory of client {path.stem.partition('-')[0]}, is missing or damaged ({reason}); resume from another "
+        f"{path}, the memory of client {path.stem.partition('-')[0]}, is missing or damaged ({type(error).__name__}); resume from another "
         "checkpoint"
     )
+
+
+def _names(sums: Mapping[int, int]) -> list[str]:
+    return [f"{client}-{number}.pt" for client, number in sums.items() if client >= 0]
 
 
 def _size(entry: Mapping[str, Tensor]) -> int:

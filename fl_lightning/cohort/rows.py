@@ -261,8 +261,6 @@ def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> No
     Raises:
         ConfigurationError: The rows need more memory than the device or machine has.
     """
-    if not tensors:
-        return
     device = next(iter(tensors)).device
     on_gpu = device.type == "cuda"
     room = torch.cuda.mem_get_info(device)[1] if on_gpu else _memory()

@@ -2,9 +2,8 @@
 
 from fl_lightning.execution.base import ClientTask, Executor
 from fl_lightning.execution.graphs import GraphExecutor
-from fl_lightning.execution.joint import joint_executor
 from fl_lightning.execution.sequential import SequentialExecutor
-from fl_lightning.execution.vectorized import VectorizedExecutor
+from fl_lightning.execution.vectorized import VectorizedExecutor, joint_executor
 
 __all__ = [
     "ClientTask",

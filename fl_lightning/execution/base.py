@@ -104,19 +104,6 @@ class Executor(Recorded, ABC):
             The clients' losses ``[len(rows)]``, detached.
         """
 
-    def decide_compilation(
-        self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
-    ) -> Compilation:
-        """Decide whether to compile the clients' passes. The base class never compiles.
-
-        Args:
-            module: The federated module.
-            client_steps: Number of local steps of all clients in the run.
-            batch: Function that returns a client's first batch.
-            before: Decision in the checkpoint of a resumed run; None for a new run.
-        """
-        return Compilation(False)
-
     def clients_together(self, clients: int) -> int | None:
         """Return how many clients share a forward pass; None if clients have separate passes.
 

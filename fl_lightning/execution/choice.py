@@ -1,10 +1,9 @@
 """Choice of the default executor and the default number of ranks."""
 
 import os
-from collections.abc import Callable
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +13,6 @@ from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
-from fl_lightning.ranks import Ranks
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -63,34 +61,6 @@ def _custom_code(module: ClientTask) -> str | None:
     if is_custom(module.loss) or is_custom(type(module).client_loss):
         return "a custom loss"
     return None
-
-
-def decide_compilation(
-    task: ClientTask,
-    executor: Executor,
-    ranks: Ranks,
-    client_steps: int,
-    batch: Callable[[], Any],
-    before: bool | None,
-) -> bool:
-    """Decide whether to compile the clients' passes.
-
-    If one rank cannot compile, no rank compiles.
-
-    Args:
-        task: The federated module.
-        executor: The executor, whose attribute ``compilation`` is set.
-        ranks: The ranks of the run.
-        client_steps: Number of local steps of all clients in the run.
-        batch: Function that returns a client's first batch.
-        before: Decision in the checkpoint of a resumed run; None for a new run.
-
-    Returns:
-        Whether the passes are compiled.
-    """
-    choices = ranks.exchange(lambda: executor.decide_compilation(task, client_steps, batch, before))
-    executor.compilation = next((choice for choice in choices if not choice.compiled), choices[0])
-    return executor.compilation.compiled
 
 
 def cpu_ranks() -> int:

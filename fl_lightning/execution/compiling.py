@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -102,17 +102,12 @@ def is_custom(part: Any) -> bool:
     return str(part.__module__).partition(".")[0] not in _KNOWN
 
 
-class _Values(NamedTuple):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Number of input values of BN layers and of max pooling in a forward pass.
 
     Compiling saves time in BN layers, but costs twice as much time per value in max pooling.
     """
 
-    normalised: int
-    pooled: int
-
-
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.normalised = self.pooled = 0
@@ -125,7 +120,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
         return func(*args, **(kwargs or {}))
 
 
-def _count(module: ClientTask, batch: Any) -> _Values | None:
+def _count(module: ClientTask, batch: Any) -> _Counting | None:
     """Count the values in a forward pass with fake tensors, which have shapes but no data.
 
     Return None if the pass fails.
@@ -138,7 +133,7 @@ def _count(module: ClientTask, batch: Any) -> _Values | None:
                 module.client_loss(batch)
         except Exception:  # noqa: BLE001  # the first local step explains a mistake of the user
             return None
-    return _Values(counting.normalised, counting.pooled)
+    return counting  # type: ignore[no-any-return]  # torch gives the mode no types
 
 
 def _trouble() -> str | None:

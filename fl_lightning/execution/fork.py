@@ -5,16 +5,13 @@ import gc
 import os
 import pickle
 import select
-import shutil
 import signal
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from collections.abc import Callable
+from contextlib import suppress
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning as L
@@ -23,14 +20,11 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import locked
 from fl_lightning.launched import silence
 from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MISSES_ANOTHER = 3  # exit code of a rank that lost the connection to another rank
-_FOLDER = "fl_lightning-ranks-"  # prefix of the folders through which ranks connect
-_FRESH = 60.0  # a run locks its new folder within this number of seconds
 _PIPE_BYTES = 65536  # capacity of a pipe in bytes
 
 
@@ -95,7 +89,7 @@ class ForkLauncher(_Launcher):
             )
         if strategy.root_device.type == "cpu":
             torch.set_num_threads(1)
-        with _meeting_folder() as folder:
+        with TemporaryDirectory(prefix="fl_lightning-ranks-") as folder:
             try:
                 strategy.meeting_place = f"{folder}/ranks" if strategy.num_nodes == 1 else None
                 for rank in range(1, strategy.num_processes):
@@ -132,8 +126,7 @@ class ForkLauncher(_Launcher):
                 pid = os.fork()
             if pid == 0:
                 try:
-                    if sys.platform == "linux":  # die with the parent: 1 is PR_SET_PDEATHSIG
-                        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the parent: 1 is PR_SET_PDEATHSIG
                     self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:
@@ -162,23 +155,6 @@ class ForkLauncher(_Launcher):
                 message += ": killed, perhaps because memory was short; use fewer trainer.devices"
             return ConfigurationError(message)
         return None
-
-
-@contextmanager
-def _meeting_folder() -> Iterator[str]:
-    """Create a folder through which ranks connect, and remove the folders of killed runs.
-
-    The folder stays locked until the last rank of the run has ended.
-    """
-    for left in Path(gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError), locked(left, folder=True, wait=False, certain=True) as file:
-            state = os.fstat(file)
-            if state.st_uid == os.getuid() and time.time() - state.st_mtime > _FRESH:
-                shutil.rmtree(left)
-    with TemporaryDirectory(prefix=_FOLDER) as folder, ExitStack() as held:
-        # if the file system has no locks, the folders of killed runs are never removed
-        held.enter_context(locked(Path(folder), folder=True))
-        yield folder
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:

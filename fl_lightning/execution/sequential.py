@@ -1,6 +1,6 @@
 """The executor that computes one client after the other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import ClientTask, Compilation, Executor, client_losses
-from fl_lightning.execution.compiling import compiled_calls, decide
+from fl_lightning.execution.compiling import compiled_calls
 from fl_lightning.randomness import derive_seed, seed_global
 
 
@@ -45,12 +45,6 @@ class SequentialExecutor(Executor):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without compiled code, because a copy compiles its own model."""
         return {**vars(self), "_compiled": None}
-
-    def decide_compilation(
-        self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
-    ) -> Compilation:
-        """Decide whether to compile, see :func:`~fl_lightning.execution.compiling.decide`."""
-        return decide(self.compile, module, client_steps, batch, before)
 
     def compiled_for(self, model: nn.Module) -> bool:
         """Return whether compiled code for this model exists."""

@@ -10,10 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import Tensor
 
@@ -42,11 +39,7 @@ class CohortStrategy(ParallelStrategy):
 
     Args:
         timeout: Longest time to wait for another rank. Default: 30 minutes.
-        accelerator: The accelerator. The trainer sets this and all following arguments.
-        parallel_devices: Devices of this machine's ranks.
-        cluster_environment: Environment with the addresses and numbers of the ranks.
-        checkpoint_io: The plugin that writes checkpoints.
-        precision_plugin: The precision plugin.
+        kwargs: Arguments of Lightning's ``ParallelStrategy``, which the trainer sets.
 
     Attributes:
         ranks: The connected ranks. Outside of ``fit``, ``validate`` and ``test``, this is a single
@@ -58,16 +51,8 @@ class CohortStrategy(ParallelStrategy):
     is_distributed = True  # Lightning reads this attribute
     strategy_name = "cohort"
 
-    def __init__(
-        self,
-        timeout: timedelta = timedelta(minutes=30),
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+    def __init__(self, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.timeout = timeout
         self.num_nodes = 1
         self.ranks = Ranks()
@@ -125,17 +110,16 @@ class CohortStrategy(ParallelStrategy):
         if self.world_size == 1:
             return
         if not dist.is_initialized():
-            store = self._wait_for(self._find_others)
             if self.root_device.type == "cuda":  # not in a thread, because CUDA sets the device per thread
-                self._join(store)
+                self._join()
             else:
-                self._wait_for(lambda: self._join(store))
+                self._wait_for(self._join)
         self.ranks = Ranks(
             self.global_rank, self.world_size, self.timeout.total_seconds(), self.num_processes
         )
 
-    def _wait_for(self, compute: Callable[[], Any]) -> Any:
-        """Run ``compute`` in a thread, and return its result.
+    def _wait_for(self, compute: Callable[[], None]) -> None:
+        """Run ``compute`` in a thread.
 
         During this time, the main thread can react to signals and to the end of another rank.
         """
@@ -144,42 +128,32 @@ class CohortStrategy(ParallelStrategy):
         while not wait([future], _POLL).done:
             if self._launcher is not None and (ended := self._launcher.why_one_ended()):
                 raise ended
-        return future.result()
+        future.result()
 
-    def _join(self, store: Any) -> None:
-        gpu = self.root_device if self.root_device.type == "cuda" else None
-        dist.init_process_group(
-            "nccl" if gpu else "gloo",
-            timeout=self.timeout,
-            world_size=self.world_size,
-            rank=self.global_rank,
-            store=store,
-            device_id=gpu,
+    def _join(self) -> None:
+        environment, gpu = (
+            self.cluster_environment,
+            self.root_device if self.root_device.type == "cuda" else None,
         )
-
-    def _find_others(self) -> Any:
-        environment = self.cluster_environment
         assert environment is not None
-        store: Any = None
-        keys = [f"came {rank}" for rank in range(self.world_size)]
+        if self.meeting_place is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        else:
+            os.environ["MASTER_ADDR"] = environment.main_address
+            os.environ["MASTER_PORT"] = str(environment.main_port)
         try:
-            if self.meeting_place is not None:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-                store = dist.FileStore(self.meeting_place, self.world_size)  # type: ignore[attr-defined]  # named so in torch's docs
-            else:
-                os.environ["MASTER_ADDR"] = environment.main_address
-                os.environ["MASTER_PORT"] = str(environment.main_port)
-                where = ("env://", self.global_rank, self.world_size)
-                store, _, _ = next(dist.rendezvous(*where, timeout=self.timeout))  # type: ignore[attr-defined]  # named so in torch's docs
-            store.set(keys[self.global_rank], "")
-            store.wait(keys, self.timeout)
-        except dist.DistError as error:
-            late = [f"rank {rank}" for rank, key in enumerate(keys) if store and not store.check([key])]
+            dist.init_process_group(
+                "nccl" if gpu else "gloo",
+                init_method=f"file://{self.meeting_place}" if self.meeting_place else "env://",
+                timeout=self.timeout,
+                world_size=self.world_size,
+                rank=self.global_rank,
+                device_id=gpu,
+            )
+        except RuntimeError as error:
             raise LostRank(
-                f"{' and '.join(late) or 'a rank'} has not connected within {self.timeout}; start all ranks, with the same "
-                "MASTER_ADDR and MASTER_PORT"
+                f"a rank has not connected within {self.timeout}; start all ranks, with the same MASTER_ADDR and MASTER_PORT"
             ) from error
-        return store
 
     def part(self) -> None:
         """Disconnect from the other ranks."""

@@ -151,18 +151,13 @@ class ClientOptimizer:
         Args:
             name: Name of the parameter, for the message.
         """
-        kept = bool(self.initial_steps)
         counts = any("step" in keys or set(keys) - _ZERO_STATES for keys in self._keys.values())
         groups = self.torch.param_groups
         dampens = any(group.get("dampening") and group.get("momentum") for group in groups)
-        if counts or (dampens and not kept):  # momentum that is kept starts from zeros, not from a first step
-            case = (
-                "has no gradient in a local step, and step counts are kept between rounds"
-                if kept
-                else "had no gradient in an earlier local step of this round and has one now"
-            )
+        # momentum that is kept between rounds starts from zeros, not from a first step
+        if counts or (dampens and not self.initial_steps):
             raise ConfigurationError(
-                f"client_optimizer {type(self.torch).__name__}: parameter {name!r} {case}, and the steps of this optimizer depend on "
+                f"client_optimizer {type(self.torch).__name__}: parameter {name!r} has a gradient in some local steps only, and the steps of this optimizer depend on "
                 "their number; use SGD without dampening, or freeze the parameter"
             )
 

@@ -13,36 +13,32 @@ UpDown = tuple[int, int]
 """Pair (upload, download): the number of bytes or floats that a client sends and receives."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Communication:
     """Bytes that clients send and receive in one round.
 
     Attributes:
         clients: The round's cohort.
         local_steps: Number of local steps of each client of the cohort.
-        each: Bytes that every client of the cohort sends and receives. The keys are names of kinds
-            of state and of methods.
-        beside: Additional bytes of single clients. The outer keys are names of kinds of state and
-            of methods, the inner keys are client ids. The clients need not be in the cohort.
         exchanges: Number of times that all clients wait for the server. The averaged state needs
             one exchange, and methods may need more.
+        sent: Bytes that each client sends and receives. The outer keys are names of kinds of state
+            and of methods, the inner keys are client ids. The clients need not be in the cohort.
     """
 
     clients: Sequence[int] = ()
     local_steps: Sequence[int] = ()
-    each: Mapping[str, UpDown] = field(default_factory=dict)
-    beside: Mapping[str, Mapping[int, UpDown]] = field(default_factory=dict)
     exchanges: int = 0
+    sent: dict[str, dict[int, UpDown]] = field(default_factory=dict)
+
+    def count(self, kind: str, traffic: Mapping[int, UpDown], size: int = 1) -> None:
+        """Add the traffic of clients, in units of ``size`` bytes."""
+        for client, (up, down) in traffic.items():
+            add(self.sent.setdefault(kind, {}), client, (size * up, size * down))
 
     def by_kind(self) -> dict[str, UpDown]:
-        """Return the total bytes of all clients for each kind of state and each method."""
-        totals: dict[str, UpDown] = {}
-        for kind, (up, down) in self.each.items():
-            add(totals, kind, (up * len(self.clients), down * len(self.clients)))
-        for kind, clients in self.beside.items():
-            for pair in clients.values():
-                add(totals, kind, pair)
-        return totals
+        """Return the bytes of all clients by name of a kind of state or method."""
+        return {kind: total(clients.values()) for kind, clients in self.sent.items()}
 
     def metrics(self) -> dict[str, float]:
         """Return the total bytes and the number of exchanges by metric name."""
@@ -58,8 +54,8 @@ class Communication:
 
         The clients of the cohort come first.
         """
-        totals = dict.fromkeys(self.clients, total(self.each.values()))
-        for clients in self.beside.values():
+        totals = dict.fromkeys(self.clients, (0, 0))
+        for clients in self.sent.values():
             for client, pair in clients.items():
                 add(totals, client, pair)
         return totals
@@ -93,40 +89,22 @@ def round_communication(
         holding: Function that takes the name of a frozen block and returns the clients that already
             have this block. Default: no clients.
     """
-    each: dict[str, UpDown] = {}
-    beside: dict[str, dict[int, UpDown]] = {}
+    communication = Communication(cohort.client_ids, cohort.local_steps, exchanges=1)
     for rows in (cohort.params, cohort.buffers):
         for name, block in rows.blocks.items():
             if not block.is_floating_point():
                 continue
             label, sent = JOINT_LABELS.get(rows.layout[name].kind, ""), block.shape[1] * block.element_size()
             if cohort.treatment(name) in ("averaged", "pooled"):
-                add(each, label, (sent, sent))
+                communication.count(label, dict.fromkeys(cohort.client_ids, (sent, sent)))
             elif cohort.treatment(name) == "frozen":
-                for client in set(cohort.client_ids) - set(holding(name)):
-                    add(beside.setdefault(label, {}), client, (0, sent))
+                receivers = set(cohort.client_ids) - set(holding(name))
+                communication.count(label, dict.fromkeys(receivers, (0, sent)))
     size = next(iter(cohort.params.blocks.values())).element_size()
-    exchanges = 1
     for callback in callbacks:
-        method, (up, down) = type(callback).__name__, callback.extra_payload(cohort)
-        if up or down:
-            add(each, method, (size * up, size * down))
-        for client, (up, down) in callback.extra_traffic(cohort).items():
-            add(beside.setdefault(method, {}), client, (size * up, size * down))
-        exchanges += callback.extra_exchanges(cohort)
-    return Communication(cohort.client_ids, cohort.local_steps, each, beside, exchanges)
-
-
-def skipped_communication(size: int, sent: Mapping[str, tuple[Mapping[int, UpDown], int]]) -> Communication:
-    """Return the traffic of a skipped round.
-
-    Args:
-        size: Bytes of a float.
-        sent: Results of ``on_round_skipped`` by method name.
-    """
-    beside = {
-        method: {client: (size * up, size * down) for client, (up, down) in traffic.items()}
-        for method, (traffic, _) in sent.items()
-        if traffic
-    }
-    return Communication(beside=beside, exchanges=sum(number for _, number in sent.values()))
+        method, payload = type(callback).__name__, callback.extra_payload(cohort)
+        if any(payload):
+            communication.count(method, dict.fromkeys(cohort.client_ids, payload), size)
+        communication.count(method, callback.extra_traffic(cohort), size)
+        communication.exchanges += callback.extra_exchanges(cohort)
+    return communication

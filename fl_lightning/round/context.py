@@ -1,28 +1,39 @@
-"""Interface of a run for executors, evaluations and methods."""
+"""State of a run, and the operations on it that rounds, executors, evaluations and methods use."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
-from torch import Tensor
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.aggregation import Aggregator, StatisticsAggregator
+from fl_lightning.batch_norm.freezing import freeze_statistics
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_module.client_module import ClientModule, ClientValues
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.cohort.slots import StateSlots
+from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.execution.base import Executor
+from fl_lightning.optimizers.client_lr import lr_factor
+from fl_lightning.optimizers.settings import OptimizerCallable
+from fl_lightning.randomness import derive_seed, seed_global, seeded
 from fl_lightning.ranks import Ranks
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.communication import Communication
+from fl_lightning.round.declarations import in_order, numbered
 from fl_lightning.round.plan import RoundPlan, Weighting
+from fl_lightning.round.policy import declared_parts, resolve_policy
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.tasks import Task
 
 
-class RunContext(ClientTask, Protocol):
-    """Interface of a run, which :class:`~fl_lightning.round.module.FederatedModule` implements.
+class RunContext(L.LightningModule):
+    """State of a run; :class:`~fl_lightning.round.module.FederatedModule` adds Lightning's hooks.
 
     Settings, such as ``weighting``, are described in ``FederatedModule``.
 
@@ -39,7 +50,11 @@ class RunContext(ClientTask, Protocol):
         evaluation: Evaluation of the server's model.
     """
 
+    model: nn.Module
+    client_optimizer: OptimizerCallable
     client_module: ClientModule | None
+    client_lr_schedule: Callable[[int, int], float] | None
+    parameter_groups: Mapping[str, Mapping[str, float]]
     executor: Executor
     aggregator: Aggregator
     statistics: StatisticsAggregator
@@ -48,84 +63,230 @@ class RunContext(ClientTask, Protocol):
     min_clients: int
     centralised: bool
     tf32: bool
+    seed: int
     task: Task
-    total_rounds: int | None
-    plan: RoundPlan
-    record: RunRecord
-    clock: RoundClock
-    communication: Communication
-    tracking_layers: list[_BatchNorm]
+    loss: Callable[[Tensor, Tensor], Tensor]
     evaluation: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan: RoundPlan
+        self.slots: StateSlots
+        self.total_rounds: int | None = None
+        self.record = RunRecord()
+        self.clock = RoundClock()
+        self.communication = Communication()
+        self.tracking_layers: list[_BatchNorm] = []
+        self._cohort: RoundCohort | None = None
+        self._parts: tuple[str, ...] | None = None
 
     @property
     def data(self) -> FederatedDataModule:
-        """The federated data."""
+        """The federated data of the run."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set by Trainer.fit(datamodule=...)
+        if not isinstance(data, FederatedDataModule):
+            raise ConfigurationError(
+                f"data: FederatedModule needs a FederatedDataModule, got {type(data).__name__}; pass "
+                "datamodule=FederatedDataModule(clients=[...]) to fit()"
+            )
+        return data
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks (processes) of the run."""
+        """The ranks (processes) of the run. Without the cohort strategy, there is a single rank."""
+        return getattr(self.trainer.strategy, "ranks", Ranks())
 
     @property
     def round(self) -> int:
         """The current communication round, from 1."""
+        return self.trainer.current_epoch + 1
 
     @property
     def planned_rounds(self) -> int:
-        """Planned number of rounds, which is known from round 1 on."""
+        """Planned number of rounds, which is known from round 1 on.
+
+        A milestone such as ``freeze_round=0.5`` is a fraction of this number.
+        """
+        assert self.total_rounds is not None
+        return self.total_rounds
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the model parts that methods treat separately, such as ``"fc"``."""
+        if self._parts is None:
+            self._parts = declared_parts(self.model, self.federated_callbacks, self.total_rounds or 1)
+        return self._parts
+
+    def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
+        """Call a hook of every method.
+
+        Random generators are seeded by method, hook, round and step.
+        """
+        for method, _, name in numbered(self.federated_callbacks, hook):
+            with self.clock.part("callbacks"), doing(f"{name}, round {cohort.round}"):
+                seed_global(derive_seed(self.seed, name, cohort.round, *step), self.device)
+                getattr(method, hook)(self.trainer, self, cohort, *step)
+
+    @property
+    def group_of(self) -> Mapping[str, str] | None:
+        """Parameter group of each parameter, if a LightningModule's optimizer has groups."""
+        return None if self.client_module is None else self.client_module.optimizer.groups
 
     @property
     def federated_callbacks(self) -> list[Any]:
-        """The methods of the run, in the order in which their hooks are called."""
+        """The methods of this run, in the order in which their hooks are called."""
+        return in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # the trainer's helpers set it
 
     @property
     def joint_method(self) -> str | None:
         """Name of the method that needs a joint forward pass of all clients, or None."""
+        return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round, and broadcast the server's state to its clients."""
-
-    def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
-        """Call a hook of every method."""
+        with self.clock.part("aggregation"):
+            clients, steps = self.plan.trained(self.round)
+            policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
+            made, base = (self.parameter_groups, self.parts), self._cohort
+            if base is None or (base.parameter_groups, base.parts) != made or len(base) < len(clients):
+                base = RoundCohort(self.model, len(clients), made[0], self.ranks, self.parts, self.group_of)
+            cohort = base.first(len(clients))
+            cohort.broadcast(
+                round_number=self.round,
+                client_ids=clients,
+                weights=self.plan.weights(clients, self.round).to(self.device),
+                local_steps=steps,
+                policy=policy,
+                optimizer=self.client_optimizer,
+                lr_factor=lr_factor(self.client_lr_schedule, self.round, self.planned_rounds),
+                seed=self.seed,
+            )
+            freeze_statistics(self.model, self.tracking_layers, cohort.treatments)
+        self._cohort = base
+        return cohort
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some clients at a local step.
+        """Return the batches of some clients at a local step, on the device of the run.
 
         ``indices`` are the positions of the clients in the cohort.
         """
-
-    def begin_steps(self, cohort: RoundCohort) -> None:
-        """Set the settings of the client optimizer that a schedule over local steps changes."""
-
-    def end_steps(self, cohort: RoundCohort) -> None:
-        """Call ``on_train_batch_end`` of a client's LightningModule after each client's local step."""
-
-    def logged_by_clients(self) -> ClientValues:
-        """Return the values that the clients of this rank have logged in the round."""
-
-    def merge_logged(self, clients: Sequence[int], of_ranks: Sequence[ClientValues]) -> None:
-        """Combine the values that clients of all ranks have logged."""
+        return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
         """Return the batches of some clients at a local step, according to ``plan``."""
+        if self.client_module is not None:
+            self.client_module.local_step = step
+        sources = plan.sources(clients, self.round, step)
+        batches = self.data.cohort_batch(*sources)
+        for method in (method for method in self.federated_callbacks if method.role == "attack"):
+            batches = method.change_batches(self, sources[0], batches)
+        batches = batches.union() if self.centralised else batches
+        if self.client_module is None or not self.client_module.transfers:
+            return batches.map(self.on_device)
+        moved = []
+        for client, position, batch in zip(*sources, batches.batches(), strict=not self.centralised):
+            with seeded(derive_seed(self.seed, "transfer", client, position)):
+                moved.append(self.on_device(batch))
+        return BatchStack(batches=moved)
+
+    def client_loss(self, batch: Any) -> Tensor:
+        """Return a client's loss, a scalar.
+
+        Override this method if batches are not pairs (inputs, targets).
+        """
+        if self.client_module is not None:
+            return self.client_module.loss(batch)
+        inputs, targets = batch
+        return self.loss(self.model(inputs), targets)
+
+    def logged(self) -> dict[str, Tensor]:
+        """Return the values that a LightningModule's last ``training_step`` has logged."""
+        return {} if self.client_module is None else self.client_module.logged()
+
+    def named(self, client: int) -> str:
+        """Return words for a client, such as ``"client 3"`` or ``"client 3 (Oslo)"``."""
+        return self.data.named(client)
+
+    def keeper(self) -> Callable[[Sequence[int], Mapping[str, Tensor]], None]:
+        """Return a function that keeps what clients log in a local step."""
+        return self.client_module.keeper() if self.client_module else lambda clients, logged: None
+
+    def cannot_replay(self) -> str | None:
+        """Return why a LightningModule's step needs its Python code in every local step, or None."""
+        return self.client_module.cannot_replay() if self.client_module else None
+
+    def begin_steps(self, cohort: RoundCohort) -> None:
+        """Set the settings of the client optimizer that a LightningModule's schedulers change."""
+        if self.client_module is not None:
+            steps = self.client_module.local_steps
+            scheduled = self.client_module.optimizer.scheduled(self.round - 1, steps, cohort.step)
+            for block, settings in cohort.optimizer_groups.items() if scheduled else ():
+                settings.update(scheduled[cohort.params.layout[block].group])
+
+    def end_steps(self, cohort: RoundCohort) -> None:
+        """Call ``on_train_batch_end`` of a LightningModule after each client's local step."""
+        for client, call in self.client_module.steps_that_ended() if self.client_module else ():
+            row = cohort.client_ids.index(client)
+            tensors = cohort.row_state(row).tensors
+            with self.slots.filled(tensors):
+                call()
+                updated = self.slots.read(tensors)
+            cohort.take_up(row, updated)
+
+    def logged_by_clients(self) -> ClientValues:
+        """Return the values that the clients of this rank have logged in the round."""
+        return {} if self.client_module is None else self.client_module.sent()
+
+    def merge_logged(self, clients: Sequence[int], of_ranks: Sequence[ClientValues]) -> None:
+        """Combine the values that clients of all ranks have logged, in order of the clients."""
+        if self.client_module is not None:
+            # a rank without clients computes a client of the first rank again
+            logged = {client: x for part in reversed(of_ranks) for client, x in part.items()}
+            merged = self.client_module.merge([logged[client] for client in clients if client in logged])
+            self.show_to_callbacks(merged)
+
+    def weight_share(self, cohort: Cohort) -> float:
+        """Return the cohort's share of the total weight of all clients.
+
+        With uniform weights, this is the cohort's size divided by the number of clients. Failures
+        do not change the weights.
+        """
+        return self.plan.usual().weight_share(cohort.client_ids, self.round)
+
+    def usual_weights(self, cohort: Cohort) -> Tensor:
+        """Return the cohort's aggregation weights ``[C]``, as they would be without failures.
+
+        Methods use these weights for means over several rounds.
+        """
+        return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
 
     def server_step(self) -> None:
         """Take a step of the server optimizer on the pseudo-gradient of the round."""
-
-    def on_device(self, batch: Any) -> Any:
-        """Move a batch to the run's device, and convert it to the run's precision."""
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+        optimizer.step()
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
-        """Log metrics of this round that are plain numbers."""
+        """Log metrics of this round that are plain numbers. This is faster than :meth:`log`.
+
+        Args:
+            metrics: Numbers by name.
+            prog_bar: Whether progress bars show the numbers.
+        """
+        for name, value in metrics.items():
+            self.record.add(name, value)
+        self.show_to_callbacks(metrics)
+        if prog_bar:
+            self.trainer.progress_bar_metrics.update(metrics)
 
     def show_to_callbacks(self, metrics: Mapping[str, float]) -> None:
         """Set values of ``trainer.callback_metrics``."""
+        self.trainer.callback_metrics.update(
+            zip(metrics, torch.tensor([*metrics.values()]).unbind(), strict=True)
+        )
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first rank only."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the server model's state."""
+    def on_device(self, batch: Any) -> Any:
+        """Move a batch to this module's device, and convert it to the run's precision."""
+        if self.client_module is not None:
+            return self.client_module.transferred(self.trainer.precision_plugin.convert_input(batch))
+        return self.trainer.precision_plugin.convert_input(move_data_to_device(batch, self.device))

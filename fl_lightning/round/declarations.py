@@ -1,10 +1,10 @@
 """Properties that a method declares, such as network traffic and the treatment of state."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from fl_lightning.cohort.cohort import Cohort
-from fl_lightning.round.context import RunContext
 
 ROLES = ("method", "attack", "observer")
 """Roles of callbacks, in the order in which their hooks are called."""
@@ -75,7 +75,7 @@ class Declarations:
         """
         return None
 
-    def remark(self, module: RunContext) -> str:
+    def remark(self, module: Any) -> str:
         """Return a remark on the run for results and figures, such as ``"nothing frozen"``."""
         return ""
 
@@ -93,3 +93,24 @@ class Declarations:
     def extra_exchanges(self, cohort: Cohort) -> int:
         """Return the number of exchanges with the server besides the exchange of averaged state."""
         return 0
+
+
+def in_order(callbacks: Iterable[Any]) -> list[Any]:
+    """Return the methods among a trainer's callbacks, sorted by role.
+
+    Methods with the same role keep their order.
+    """
+    methods = [callback for callback in callbacks if isinstance(callback, Declarations)]
+    return sorted(methods, key=lambda method: ROLES.index(method.role))
+
+
+def numbered(methods: Iterable[Any], hook: str) -> Iterator[tuple[Any, int, str]]:
+    """Yield methods with their number among the methods of the same class, and a name of the hook.
+
+    The name, such as ``"FedProx.on_round_start"``, differs for each method of a run.
+    """
+    seen: Counter[type] = Counter()
+    for method in methods:
+        kind = type(method)
+        number, seen[kind] = seen[kind], seen[kind] + 1
+        yield method, number, f"{kind.__name__}.{hook}{f' {number}' if number else ''}"

@@ -57,10 +57,9 @@ class ServerEvaluation:
         """Reset all sums for a new evaluation."""
         self._common: _Entries = {}
         self._of_rank: _Entries = {}
-        self._of_all_ranks: list[_Entries] = []
-        self._batch, self._is_new = _COMMON, True
+        self._batch = _COMMON
         self._failure: Exception | None = None
-        self._ranks: Ranks | None = None
+        self._ranks: Ranks | None = None  # the ranks that have divided the batches
 
     def divide(
         self,
@@ -81,10 +80,7 @@ class ServerEvaluation:
                 restore the generators.
             turn: Number added to ``batch_idx`` before batches are divided among the ranks.
         """
-
-        def place() -> str:
-            return f"evaluating the server after round {run.trainer.global_step}, batch {batch_idx + 1}"
-
+        place = f"evaluating the server after round {run.trainer.global_step}, batch {batch_idx + 1}"
         ranks = self._ranks = run.ranks
         self._task = run.task
         if (batch_idx + turn) % ranks.size != ranks.rank or self._failure is not None:
@@ -124,7 +120,6 @@ class ServerEvaluation:
             weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 0 for ignored
                 targets, 1 for all other targets.
         """
-        self._is_new = True
         self._task = task = task or self._task
         scores = task.scores(outputs)
         counts = task.count(scores, targets)
@@ -147,17 +142,13 @@ class ServerEvaluation:
             entries.append((self._batch, state))
 
     def finish(self) -> dict[str, float]:
-        """Return the metrics of all batches since :meth:`start`. All ranks must call this method.
-
-        A second call without new batches returns the same metrics.
-        """
+        """Return the metrics of all batches since :meth:`start`. All ranks must call this method."""
         finish_together([self])
         return self.metrics
 
-    def _conclude(self) -> None:
-        self._is_new = False
+    def _conclude(self, of_ranks: Iterable[_Entries]) -> None:
         whole: _Entries = {}
-        for part in move_data_to_device([self._common, *self._of_all_ranks], "cpu"):
+        for part in move_data_to_device([self._common, *of_ranks], "cpu"):
             for name, entries in part.items():
                 whole.setdefault(name, []).extend(entries)
         # a stable sort gives all ranks the same order of the batches
@@ -185,15 +176,13 @@ class ServerEvaluation:
 def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
     """Finish several evaluations. The ranks exchange the results of all evaluations at once."""
     divided = [evaluation for evaluation in evaluations if evaluation._ranks is not None]
+    of_ranks: dict[ServerEvaluation, Iterable[_Entries]] = {}
     if divided:
         assert divided[0]._ranks is not None
         parts = divided[0]._ranks.exchange(lambda: [evaluation._share() for evaluation in divided])
-        for evaluation, totals in zip(divided, zip(*parts, strict=True), strict=True):
-            evaluation._of_all_ranks += totals
-            evaluation._of_rank, evaluation._ranks, evaluation._is_new = {}, None, True
+        of_ranks = dict(zip(divided, zip(*parts, strict=True), strict=True))
     for evaluation in evaluations:
-        if evaluation._is_new:
-            evaluation._conclude()
+        evaluation._conclude(of_ranks.get(evaluation, ()))
 
 
 def _sum(states: Iterable[Counts]) -> Counts:

@@ -1,6 +1,6 @@
 """Failures of honest clients: dropouts and stragglers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
@@ -41,30 +41,13 @@ class ClientFailures(Recorded):
         schedule: dict[Any, list[list[int]]] | None = None,
         stragglers: float | dict[Any, float] = 0.0,
     ) -> None:
-        dropout, stragglers = _by_client("dropout", dropout), _by_client("stragglers", stragglers)
-        for setting, given in (("dropout", dropout), ("stragglers", stragglers)):
-            for value in given.values() if isinstance(given, Mapping) else [given]:
-                if not isinstance(value, int | float) or not 0 <= value <= 1:
-                    raise ConfigurationError(
-                        f"ClientFailures.{setting}: {value} must be a probability in [0, 1]"
-                    )
-        if not isinstance(schedule, Mapping | None):
-            raise ConfigurationError(
-                f"ClientFailures.schedule: {schedule} must be absences by client id, such as {{7: [[3, 5]]}}"
-            )
-        schedule = _by_client("schedule", schedule)
-        for client, absences in (schedule or {}).items():
-            for absence in absences if isinstance(absences, Sequence) else [absences]:
-                is_pair = isinstance(absence, Sequence) and len(absence) == 2
-                if (
-                    not is_pair
-                    or not all(type(x) is int for x in absence)
-                    or not 1 <= absence[0] <= absence[1]
-                ):
-                    raise ConfigurationError(
-                        f"ClientFailures.schedule: {absence} of client {client} must be [first round, last round], such as [3, 5]"
-                    )
-        self.dropout, self.schedule, self.stragglers = dropout, schedule, stragglers
+        probability = "a probability in [0, 1]"
+        self.dropout = _by_client("dropout", dropout, _is_probability, probability)
+        self.stragglers = _by_client("stragglers", stragglers, _is_probability, probability)
+        absences = "[first round, last round] by client id, such as {7: [[3, 5]]}"
+        self.schedule = (
+            None if schedule is None else _by_client("schedule", schedule, _are_absences, absences)
+        )
 
     def check(self, num_clients: int) -> None:
         """Check the client ids in the settings.
@@ -94,16 +77,29 @@ class ClientFailures(Recorded):
         return 1 + derive_seed(seed, "steps of a straggler", round_number, client_id) % full
 
 
-def _by_client(setting: str, given: Any) -> Any:
-    """Convert client ids to int, because keys of a mapping in a file may be strings."""
-    if not isinstance(given, Mapping):
-        return given
-    for client in given:
+def _by_client(setting: str, given: Any, is_valid: Callable[[Any], bool], words: str) -> Any:
+    """Check a setting of all clients or by client, and convert clients' ids, which may be strings."""
+    by_client = given if isinstance(given, Mapping) else {}
+    for client in by_client:
         if type(client) is not int and not str(client).isdecimal():
             raise ConfigurationError(
                 f"ClientFailures.{setting}: {client!r} must be a client's number, such as 7"
             )
-    return {int(client): value for client, value in given.items()}
+    for value in by_client.values() if isinstance(given, Mapping) else [given]:
+        if not is_valid(value):
+            raise ConfigurationError(f"ClientFailures.{setting}: {value} must be {words}")
+    return {int(client): value for client, value in given.items()} if isinstance(given, Mapping) else given
+
+
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1
+
+
+def _are_absences(value: Any) -> bool:
+    try:
+        return all(type(x) is int for pair in value for x in pair) and all(1 <= x <= y for x, y in value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _happens(

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
+from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
@@ -22,7 +23,7 @@ from fl_lightning.cohort.parts import treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import client_losses
-from fl_lightning.execution.joint import joint_executor
+from fl_lightning.execution.vectorized import joint_executor
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext
@@ -54,8 +55,6 @@ def check_first_steps(run: RunContext) -> None:
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
     policy = resolve_policy(run.federated_callbacks, run.round, run.planned_rounds)
-    _refuse_hooks(run.model)
-    assert isinstance(run, nn.Module)
     with isolate_rng(), _restored(run):
         freeze_statistics(run.model, run.tracking_layers, treatments(run.model, policy))
         before, attributes = _tensors(run.model), _attributes(run)
@@ -124,12 +123,9 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
 
 def _rate(cohort: RoundCohort) -> float:
     """Return the learning rate for which the norm of a step is a tenth of the parameters' norm."""
-    blocks = [
-        (cohort.params.blocks[n].double(), cohort.grads.blocks[n].double()) for n in cohort.trained_blocks
-    ]
     length, slope = (
-        float(torch.stack([x.square().sum() for x in side]).sum().sqrt())
-        for side in zip(*blocks, strict=True)
+        float(get_total_norm([rows.blocks[name].double() for name in cohort.trained_blocks]))
+        for rows in (cohort.params, cohort.grads)
     )
     rate = _MOVE * max(length, 1.0) / slope if slope else 0.0
     return rate if 0 < rate < float("inf") else _MOVE
@@ -198,15 +194,6 @@ def _refuse_kept(run: RunContext) -> None:
                 )
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigurationError(
-                f"model: {name!r} has a gradient hook, which clients' copies of the parameter do not call; change gradients in a "
-                "method's on_after_local_backward"
-            )
-
-
 def _refuse_memory(run: Any, written: Sequence[str], batches: Sequence[Any]) -> None:
     """Refuse attributes by which a client's batch may affect another client.
 
@@ -237,7 +224,7 @@ def _refuse_memory(run: Any, written: Sequence[str], batches: Sequence[Any]) -> 
         )
 
 
-def _attributes(run: nn.Module) -> dict[str, tuple[list[Any], list[Tensor]]]:
+def _attributes(run: RunContext) -> dict[str, tuple[list[Any], list[Tensor]]]:
     """Return the values in attributes of the model, the loss and the task, by name."""
     parts = {n: vars(x) for n, x in run.named_modules() if not isinstance(x, Metric | MetricCollection)}
     parts |= {"loss": {**getattr(run.loss, "__dict__", {}), "state": run.loss}, "task": vars(run.task)}
@@ -334,15 +321,10 @@ def _too_far(
     """Return the distances of tensors that differ by more than rounding, relative to their change."""
     rounding = _rounding(run)
     # a forward pass may have replaced a buffer by a single number
-    torchs = {
-        name: x.expand_as(executors[name]) if x.numel() == 1 and name in executors else x
-        for name, x in torchs.items()
-    }
-    moved = {
-        name: _distance(torchs[name], before[name])
-        for name in executors
-        if torchs[name].shape == before[name].shape
-    }
+    fits = [
+        name for name, x in executors.items() if torchs[name].numel() == 1 or torchs[name].shape == x.shape
+    ]
+    moved = {name: _distance(torchs[name], before[name]) for name in fits}
     parameters = {name for name, _ in run.model.named_parameters()}
     most = dict.fromkeys((True, False), 0.0)
     for name, length in moved.items():
@@ -350,7 +332,7 @@ def _too_far(
             most[name in parameters] = max(most[name in parameters], length)
     off = {}
     for name, value in executors.items():
-        if torchs[name].shape != value.shape:
+        if name not in moved:
             off[name] = float("inf")
             continue
         # tolerance for tensors that change only by rounding, such as a bias before BN

@@ -78,7 +78,7 @@ class LabelWeights:
         if self._hides_ignored:
             targets = labels.where(weights > 0, ignored)
         others = shares[torch.arange(classes, device=shares.device) != ignored]
-        return targets, None if _alike(others) else weights
+        return targets, None if others.max() - others.min() < _tolerance(others) else weights
 
 
 @torch.inference_mode(mode=False)
@@ -110,10 +110,6 @@ def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | N
         if is_mean and bool((first - second).abs().max() < _tolerance(first) / classes):
             return first * classes
     return None
-
-
-def _alike(shares: Tensor) -> bool:
-    return bool(shares.max() - shares.min() < _tolerance(shares))
 
 
 def _tolerance(shares: Tensor) -> float:

@@ -1,16 +1,14 @@
 """Vectors that clients send to the server for aggregation."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import Aggregator
-
-if TYPE_CHECKING:
-    from fl_lightning.cohort.cohort import Cohort
-    from fl_lightning.round.module import FederatedModule
+from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.round.context import RunContext
 
 
 class Sent(NamedTuple):
@@ -46,7 +44,7 @@ class Sent(NamedTuple):
             piece[rows] = (part + reference).to(piece.dtype)
 
 
-def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
+def sent_vectors(run: RunContext, cohort: Cohort) -> list[Sent]:
     """Return the vectors that the clients of a cohort send: parameters, means and variances.
 
     By default, all parameters form one vector, and the statistics of each layer form one vector.
@@ -55,13 +53,13 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
     vectors = []
     blocks = [name for name in cohort.params.blocks if cohort.treatment(name) == "averaged"]
     parts = cohort.params.columns_by_layer(blocks)
-    if module.aggregator.per != "layer":
+    if run.aggregator.per != "layer":
         parts = {"": [place for places in parts.values() for place in places]}
     for places in parts.values():
         pieces = [cohort.params.blocks[block][:, columns] for block, columns in places]
         server = [cohort.server_rows.blocks[block][0, columns] for block, columns in places]
-        vectors.append(Sent("parameters", pieces, [*server], module.aggregator))
-    rule = module.statistics.rule
+        vectors.append(Sent("parameters", pieces, [*server], run.aggregator))
+    rule = run.statistics.rule
     for what, names in sent_statistics_by_kind(cohort.buffer_kinds, cohort.treatments).items():
         for group in [names] if rule.per == "model" else [[name] for name in names]:
             pieces = [cohort.buffers[name] for name in group]

@@ -74,26 +74,16 @@ def keep_states_apart(module: nn.Module) -> None:
     """Stop the metrics in a module from exchanging their states between ranks."""
     for metric in module.modules():
         if isinstance(metric, Metric):
-            metric.distributed_available_fn = _is_distributed
-
-
-def _is_distributed() -> bool:
-    return False
+            metric.distributed_available_fn = bool  # returns False, and can be pickled
 
 
 def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
     try:
         return make()
     except (TypeError, ValueError) as error:
-        if num_classes is None:
-            if "num_classes" in str(error):
-                raise ValueError(f"{error} The data have no classes (integer targets).") from None
+        if num_classes is None or "num_classes" not in str(error):
             raise
-        try:
-            return make(num_classes=num_classes)
-        except (TypeError, ValueError) as second:
-            # raise the first error: the second may only say that num_classes is unknown
-            raise (error if "num_classes" in str(second) else second) from None
+    return make(num_classes=num_classes)
 
 
 def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> dict[str, State]:

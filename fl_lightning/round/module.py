@@ -1,67 +1,59 @@
 """Federated LightningModule: ``training_step`` is one communication round."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
-import lightning as L
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.aggregation import Aggregator, Domain, StatisticsAggregator, WeightedMean
-from fl_lightning.batch_norm.freezing import freeze_statistics
 from fl_lightning.batch_norm.layers import batch_norm_layers, refuse_synchronised, set_momentum
 from fl_lightning.batch_norm.swapping import evaluating, overriding_train, restore_batch_norm
-from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.client_module.client_module import ClientModule, ClientValues, client_module_of
+from fl_lightning.client_module.client_module import ClientModule, client_module_of
 from fl_lightning.client_module.left_out import check_left_out, left_out
 from fl_lightning.client_module.logged_values import LoggedValues
 from fl_lightning.client_module.metric_states import MetricObjects
 from fl_lightning.cohort.client_memory import locate, saved
-from fl_lightning.cohort.cohort import Cohort
-from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.execution.base import Executor
-from fl_lightning.execution.choice import Choice, choose_executor, decide_compilation
+from fl_lightning.execution.base import Compilation, Executor
+from fl_lightning.execution.choice import Choice, choose_executor
+from fl_lightning.execution.compiling import decide
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.models.checks import check_layers
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
-from fl_lightning.optimizers.client_lr import LRSchedule, lr_factor
+from fl_lightning.optimizers.client_lr import LRSchedule
 from fl_lightning.optimizers.settings import OptimizerCallable
 from fl_lightning.randomness import derive_seed, isolated, seeded
-from fl_lightning.ranks import Ranks
 from fl_lightning.recorded import Recorded
 from fl_lightning.round import hooks
-from fl_lightning.round.clock import RoundClock
-from fl_lightning.round.communication import Communication
+from fl_lightning.round.context import RunContext
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.metrics import MetricSetting, check_names, keep_states_apart, make_metrics
 from fl_lightning.round.module_evaluation import ModuleEvaluation, _ModuleTask
-from fl_lightning.round.outputs import OutputCheck
+from fl_lightning.round.outputs import check_before_training, check_outputs
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
-from fl_lightning.round.policy import check_together, declared_parts, resolve_policy
+from fl_lightning.round.policy import check_together, declared_parts
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.round import communication_round, skip_round
-from fl_lightning.round.survivors import RoundSkipped, too_few
+from fl_lightning.round.survivors import RoundSkipped
 from fl_lightning.round.tasks import Classification, Task, check_quality
 from fl_lightning.round.trained import refuse_trained
 from fl_lightning.round.trainer import check_trainer
 
 
-class FederatedModule(Recorded, L.LightningModule):
+class FederatedModule(Recorded, RunContext):
     """LightningModule for federated learning, in which an epoch is one communication round.
 
     A round is FedAvg (McMahan et al. 2017, Algorithm 1) with a server optimizer that takes a step
@@ -184,10 +176,6 @@ class FederatedModule(Recorded, L.LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if isinstance(model, torch.jit.ScriptModule):
-            raise ConfigurationError(
-                f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
-            )
         check_layers(model)
         client_module: ClientModule | None = client_module_of(model)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -253,23 +241,14 @@ class FederatedModule(Recorded, L.LightningModule):
         self.check_first_steps = check_first_steps
         self.seed = seed
 
-        self.plan: RoundPlan
-        self.slots: StateSlots
-        self.total_rounds: int | None = None
-        self.record = RunRecord()
-        self.clock = RoundClock()
         self.evaluation = self.new_evaluation()
         self.label_weights = LabelWeights(loss, self.task)
         usual = (type(self).evaluate_batch, type(self).client_loss)
         own = usual != (FederatedModule.evaluate_batch, FederatedModule.client_loss)
-        self.output_check = OutputCheck(not own and client_module is None)
+        self._has_scores = not own and client_module is None
         self.executor_choice: Choice | None = None
-        self.communication = Communication()
         self.accept_data = False
-        self.tracking_layers: list[_BatchNorm] = []
         self.merged: dict[str, Tensor] = {}
-        self._cohort: RoundCohort | None = None
-        self._parts: tuple[str, ...] | None = None
         self._modes: dict[nn.Module, bool] = {}
         self._eval_mode = ExitStack()
         self._resumed = self._unchecked = False
@@ -277,68 +256,9 @@ class FederatedModule(Recorded, L.LightningModule):
         self._evaluate_every: int | None = None
 
     @property
-    def data(self) -> FederatedDataModule:
-        """The federated data of the run."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set by Trainer.fit(datamodule=...)
-        if not isinstance(data, FederatedDataModule):
-            raise ConfigurationError(
-                f"data: FederatedModule needs a FederatedDataModule, got {type(data).__name__}; pass "
-                "datamodule=FederatedDataModule(clients=[...]) to fit()"
-            )
-        return data
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks (processes) of the run. Without the cohort strategy, there is a single rank."""
-        return getattr(self.trainer.strategy, "ranks", Ranks())
-
-    @property
-    def round(self) -> int:
-        """The current communication round, from 1."""
-        return self.trainer.current_epoch + 1
-
-    @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics of the newest round, such as ``{"round": 12, "train/loss": 0.7}``."""
         return self.record.metrics
-
-    @property
-    def planned_rounds(self) -> int:
-        """Planned number of rounds, which is known from round 1 on.
-
-        A milestone such as ``freeze_round=0.5`` is a fraction of this number.
-        """
-        assert self.total_rounds is not None
-        return self.total_rounds
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the model parts that methods treat separately, such as ``"fc"``."""
-        if self._parts is None:
-            self._parts = declared_parts(self.model, self.federated_callbacks, self.total_rounds or 1)
-        return self._parts
-
-    def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
-        """Call a hook of every method.
-
-        Random generators are seeded by method, hook, round and step.
-        """
-        hooks.call(self, hook, cohort, *step)
-
-    @property
-    def group_of(self) -> Mapping[str, str] | None:
-        """Parameter group of each parameter, if a LightningModule's optimizer has groups."""
-        return None if self.client_module is None else self.client_module.optimizer.groups
-
-    @property
-    def federated_callbacks(self) -> list[Any]:
-        """The methods of this run, in the order in which their hooks are called."""
-        return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # the trainer's helpers set it
-
-    @property
-    def joint_method(self) -> str | None:
-        """Name of the method that needs a joint forward pass of all clients, or None."""
-        return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Run a communication round.
@@ -354,131 +274,6 @@ class FederatedModule(Recorded, L.LightningModule):
             restore_batch_norm(self.model)
             self.executor.close()
             raise
-
-    def start_round(self) -> RoundCohort:
-        """Sample the cohort of this round, and broadcast the server's state to its clients."""
-        self.clock.start()
-        with self.clock.part("aggregation"):
-            clients, steps = self.plan.trained(self.round)
-            if not clients:
-                raise too_few(self, len(self.plan.reporting(self.round)))
-            policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
-            made, base = (self.parameter_groups, self.parts), self._cohort
-            if base is None or (base.parameter_groups, base.parts) != made or len(base) < len(clients):
-                base = RoundCohort(self.model, len(clients), made[0], self.ranks, self.parts, self.group_of)
-            cohort = base.first(len(clients))
-            cohort.broadcast(
-                round_number=self.round,
-                client_ids=clients,
-                weights=self.plan.weights(clients, self.round).to(self.device),
-                local_steps=steps,
-                policy=policy,
-                optimizer=self.client_optimizer,
-                lr_factor=lr_factor(self.client_lr_schedule, self.round, self.planned_rounds),
-                seed=self.seed,
-            )
-            freeze_statistics(self.model, self.tracking_layers, cohort.treatments)
-        self._cohort = base
-        return cohort
-
-    def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some clients at a local step, on the device of the run.
-
-        ``indices`` are the positions of the clients in the cohort.
-        """
-        return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
-
-    def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some clients at a local step, according to ``plan``."""
-        if self.client_module is not None:
-            self.client_module.local_step = step
-        sources = plan.sources(clients, self.round, step)
-        batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
-        batches = batches.union() if self.centralised else batches
-        if self.client_module is None or not self.client_module.transfers:
-            return batches.map(self.on_device)
-        moved = []
-        for client, position, batch in zip(*sources, batches.batches(), strict=not self.centralised):
-            with seeded(derive_seed(self.seed, "transfer", client, position)):
-                moved.append(self.on_device(batch))
-        return BatchStack(batches=moved)
-
-    def client_loss(self, batch: Any) -> Tensor:
-        """Return a client's loss, a scalar.
-
-        Override this method if batches are not pairs (inputs, targets).
-        """
-        if self.client_module is not None:
-            return self.client_module.loss(batch)
-        inputs, targets = batch
-        return self.loss(self.model(inputs), targets)
-
-    def logged(self) -> dict[str, Tensor]:
-        """Return the values that a LightningModule's last ``training_step`` has logged."""
-        return {} if self.client_module is None else self.client_module.logged()
-
-    def named(self, client: int) -> str:
-        """Return words for a client, such as ``"client 3"`` or ``"client 3 (Oslo)"``."""
-        return self.data.named(client)
-
-    def keeper(self) -> Callable[[Sequence[int], Mapping[str, Tensor]], None]:
-        """Return a function that keeps what clients log in a local step."""
-        return self.client_module.keeper() if self.client_module else lambda clients, logged: None
-
-    def cannot_replay(self) -> str | None:
-        """Return why a LightningModule's step needs its Python code in every local step, or None."""
-        return self.client_module.cannot_replay() if self.client_module else None
-
-    def begin_steps(self, cohort: RoundCohort) -> None:
-        """Set the settings of the client optimizer that a LightningModule's schedulers change."""
-        if self.client_module is not None:
-            steps = self.client_module.local_steps
-            scheduled = self.client_module.optimizer.scheduled(self.round - 1, steps, cohort.step)
-            for block, settings in cohort.optimizer_groups.items() if scheduled else ():
-                settings.update(scheduled[cohort.params.layout[block].group])
-
-    def end_steps(self, cohort: RoundCohort) -> None:
-        """Call ``on_train_batch_end`` of a LightningModule after each client's local step."""
-        for client, call in self.client_module.steps_that_ended() if self.client_module else ():
-            row = cohort.client_ids.index(client)
-            tensors = cohort.row_state(row).tensors
-            with self.slots.filled(tensors):
-                call()
-                updated = self.slots.read(tensors)
-            cohort.take_up(row, updated)
-
-    def logged_by_clients(self) -> ClientValues:
-        """Return the values that the clients of this rank have logged in the round."""
-        return {} if self.client_module is None else self.client_module.sent()
-
-    def merge_logged(self, clients: Sequence[int], of_ranks: Sequence[ClientValues]) -> None:
-        """Combine the values that clients of all ranks have logged, in order of the clients."""
-        if self.client_module is not None:
-            # a rank without clients computes a client of the first rank again
-            logged = {client: x for part in reversed(of_ranks) for client, x in part.items()}
-            merged = self.client_module.merge([logged[client] for client in clients if client in logged])
-            self.show_to_callbacks(merged)
-
-    def weight_share(self, cohort: Cohort) -> float:
-        """Return the cohort's share of the total weight of all clients.
-
-        With uniform weights, this is the cohort's size divided by the number of clients. Failures
-        do not change the weights.
-        """
-        return self.plan.usual().weight_share(cohort.client_ids, self.round)
-
-    def usual_weights(self, cohort: Cohort) -> Tensor:
-        """Return the cohort's aggregation weights ``[C]``, as they would be without failures.
-
-        Methods use these weights for means over several rounds.
-        """
-        return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
-
-    def server_step(self) -> None:
-        """Take a step of the server optimizer on the pseudo-gradient of the round."""
-        optimizer = self.optimizers()
-        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
-        optimizer.step()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the server optimizer for the trainable parameters."""
@@ -589,14 +384,21 @@ class FederatedModule(Recorded, L.LightningModule):
                 Choice(SequentialExecutor(), reason) if alone else choose_executor(self, len(clients))
             )
             self.executor = self.executor_choice.executor
-        self.record.compiled = decide_compilation(
-            self,
-            self.executor,
-            self.ranks,
-            rounds * sum(steps),
-            lambda: self.planned_batches(usual, clients[:1], 0).batches()[0],
-            self.record.compiled,
-        )
+        setting = self.executor.compile if isinstance(self.executor, SequentialExecutor) else False
+
+        def decided() -> Compilation:
+            return decide(
+                setting,
+                self,
+                rounds * sum(steps),
+                lambda: self.planned_batches(usual, clients[:1], 0).batches()[0],
+                self.record.compiled,
+            )
+
+        choices = self.ranks.exchange(decided)
+        # if one rank cannot compile, no rank compiles
+        self.executor.compilation = next((choice for choice in choices if not choice.compiled), choices[0])
+        self.record.compiled = self.executor.compilation.compiled
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}
         self._cohort = None
@@ -605,7 +407,8 @@ class FederatedModule(Recorded, L.LightningModule):
         """Check metrics and outputs, and record digests of the data."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
-        self.output_check.before_training(self)
+        if self._has_scores:
+            check_before_training(self)
         self._call_own("on_train_start")
         self.record.data = self.record.data or self.data.fingerprint()
         self._unchecked = self.check_first_steps
@@ -707,11 +510,11 @@ class FederatedModule(Recorded, L.LightningModule):
             raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
         self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         locate(checkpoint.get("callbacks"), self._trainer and self._trainer.ckpt_path)
-        self.total_rounds, self._parts = state["total_rounds"], state.get("parts")
+        self.total_rounds, self._parts = state["total_rounds"], state["parts"]
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])
-        self._left_out = state.get("left_out", {})
-        self.evaluation.kept = state.get("kept", {})
+        self._left_out = state["left_out"]
+        self.evaluation.kept = state["kept"]
         if self._trainer is not None:
             self._check_data(checkpoint["global_step"])
         self._call_own("on_load_checkpoint", checkpoint)
@@ -721,17 +524,15 @@ class FederatedModule(Recorded, L.LightningModule):
 
         An evaluation checks only data that are drawn from the clients' samples or scaled by them.
         """
-        trainer, known = self.trainer, True
+        trainer = self.trainer
         path, command = str(trainer.ckpt_path), trainer.state.fn
         if command == TrainerFn.FITTING:
             digests = self.data.fingerprint()
-            known = self.record.go_on_with(digests, path, round_number, accept=self.accept_data)
+            self.record.go_on_with(digests, path, round_number, accept=self.accept_data)
         elif isinstance(data := trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]  # set by the trainer
             split = data.fit_split if command == TrainerFn.VALIDATING else "test"
             predicts = command == TrainerFn.PREDICTING
-            known = self.record.evaluate_on(data, split, path, accept=self.accept_data, predicts=predicts)
-        if not known:
-            self.print(f"checkpoint {path} has no record of its data; the data of this run may differ")
+            self.record.evaluate_on(data, split, path, accept=self.accept_data, predicts=predicts)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
         """Return the state of the server model. Other state of this module is not included."""
@@ -769,31 +570,6 @@ class FederatedModule(Recorded, L.LightningModule):
         # without sync_dist, Lightning prints a warning
         super().log(name, value, **{**defaults, **given, "sync_dist": True})
 
-    def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
-        """Log metrics of this round that are plain numbers. This is faster than :meth:`log`.
-
-        Args:
-            metrics: Numbers by name.
-            prog_bar: Whether progress bars show the numbers.
-        """
-        for name, value in metrics.items():
-            self.record.add(name, value)
-        self.show_to_callbacks(metrics)
-        if prog_bar:
-            self.trainer.progress_bar_metrics.update(metrics)
-
-    def show_to_callbacks(self, metrics: Mapping[str, float]) -> None:
-        """Set values of ``trainer.callback_metrics``."""
-        self.trainer.callback_metrics.update(
-            zip(metrics, torch.tensor([*metrics.values()]).unbind(), strict=True)
-        )
-
-    def on_device(self, batch: Any) -> Any:
-        """Move a batch to this module's device, and convert it to the run's precision."""
-        if self.client_module is not None:
-            return self.client_module.transferred(self.trainer.precision_plugin.convert_input(batch))
-        return self.trainer.precision_plugin.convert_input(move_data_to_device(batch, self.device))
-
     def forward(self, inputs: Any) -> Any:
         """Return the server model's outputs."""
         return self.model(inputs)
@@ -812,7 +588,9 @@ class FederatedModule(Recorded, L.LightningModule):
                 self.client_module.evaluate("validation", batch, 0, None, LoggedValues())
             return
         inputs, targets = batch
-        self.output_check.check(self, outputs := self.model(inputs), targets)
+        outputs = self.model(inputs)
+        if self._has_scores:
+            check_outputs(self, outputs, targets)
         loss = self.loss(outputs, targets)
         targets, weights = self.label_weights.of(outputs, targets, self.task.ignored)
         evaluation.update(outputs, targets, loss, self.task, weights)

@@ -70,12 +70,10 @@ class ModuleEvaluation(ServerEvaluation):
     def start(self) -> None:
         """Start a new evaluation."""
         super().start()
-        self._is_new = False
         self._values: LoggedValues | None = None
         self._held: MetricStates = {}
         self._parts: list[dict[str, float]] = []
         self._index = 0
-        self._last: int | None = None
         self.shown: set[str] = set()
         self.loader: int | None = None
 
@@ -99,13 +97,10 @@ class ModuleEvaluation(ServerEvaluation):
         loaders = loader if isinstance(loader, list) else [loader]
         for number, batches in enumerate(loaders):
             self.loader, self._index = number if len(loaders) > 1 else None, 0
-            for batch in islice(batches, self._limit(number)):
+            limit = self._limits[number]
+            for batch in islice(batches, None if limit == inf else int(limit)):
                 evaluate(self._run.on_device(batch), self)
         return self.finish()
-
-    def _limit(self, loader: int) -> int | None:
-        limits = self._limits
-        return int(limits[loader]) if loader < len(limits) and limits[loader] != inf else None
 
     @property
     def _limits(self) -> Sequence[int | float]:
@@ -116,10 +111,10 @@ class ModuleEvaluation(ServerEvaluation):
 
     def _step(self, batch: Any, batch_idx: int, loader: int | None) -> Any:
         by_client = self._run.data.evaluates_clients and loader is not None
-        if self._values is not None and by_client and loader != self._last:
+        if self._values is not None and by_client and loader != self._of_client:
             self._end()
         if self._values is None:
-            self._values, self._held, self._index = LoggedValues(), self._client.metrics.take(), batch_idx
+            self._values, self._held = LoggedValues(), self._client.metrics.take()
             self._of_client = loader if by_client else None
             attributes = vars(self._client.module).items()
             self._attributes = {name: value for name, value in attributes if not name.startswith("_")}
@@ -127,7 +122,6 @@ class ModuleEvaluation(ServerEvaluation):
             with self._client.collecting(self._values):
                 self._client.call(f"on_{self._kind}_start")
                 self._client.call(f"on_{self._kind}_epoch_start")
-        self._last = loader
         seed_everything(derive_seed(self._run.seed, "evaluation", self._run.trainer.global_step, batch_idx))
         self._index = batch_idx + 1
         return self._client.evaluate(
@@ -146,6 +140,9 @@ class ModuleEvaluation(ServerEvaluation):
             known = {name: [part[name] for part in self._parts if name in part] for name in names}
             self.metrics = {name: sum(values) / len(values) for name, values in known.items()}
         return self.metrics
+
+    def _conclude(self, of_ranks: Any) -> None:
+        """Keep the metrics that the module has logged."""
 
     def _end(self) -> None:
         assert self._values is not None

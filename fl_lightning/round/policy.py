@@ -47,12 +47,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
     now, later = f"in round {round_number}", "from some round on"
     wishes = []
     for callback in callbacks:
-        declared = callback.policy(round_number, total_rounds)
-        if not isinstance(declared, Mapping):
-            raise ConfigurationError(
-                f"{type(callback).__name__}.policy() returns {declared!r}; return a treatment by kind or part, {{}} for the defaults"
-            )
-        wishes += [(callback, now, *wish) for wish in declared.items()]
+        wishes += [(callback, now, *wish) for wish in callback.policy(round_number, total_rounds).items()]
     wishes += [(cb, later, *wish) for cb in callbacks for wish in cb.undecided().items()]
     for index, (callback, when, kind, treatment) in enumerate(wishes):
         name = type(callback).__name__
@@ -66,12 +61,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
                     f"callbacks {type(other).__name__} and {name} cannot be combined: one wants {kind} {its}, the other "
                     f"{treatment}, {when}"
                 )
-    policy = _DEFAULT | {kind: treatment for _, when, kind, treatment in wishes if when == now}
-    if (policy["mean"] == "frozen") != (policy["var"] == "frozen"):
-        raise ConfigurationError(
-            "running means and variances can only be frozen together (policy of mean and var)"
-        )
-    return policy
+    return _DEFAULT | {kind: treatment for _, when, kind, treatment in wishes if when == now}
 
 
 def policy_stages(
@@ -114,8 +104,6 @@ def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_ro
         declared = [callback.policy(start, total_rounds) for start, _ in stages if isinstance(start, int)]
         for key in (key for keys in (*declared, callback.undecided()) for key in keys if key not in KINDS):
             owners.setdefault(key, f"{type(callback).__name__}.policy()")
-    if not owners:
-        return ()
     for part, owner in owners.items():
         match_parts(model, [part], owner)
     match_parts(model, owners)

@@ -44,8 +44,7 @@ class RunRecord:
             out.
         clients: Number of rounds, number of local steps and latest mean training loss of each
             client.
-        holders: Clients that have received frozen parameters or buffers, by block name. In
-            checkpoints of older versions, the key ``""`` stands for all blocks.
+        holders: Clients that have received frozen parameters or buffers, by block name.
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
         description: Settings that affect results, by dotted name; may be empty.
         computed_by: The executor and other facts that affect rounding errors; empty if unknown.
@@ -107,7 +106,7 @@ class RunRecord:
 
     def holding(self, block: str) -> list[int]:
         """Return the clients that have received a frozen block of parameters or buffers."""
-        return self.holders.get(block, self.holders.get("", []))
+        return self.holders.get(block, [])
 
     def spend(self, seconds: float, costs: Mapping[str, float]) -> None:
         """Add a duration in seconds, and traffic in bytes by metric name, to the totals."""
@@ -148,7 +147,7 @@ class RunRecord:
             logger.log_metrics(line, step=int(line["round"]))
         self._logging_seconds = time.perf_counter() - started
 
-    def go_on_with(self, data: dict[str, str], path: str, round_number: int, *, accept: bool) -> bool:
+    def go_on_with(self, data: dict[str, str], path: str, round_number: int, *, accept: bool) -> None:
         """Check that a resumed run has the checkpoint's data.
 
         If the data differ and ``accept`` is True, the change is recorded.
@@ -159,10 +158,6 @@ class RunRecord:
             round_number: The checkpoint's round.
             accept: Whether the data may differ.
 
-        Returns:
-            Whether the checkpoint contains digests of the data. Older versions did not save
-            digests.
-
         Raises:
             OtherData: The data differ and ``accept`` is False.
         """
@@ -172,19 +167,18 @@ class RunRecord:
             for name in data
             if trained.get(name) != data[name]
         }
-        if trained and other and not accept:
+        if other and not accept:
             names = ", ".join(name.removeprefix("data.") for name in other)
             raise OtherData(
                 f"data: the checkpoint {path} was trained on other data, these differ in: {names}; use its data and its "
                 "seed_everything, or resume with these by --accept_data (in Python: accept_data = True of the module)"
             )
-        if trained and other:
+        if other:
             self.continue_from(path, round_number, other)
-        return bool(trained)
 
     def evaluate_on(
         self, data: FederatedDataModule, split: str, path: str, *, accept: bool, predicts: bool
-    ) -> bool:
+    ) -> None:
         """Check that evaluation data are not affected by other training data than the checkpoint's.
 
         If evaluation data are drawn from the clients' samples, different data could contain
@@ -199,19 +193,15 @@ class RunRecord:
             predicts: Whether the data are predicted. Then ``accept`` is ignored, because drawn data
                 are only a part of the user's samples.
 
-        Returns:
-            False if the check needs digests that the checkpoint does not contain. Older versions
-            did not save digests.
-
         Raises:
             OtherData: The data differ and ``accept`` is False.
         """
         drawn = split in data.drawn_splits
         if not drawn and not data.scaled_by_training:
-            return True
+            return
         trained = self.data.get("evaluation" if drawn else "training")
         given = data.evaluation_digest() if drawn else data.fingerprint()["training"]
-        if trained is not None and (predicts or not accept) and trained != given:
+        if (predicts or not accept) and trained != given:
             seed = self.description.get("seed_everything")
             remedy = "use its data and its seed_everything"
             if seed is not None and seed != data.seed:
@@ -224,18 +214,11 @@ class RunRecord:
             if predicts:
                 way_on = "predict new samples by python -m fl_lightning predict RUN FILE"
             raise OtherData(f"data: the checkpoint {path} was trained with {fault}; {remedy}, or {way_on}")
-        return trained is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of the run and the newest metrics, to be saved in a checkpoint."""
-        saved = (name for name in vars(self) if not name.startswith("_"))
-        public = {name: copy(getattr(self, name)) for name in saved}
-        return {"row" if name == "metrics" else name: value for name, value in public.items()}
+        return {name: copy(value) for name, value in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the totals and the newest metrics of a checkpoint."""
-        self.compiled = False  # older checkpoints lack this entry
-        if isinstance(state.get("holders"), list):
-            state = {**state, "holders": {"": state["holders"]}}
-        for name, value in state.items():
-            setattr(self, "metrics" if name == "row" else name, value)
+        vars(self).update(state)

@@ -124,8 +124,8 @@ def not_finite(cohort: RoundCohort) -> dict[int, str]:
     Only parameters and BN statistics are checked. Other buffers, such as attention masks, may
     contain infinities.
     """
-    kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
-    statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
+    layout = cohort.buffers.layout
+    statistics = [x for name, x in cohort.buffers.blocks.items() if layout[name].kind in ("mean", "var")]
     blocks = [*cohort.params.blocks.values(), *statistics]
     # fast check: if the sum of all values is finite, all values are finite
     if bool(torch.stack([block.sum() for block in blocks]).sum().isfinite()):

@@ -4,18 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    OnExceptionCheckpoint,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    WeightAveraging,
-)
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fl_lightning.errors import ConfigurationError
@@ -23,20 +11,20 @@ from fl_lightning.execution.strategy import CohortStrategy
 
 _ACCUMULATION = "does not apply, as clients step on each batch; use a larger data.batch_size"
 
-_REFUSED: dict[type[L.Callback], str] = {
-    StochasticWeightAveraging: "adds an extra round; use a server optimizer with momentum",
-    WeightAveraging: "would evaluate and save another model than the server's; use a server optimizer with "
+_REFUSED = {
+    "StochasticWeightAveraging": "adds an extra round; use a server optimizer with momentum",
+    "WeightAveraging": "would evaluate and save another model than the server's; use a server optimizer with "
     "momentum, or average the checkpoints of checkpoint.keep_rounds",
-    GradientAccumulationScheduler: _ACCUMULATION,
-    BaseFinetuning: "would not reach the clients' copies; freeze layers in the model (requires_grad), or "
+    "GradientAccumulationScheduler": _ACCUMULATION,
+    "BaseFinetuning": "would not reach the clients' copies; freeze layers in the model (requires_grad), or "
     "declare them frozen in a method's policy",
-    ModelPruning: "renames the parameters, which clients and methods know by name; prune the trained model",
-    BatchSizeFinder: "finds no batch, as each batch is a round; set data.batch_size",
-    LearningRateFinder: "finds no rate of the clients; compare rates in a study with choose",
-    OnExceptionCheckpoint: "would resume by itself in the next run; last.ckpt keeps the newest round, "
+    "ModelPruning": "renames the parameters, which clients and methods know by name; prune the trained model",
+    "BatchSizeFinder": "finds no batch, as each batch is a round; set data.batch_size",
+    "LearningRateFinder": "finds no rate of the clients; compare rates in a study with choose",
+    "OnExceptionCheckpoint": "would resume by itself in the next run; last.ckpt keeps the newest round, "
     "--ckpt_path auto resumes it",
-    ThroughputMonitor: "would count rounds as batches; read time/samples_per_s of each round",
-    SpikeDetection: "gets no loss of a batch; use EarlyStopping with check_finite, or model.on_divergence",
+    "ThroughputMonitor": "would count rounds as batches; read time/samples_per_s of each round",
+    "SpikeDetection": "gets no loss of a batch; use EarlyStopping with check_finite, or model.on_divergence",
 }
 """Callbacks of Lightning that a round does not support, with the reason and a remedy."""
 
@@ -93,9 +81,9 @@ def check_trainer(trainer: L.Trainer) -> None:
 def _check_callbacks(callbacks: Iterable[L.Callback]) -> None:
     for callback in callbacks:
         name = type(callback).__name__
-        for kind, remedy in _REFUSED.items():
-            if isinstance(callback, kind):
-                raise ConfigurationError(f"trainer.callbacks: {name} {remedy}")
+        for kind in type(callback).__mro__:
+            if kind.__name__ in _REFUSED and kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
+                raise ConfigurationError(f"trainer.callbacks: {name} {_REFUSED[kind.__name__]}")
         for hook in _NEVER_CALLED:
             if getattr(getattr(callback, hook), "__func__", None) is not getattr(L.Callback, hook):
                 raise ConfigurationError(

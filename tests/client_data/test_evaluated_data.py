@@ -86,16 +86,6 @@ def test_the_trainer_refuses_as_the_command_line_does(folder):
     assert evaluate("predict", other, path)
 
 
-def test_a_checkpoint_that_does_not_say_its_data_is_evaluated_with_one_line(folder, capsys):
-    path = trained_on(Images(val_fraction=0.2), folder)
-    checkpoint = torch.load(path)
-    del checkpoint["fl_lightning"]["record"]["data"]
-    torch.save(checkpoint, path)
-    evaluate("validate", Images(val_fraction=0.2), path)
-    line = f"checkpoint {path} has no record of its data; the data of this run may differ\n"
-    assert capsys.readouterr().out.count(line) == 1
-
-
 class Drawn(Dataset):
     """Samples that are computed."""
 

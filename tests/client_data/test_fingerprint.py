@@ -119,19 +119,6 @@ def test_the_same_data_go_on_without_a_word(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_checkpoint_that_does_not_say_its_data_loads_with_one_line(capsys):
-    checkpoint_on(Images())
-    checkpoint = torch.load("1.ckpt")
-    del checkpoint["fl_lightning"]["record"]["data"]
-    torch.save(checkpoint, "1.ckpt")
-    record = resume(Images()).record
-    assert (
-        capsys.readouterr().out
-        == "checkpoint 1.ckpt has no record of its data; the data of this run may differ\n"
-    )
-    assert set(record.data) == {"training", "evaluation", "partition"}
-
-
 def test_the_command_line_refuses_other_data_and_leaves_nothing_until_they_are_accepted(capsys):
     source = run("--trainer.max_epochs", 1).attempt
     path = source.checkpoints / "last.ckpt"

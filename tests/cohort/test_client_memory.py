@@ -121,7 +121,7 @@ def test_a_checkpoint_in_another_folder_keeps_its_files_as_long_as_it_exists(tmp
     trainer.save_checkpoint(root / "checkpoints" / "last.ckpt")
     now = {path.name for path in folder.glob("*.pt")}
     assert now < before
-    assert before - now <= {f"{client}-1.pt" for client in clients}
+    assert {client_of(Path(name)) for name in before - now} <= set(clients)
 
 
 @pytest.mark.usefixtures("in_files")
@@ -196,8 +196,9 @@ def entry(client, round_number):
 
 def test_an_entry_is_replaced_as_a_whole_and_cannot_be_changed_in_place():
     memory = ClientMemory({2: entry(2, 0)})
+    memory[3] = {}
     with pytest.raises(TypeError, match="does not support item assignment"):
-        memory.setdefault(3, {})["a"] = torch.ones(1)
+        memory[3]["a"] = torch.ones(1)
     memory[3] = {**memory[3], "a": torch.ones(1)}
     assert memory[3]["a"] == 1
     del memory[2]
@@ -223,7 +224,7 @@ def test_ranks_write_a_client_once_and_read_each_others(size, tmp_path):
         written = [*(work / "memory/method").glob("*.pt")]
         sums = ranks.exchange(memory.checksum)
         record = saved({"memory": memory})["memory"]
-        return sorted(memory._unsynced), len(written), sums, contents(ClientMemory(record))
+        return len(written), sums, contents(ClientMemory(record))
 
     found = in_ranks(size, rounds, meet)
     alone = ClientMemory()
@@ -232,7 +233,7 @@ def test_ranks_write_a_client_once_and_read_each_others(size, tmp_path):
         for client in range(r, r + 4):
             alone[client] = entry(client, r)
         alone.flush()
-    for _, written, sums, read in found:
+    for written, sums, read in found:
         assert written == 6
         assert sums == [alone.checksum()] * size
         assert checksums({"": read}) == checksums({"": contents(alone)})
@@ -245,12 +246,12 @@ def test_a_round_reads_and_writes_its_own_clients_alone(tmp_path, monkeypatch):
     memory.flush()
     seen = []
     monkeypatch.setattr(os, "replace", lambda one, two, real=os.replace: (seen.append(two), real(one, two)))
-    for round_number, clients in enumerate([(5, 7), (7, 9)]):
+    for round_number, clients in enumerate([(5, 7), (7, 9)], 1):
         for client in clients:
             memory[client] = entry(client, round_number)
         memory.flush()
         assert [client_of(path) for path in seen[-2:]] == list(clients)
-        assert len(memory._entries) == 2
+        assert not memory._entries
     assert len(seen) == 4
 
 
@@ -263,5 +264,5 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ConfigurationError, match=r"0-1\.pt cannot be written: No space left on device"):
+    with pytest.raises(ConfigurationError, match=r"0-\d+\.pt cannot be written: No space left on device"):
         memory.flush()

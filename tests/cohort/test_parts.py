@@ -160,6 +160,13 @@ def test_a_layers_mean_and_variance_freeze_together(declared):
         federated_run(Declares(declared))
 
 
+def test_all_means_and_variances_freeze_together():
+    with pytest.raises(
+        ConfigurationError, match=r"frozen together \(policy of \d.running_mean and \d.running_var\)"
+    ):
+        federated_run(Declares({"mean": "frozen"}))
+
+
 def test_the_policy_table_has_a_row_for_a_part():
     methods = [Declares({"3": "frozen"}, first=3), Keeps("last layer")]
     table = policy_table(small_cnn(), methods, 4)

@@ -100,9 +100,9 @@ CASES = {
     "images in memory": ({}, [], set()),
     "frozen BN": ({}, [FixBN(freeze_round=1)], set()),
     "adam": ({"client_optimizer": partial(torch.optim.Adam, lr=0.01)}, [], set()),
-    "fedprox": ({}, [FedProx()], {"cohort.updates", "hooks.call"}),
-    "scaffold": ({}, [SCAFFOLD()], {"hooks.call"}),
-    "clipping": ({}, [ClientGradientClipping(max_norm=1.0)], {"hooks.call"}),
+    "fedprox": ({}, [FedProx()], {"cohort.updates", "context.call_hook"}),
+    "scaffold": ({}, [SCAFFOLD()], {"context.call_hook"}),
+    "clipping": ({}, [ClientGradientClipping(max_norm=1.0)], {"context.call_hook"}),
     # batches of separate data loaders are stacked
     "loaders": ({"model": BN, "data": blobs}, [], {"batches.stack"}),
     # the state of clients and parameters that rest is saved
@@ -134,8 +134,8 @@ def test_a_local_step_allocates_only_what_is_listed_and_reads_no_tensor(name):
 
 
 def test_a_method_that_allocates_or_reads_is_found():
-    assert "hooks.call" in watched({}, [Copies()]).allocates
-    assert watched({}, [Reads()]).reads == {"hooks.call"}
+    assert "context.call_hook" in watched({}, [Copies()]).allocates
+    assert watched({}, [Reads()]).reads == {"context.call_hook"}
 
 
 class Adds(FederatedCallback):

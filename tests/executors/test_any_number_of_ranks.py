@@ -36,7 +36,7 @@ def left_behind(row, ranks, settings, rounds=4):
     trainer = {"devices": ranks, "strategy": "cohort"}
     run_method(row, rounds, [seen, Keeps()], trainer=trainer, executor=SequentialExecutor(), **settings)
     kept = {name: record[name] for name in ("clients", "samples", "holders", "diverged", "upload_bytes")}
-    metrics = {name: value for name, value in record["row"].items() if not name.startswith("time/")}
+    metrics = {name: value for name, value in record["metrics"].items() if not name.startswith("time/")}
     return seen.states, flat(contents([record["callbacks"], kept, metrics]))
 
 

@@ -151,20 +151,6 @@ def test_the_decision_is_kept_in_the_checkpoint(compiler, monkeypatch, tmp_path)
     assert [module.executor.compiled_for(module.model) for module in modules] == [True, True]
 
 
-def test_a_checkpoint_of_a_time_without_compiling_goes_on_without(compiler, monkeypatch, tmp_path):
-    modules = [
-        FederatedModule(small_cnn(), SGD, local_steps=1, executor=SequentialExecutor()) for _ in range(2)
-    ]
-    fit(modules[0], blobs(), 1, [SaveRounds(tmp_path)])
-    checkpoint = torch.load(tmp_path / "1.ckpt", weights_only=True)
-    del checkpoint["fl_lightning"]["record"]["compiled"]
-    torch.save(checkpoint, tmp_path / "old.ckpt")
-    monkeypatch.setattr(compiling, "_WORTH_IT", 1)
-    monkeypatch.setattr(compiling, "_FEWEST_STEPS", 1)
-    fit(modules[1], blobs(), 2, ckpt_path=tmp_path / "old.ckpt")
-    assert not modules[1].executor.compilation.compiled
-
-
 def test_where_one_rank_cannot_compile_none_does(compiler, monkeypatch):
     def trouble():
         return "no compiler there" if os.environ.get("LOCAL_RANK") == "1" else None

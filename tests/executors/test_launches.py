@@ -59,7 +59,7 @@ def final_state(attempt):
     record = checkpoint["fl_lightning"]["record"]
     for name in ("seconds", "continued_from"):
         record.pop(name)
-    record["row"] = {name: x for name, x in record["row"].items() if not name.startswith("time/")}
+    record["metrics"] = {name: x for name, x in record["metrics"].items() if not name.startswith("time/")}
     return checkpoint
 
 

@@ -18,7 +18,6 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.execution import fork
 from fl_lightning.execution.strategy import CohortStrategy
-from fl_lightning.files import locked
 
 
 def children():
@@ -164,17 +163,17 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works()
 @pytest.mark.parametrize("met", [False, True], ids=["before the others", "among the others"])
 @pytest.mark.parametrize("raises", [False, True], ids=["killed", "raises"])
 def test_a_rank_that_ends_before_it_has_met_the_others_ends_the_run(met, raises, monkeypatch):
-    find, before = CohortStrategy._find_others, children()
+    join, before = CohortStrategy._join, children()
 
     def end(strategy):
-        found = find(strategy) if met or strategy.global_rank != 1 else None
+        if met or strategy.global_rank != 1:
+            join(strategy)
         if strategy.global_rank == 1:
             if raises:
                 raise ConfigurationError("my own mistake")
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
 
-    monkeypatch.setattr(CohortStrategy, "_find_others", end)
+    monkeypatch.setattr(CohortStrategy, "_join", end)
     expected = "my own mistake" if raises else r"rank 1 \(process \d+\) has ended.*memory was short"
     with pytest.raises(ConfigurationError, match=expected):
         train(3)
@@ -253,7 +252,7 @@ def test_other_ranks_take_no_signal_from_their_first_moment_on():
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_leaves_no_rank_and_no_folder_for_long(tmp_path, monkeypatch):
+def test_a_run_that_is_killed_leaves_no_rank():
     script = f"""
 import os, sys, torch
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1] / "support")!r}]
@@ -271,7 +270,6 @@ train(3, Tells())
     Path("script.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "script.py"],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
@@ -286,27 +284,6 @@ train(3, Tells())
         signal.sigtimedwait([], 0.1)
     else:
         pytest.fail(f"ranks {alive} live on")
-    (left,) = tmp_path.glob(f"{fork._FOLDER}*")
-    os.utime(left, (0, 0))
-    monkeypatch.setattr(fork, "gettempdir", lambda: str(tmp_path))
-    with fork._meeting_folder():
-        assert not left.exists()
-
-
-def test_folders_of_killed_runs_are_removed_and_no_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(fork, "gettempdir", lambda: str(tmp_path))
-    elsewhere = tmp_path / "elsewhere"
-    killed, living, fresh = (tmp_path / f"{fork._FOLDER}{name}" for name in ("killed", "living", "fresh"))
-    for folder in (elsewhere, killed, living, fresh):
-        folder.mkdir()
-        (folder / "ranks").touch()
-        if folder != fresh:
-            os.utime(folder, (0, 0))
-    link = tmp_path / f"{fork._FOLDER}link"
-    link.symlink_to(elsewhere)
-    with locked(living, folder=True), fork._meeting_folder():
-        assert {*tmp_path.iterdir()} == {elsewhere, living, fresh, link}
-    assert (elsewhere / "ranks").exists()
 
 
 def _runs(process):

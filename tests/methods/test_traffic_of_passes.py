@@ -48,9 +48,9 @@ def test_in_a_pass_every_client_in_the_cohort_or_not_sends_its_statistics():
     )
     _, other = static_bn(changed=absent)
     assert int((usual.values[2] != other.values[2]).sum()) == STATISTICS
-    uploads = {client: up for client, (up, _) in usual.communication[2].beside["StaticBN"].items()}
+    uploads = {client: up for client, (up, _) in usual.communication[2].sent["StaticBN"].items()}
     assert uploads == dict.fromkeys(range(3), 8 * STATISTICS)
-    assert not usual.communication[1].beside
+    assert "StaticBN" not in usual.communication[1].sent
     assert torch.equal(usual.values[1], other.values[1])
 
 
@@ -59,16 +59,16 @@ def test_the_weights_of_a_pass_go_to_those_that_the_next_round_does_not_send_the
     weights = 8 * sum(parameter.numel() for parameter in module.model.parameters())
     following = module.plan.cohort(3)
     wanted = {client: 0 if client in following else weights for client in range(3)}
-    assert {client: down for client, (_, down) in seen.communication[2].beside["StaticBN"].items()} == wanted
+    assert {client: down for client, (_, down) in seen.communication[2].sent["StaticBN"].items()} == wanted
     assert sorted(wanted.values()) == [0, weights, weights]
     # after the last round nobody gets them otherwise, and the server waits for the answer
-    assert {down for _, down in seen.communication[4].beside["StaticBN"].values()} == {weights}
+    assert {down for _, down in seen.communication[4].sent["StaticBN"].values()} == {weights}
     assert [seen.communication[number].exchanges for number in (1, 2, 3, 4)] == [1, 1, 1, 2]
 
 
 def test_with_all_clients_in_every_round_a_pass_sends_nothing_down_before_the_last_round():
     _, seen = static_bn(participation=1.0)
-    assert all(pair == (8 * STATISTICS, 0) for pair in seen.communication[2].beside["StaticBN"].values())
+    assert all(pair == (8 * STATISTICS, 0) for pair in seen.communication[2].sent["StaticBN"].values())
 
 
 def test_an_absent_client_waits_once_for_a_pass_and_the_ledger_books_it():

@@ -201,7 +201,11 @@ def test_what_freezes_later_is_received_once_beside_what_is_frozen_already():
 
     class Beside(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            received[pl_module.round] = pl_module.communication.beside.get("BN statistics", {}).keys()
+            received[pl_module.round] = {
+                client
+                for client, (up, down) in pl_module.communication.sent.get("BN statistics", {}).items()
+                if up < down
+            }
 
     federated_run(FedBABU(), FixBN(freeze_round=2), Beside(), data=blobs, rounds=4)
     assert received == {1: set(), 2: set(), 3: {0, 1, 2}, 4: set()}

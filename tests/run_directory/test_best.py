@@ -9,7 +9,7 @@ from helpers import SGD, Rows, blobs, federated_run, fit, small_cnn
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.round.directions import best_is
+from fl_lightning.round.tasks import best_is
 
 EVERY_ROUND = ("--trainer.check_val_every_n_epoch", 1)
 

@@ -320,9 +320,3 @@ def test_unusual_arguments_start_a_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert run("--trainer.max_epochs=1", "--trainer.callbacks=odd.Odd").trainer.global_step == 1
     assert run("--trainer.max_epochs=1", "--model.client_lr_schedule=odd.other").trainer.global_step == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:FutureWarning")  # until torch drops it
-def test_a_scripted_model_is_refused_in_one_line():
-    with pytest.raises(ConfigurationError, match=r"model: torch\.jit\.script hides the layers of LeNet"):
-        python_run(model=torch.jit.script(LeNet(10, 1, 8)))

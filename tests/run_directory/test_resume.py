@@ -81,7 +81,9 @@ def final_state(attempt):
     checkpoint = AtomicCheckpointIO().load_checkpoint(attempt.checkpoints / "last.ckpt")
     record = checkpoint["fl_lightning"]["record"]
     record["seconds"] = None
-    record["row"] = {name: value for name, value in record["row"].items() if not name.startswith("time/")}
+    record["metrics"] = {
+        name: value for name, value in record["metrics"].items() if not name.startswith("time/")
+    }
     kept = ("state_dict", "callbacks", "optimizer_states", "fl_lightning", "global_step", "epoch")
     return {key: checkpoint[key] for key in kept}
 

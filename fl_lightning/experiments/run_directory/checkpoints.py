@@ -19,8 +19,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.files import atomic_write, unwritable
 from fl_lightning.recorded import Recorded
-from fl_lightning.round.directions import best_is
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.tasks import best_is
 
 
 class RoundCheckpoint(Recorded, Checkpoint):
@@ -44,7 +44,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             first round with the best value. Rounds without a value and rounds with NaN are ignored.
         mode: Whether the largest (``"max"``) or the smallest value (``"min"``) is best. Default:
             smallest for a loss, largest for a quality such as accuracy
-            (:func:`~fl_lightning.round.directions.best_is`).
+            (:func:`~fl_lightning.round.tasks.best_is`).
         keep_rounds: Rounds, >= 1, whose checkpoints are kept as ``round_<r>.ckpt``. If ``monitor``
             is set, ``round_<r>_best.ckpt`` is a copy of ``best.ckpt`` after round r.
 

@@ -18,10 +18,10 @@ from fl_lightning.files import write_json
 from fl_lightning.methods.report import Report
 from fl_lightning.pictures.style import PERSONAL
 from fl_lightning.recorded import describe
-from fl_lightning.round.directions import best_is
 from fl_lightning.round.final_evaluation import final_classes, final_metrics
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
+from fl_lightning.round.tasks import best_is
 
 _RATES = ("client/lr", "server/lr")
 

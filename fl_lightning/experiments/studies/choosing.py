@@ -10,7 +10,7 @@ from fl_lightning.experiments.studies.axis_labels import is_number
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.experiments.studies.definition import Choice, Labels, Study, matches
 from fl_lightning.experiments.studies.study_frame import Chosen
-from fl_lightning.round.directions import best_is
+from fl_lightning.round.tasks import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:

@@ -20,8 +20,7 @@ from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
 from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
 from fl_lightning.pictures.style import SPLITS, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
-from fl_lightning.round.directions import best_is
-from fl_lightning.round.tasks import QUALITIES
+from fl_lightning.round.tasks import QUALITIES, best_is
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

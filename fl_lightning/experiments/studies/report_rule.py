@@ -68,7 +68,7 @@ def reported(rule: str, name: str, result: "Result", rows: Sequence[Mapping[str,
     """
     # imported late, so that mistakes in a study's file are reported before PyTorch is imported
     from fl_lightning.experiments.run_directory.finished import metric_values
-    from fl_lightning.round.directions import best_is
+    from fl_lightning.round.tasks import best_is
 
     last = metric_values(result)[name]
     if rule == LAST:

@@ -25,7 +25,7 @@ from fl_lightning.experiments.studies.study_frame import (
     StudyFrame,
     labelled,
 )
-from fl_lightning.round.directions import best_is
+from fl_lightning.round.tasks import best_is
 
 _SETTINGS = ["name", "hash", "rounds"]
 """Columns that are equal for runs that differ only in the seed."""

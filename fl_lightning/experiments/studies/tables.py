@@ -26,7 +26,7 @@ from fl_lightning.experiments.studies.table_columns import (
     of_any_model,
 )
 from fl_lightning.files import write_text
-from fl_lightning.round.directions import best_is
+from fl_lightning.round.tasks import best_is
 
 
 def mean_and_deviation(values: Iterable[float]) -> str:
