@@ -121,7 +121,9 @@ class ExtendedDirichlet(Dirichlet):
         if own == num_classes:
             return ~owners
         # deal each class to one client, then fill up each client with random other classes
-        classes, clients = (torch.randperm(n, generator=generator).numpy() for n in (num_classes, num_clients))
+        classes, clients = (
+            torch.randperm(n, generator=generator).numpy() for n in (num_classes, num_clients)
+        )
         owners[classes, clients[np.arange(num_classes) % num_clients]] = True
         for client in range(num_clients):
             order = torch.randperm(num_classes, generator=generator).numpy()
