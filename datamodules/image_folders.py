@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders, subfolders, wrong_layout
+from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders, Sample, subfolders, wrong_layout
 from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.partitions import Natural
@@ -42,7 +42,8 @@ class ImageFolder(ImageFiles):
 
     def load(self) -> ImageData:
         """Return the images, from the cache if it is valid."""
-        return self.read(*self.folders.samples(generator(self.seed, "test split")))
+        train, test = self.folders.images(split=generator(self.seed, "test split"))
+        return self.read(train.samples(), test.samples())
 
 
 class ImageDomains(ImageFiles):
@@ -88,11 +89,11 @@ class ImageDomains(ImageFiles):
 
     def load(self) -> ImageData:
         """Return the images, from the cache if it is valid."""
-        parts = [
-            folders.samples(generator(self.seed, "test split", domain), self.class_names)
-            for domain, folders in enumerate(self.domains.values())
-        ]
-        splits = list(zip(*parts, strict=True))
-        train, test = ([sample for samples in split for sample in samples] for split in splits)
-        groups, of_test = ([g for g, samples in enumerate(split) for _ in samples] for split in splits)
+        train, test, groups, of_test = list[Sample](), list[Sample](), list[int](), list[int]()
+        for domain, folders in enumerate(self.domains.values()):
+            split = generator(self.seed, "test split", domain)
+            images, test_images = folders.images(self.class_names, split)
+            train, test = train + images.samples(), test + test_images.samples()
+            groups += [domain] * len(images)
+            of_test += [domain] * len(test_images)
         return self.read(train, test, groups, of_test, list(self.domains))

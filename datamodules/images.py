@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fl_lightning.client_data.raw_inputs import Normalize
 from fl_lightning.errors import ConfigurationError
 
 Batch = tuple[Tensor, Tensor]
@@ -61,40 +62,20 @@ class ImageData:
                     )
 
 
-class Normalization:
-    """Normalisation of pixels, ``(pixel / scale - mean) / std`` per channel, in float32.
+def normalized(pixels: Tensor, normalize: Normalize) -> Tensor:
+    """Return normalised images ``[..., C, H, W]`` for uint8 pixels ``[..., H, W, C]``.
 
-    Args:
-        mean: Mean of each channel, after division by ``scale``.
-        std: Standard deviation of each channel, after division by ``scale``.
-        scale: Number by which pixels are divided first, such as 255.
+    Colour images have the channels_last memory format, because convolutions on a CPU are then
+    faster.
     """
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float], scale: float) -> None:
-        self.mean = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
-        self.std = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
-        self.scale = scale
-
-    def to(self, device: torch.device) -> "Normalization":
-        """Return a copy that normalises pixels on a device."""
-        moved = copy.copy(self)
-        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
-        return moved
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Return normalised images ``[..., C, H, W]`` for uint8 pixels ``[..., H, W, C]``.
-
-        Colour images have the channels_last memory format, because convolutions on a CPU are then
-        faster.
-        """
-        *lead, height, width, channels = pixels.shape
-        # normalise entire rows of pixels at once: an inner loop over three channels would be slow
-        mean, std = self.mean.flatten().repeat(width), self.std.flatten().repeat(width)
-        lines = pixels.reshape(*lead, height, width * channels).to(torch.float32)
-        lines.div_(self.scale).sub_(mean).div_(std)
-        if channels == 1:
-            return lines.view(*lead, 1, height, width)
-        return lines.view(pixels.shape).movedim(-1, -3)
+    *lead, height, width, channels = pixels.shape
+    # normalise entire rows of pixels at once: an inner loop over three channels would be slow
+    mean, std = normalize.mean.flatten().repeat(width), normalize.std.flatten().repeat(width)
+    lines = pixels.reshape(*lead, height, width * channels).to(torch.float32)
+    lines.div_(normalize.scale).sub_(mean).div_(std)
+    if channels == 1:
+        return lines.view(*lead, 1, height, width)
+    return lines.view(pixels.shape).movedim(-1, -3)
 
 
 class Samples(Dataset[Batch]):
@@ -112,11 +93,6 @@ class Samples(Dataset[Batch]):
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
         self.inputs, self.labels = inputs, labels
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """The stored inputs and labels."""
-        return self.inputs, self.labels
 
     def to(self, device: torch.device) -> None:
         """Move the samples to the memory of a device."""
@@ -138,43 +114,30 @@ class Samples(Dataset[Batch]):
 
 
 class Images(Samples):
-    """Images stored as bytes, uint8 ``[N, H, W, C]``, and normalised on access.
+    """Images stored as bytes, and normalised on access.
+
+    The images of a training batch are cropped and flipped at random. A random crop shifts the image
+    by up to ``padding`` pixels in each direction. The border is black (0 before normalisation), as
+    is common for CIFAR.
 
     Args:
-        images: uint8, shape ``[N, C, H, W]``. They are copied.
+        images: uint8, shape ``[N, H, W, C]``.
         labels: int64, shape ``[N]``.
         normalize: Normalisation of the pixels.
+        padding: Width of the black border in pixels. 0: no border.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization) -> None:
-        super().__init__(images.permute(0, 2, 3, 1).contiguous(), labels)
-        self.normalize = normalize
+    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalize, padding: int = 0) -> None:
+        super().__init__(images, labels)
+        self.normalize, self.padding = normalize, padding
 
     def to(self, device: torch.device) -> None:
         """Move the images to the memory of a device."""
         super().to(device)
-        self.normalize = self.normalize.to(device)
+        self.normalize = copy.deepcopy(self.normalize).to(device)
 
     def __getitem__(self, index: int | slice | Tensor) -> Batch:
-        return self.normalize(self.inputs[index]), self.labels[index]
-
-
-class TrainImages(Images):
-    """The training images of all clients, cropped and flipped at random one batch at a time.
-
-    A random crop shifts the image by up to ``padding`` pixels in each direction. The border is
-    black (0 before normalisation), as is common for CIFAR.
-
-    Args:
-        images: uint8, shape ``[N, C, H, W]``. They are copied.
-        labels: int64, shape ``[N]``.
-        normalize: Normalisation of the augmented pixels.
-        padding: Width of the black border in pixels. 0: no border.
-    """
-
-    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization, padding: int) -> None:
-        super().__init__(images, labels, normalize)
-        self.padding = padding
+        return normalized(self.inputs[index], self.normalize), self.labels[index]
 
     def batch(self, draws: Tensor) -> Batch:
         """Return augmented, normalised images, float32 ``[..., C, H, W]``, and labels ``[...]``.
@@ -188,7 +151,7 @@ class TrainImages(Images):
         if self.labels.is_cuda:
             draws = draws.pin_memory().to(self.labels.device, non_blocking=True)
         sample, top, left, flip = draws.flatten(0, -2).unbind(-1)
-        images = self.normalize(self._augmented(self.inputs[sample], top, left, flip))
+        images = normalized(self._augmented(self.inputs[sample], top, left, flip), self.normalize)
         shape = draws.shape[:-1]
         return images.view(*shape, *images.shape[1:]), self.labels[sample].view(shape)
 

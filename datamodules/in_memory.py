@@ -1,26 +1,17 @@
 """Image classification data sets in memory, and their clients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.client_data.batches import BatchStack, copied
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import ClientDataModule
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.client_data.raw_inputs import Normalize
-from fl_lightning.datamodules.images import (
-    Batch,
-    ImageData,
-    Images,
-    Normalization,
-    Samples,
-    TrainImages,
-    channel_statistics,
-)
-from fl_lightning.datamodules.partition_file import Distribution
+from fl_lightning.client_data.raw_inputs import Normalize, channel_normalization
+from fl_lightning.datamodules.images import Batch, ImageData, Images, Samples, channel_statistics
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator, permutation
@@ -91,22 +82,16 @@ class InMemoryClient(ClientDataModule):
 
 
 class InMemorySamples(PartitionedDataModule):
-    """Base class of data sets in memory. All clients share one tensor of samples."""
+    """Base class of data sets in memory.
+
+    Attributes:
+        samples: The samples of clients and server, training samples first. It is known after
+            ``setup``.
+    """
 
     horizontal_flip = False
-    train_images: Any
-    val_images: Any
-    test_images: Any
-
-    def __init__(self, num_clients: int = 10, batch_size: int = 20, **settings: Any) -> None:
-        super().__init__(num_clients, batch_size, **settings)
-        self._shares: list[InMemoryClient] = []
-        self._own: dict[str, tuple[Any, list[Tensor]]] = {}
-
-    @property
-    def clients(self) -> Sequence[InMemoryClient]:
-        """Return one data module per client, in the order of ids. None exist before ``setup``."""
-        return self._shares
+    samples: Samples
+    _clients: Any
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """Return one batch per client, stacked: inputs ``[C, b, ...]`` and targets ``[C, b, ...]``.
@@ -117,68 +102,29 @@ class InMemorySamples(PartitionedDataModule):
             client_ids: The clients that take this local step.
             steps: Number of the local step of each client, counted from 0 over the whole training.
         """
-        pairs = zip(client_ids, steps, strict=True)
-        draws = [self._shares[client_id].step_draws(step) for client_id, step in pairs]
+        draws = [self._clients[x].step_draws(step) for x, step in zip(client_ids, steps, strict=True)]
         if len({len(draw) for draw in draws}) > 1:
-            return BatchStack(batches=[self.train_images.batch(draw) for draw in draws])
-        return BatchStack(stack=self.train_images.batch(torch.stack(draws)))
+            return BatchStack(batches=[self.samples.batch(draw) for draw in draws])
+        return BatchStack(stack=self.samples.batch(torch.stack(draws)))
 
     def keep_on(self, device: torch.device) -> None:
         """Move all samples to a GPU if they fill less than half of its free memory."""
-        own = (images for images, _ in self._own.values())
-        parts = {self.train_images, self.val_images, self.test_images, *own}
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            if sum(part.tensors[0].nbytes for part in parts) > free / 2:
-                return
-        for part in parts:
-            part.to(device)
+        if device.type != "cuda" or self.samples.inputs.nbytes <= torch.cuda.mem_get_info(device)[0] / 2:
+            self.samples.to(device)
 
-    def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
-        """Return a client's own evaluation data, or None if the client has none."""
-        if split not in self._own or not len(self._own[split][1][client_id]):
-            return None
-        images, samples = self._own[split]
-        batches = torch.split(samples[client_id], self.eval_batch_size)
-        return DataLoader(images, sampler=batches, batch_size=None)
-
-    def evaluation_digest(self) -> str:
-        """Return the digest of all evaluation data."""
-        return digest([part.tensors for part in (self.val_images, self.test_images)])
-
-    def training_digest(self) -> str:
-        """Return the digest of all training data."""
-        return digest(*self.train_images.tensors)
-
-    def _give(
-        self, dealt: Distribution, trained: Callable[[Tensor], Any], evaluated: Callable[[Tensor], Any]
-    ) -> None:
-        """Create the clients, and the data sets of clients and server.
-
-        Args:
-            dealt: Indices of the samples of each client and of the server.
-            trained: Function that returns training data for sample indices.
-            evaluated: Function that returns evaluation data for sample indices.
-        """
-        train = torch.unique(torch.cat(dealt.clients))
-        self.train_images = trained(train)
-        self.val_images, self.test_images = evaluated(dealt.val), evaluated(dealt.test)
-        for split, parts in dealt.own.items():
-            samples, images_of_split = dealt.test, self.test_images
-            # clients may have evaluation samples that the server does not use
-            if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
-                samples, images_of_split = everyone, evaluated(everyone)
-            self._own[split] = images_of_split, [torch.searchsorted(samples, part) for part in parts]
+    def _give(self, samples: Samples) -> None:
+        self.samples = samples
         settings = self.batch_size, self.horizontal_flip, self.seed
-        self._shares = [
-            InMemoryClient(client_id, self.train_images, torch.searchsorted(train, part), *settings)
-            for client_id, part in enumerate(dealt.clients)
+        self._clients = [
+            InMemoryClient(client_id, samples, part, *settings)
+            for client_id, part in enumerate(self.distribution.clients)
         ]
 
-    def _evaluation_loader(self, images: Any) -> DataLoader[Batch]:
-        size = self.eval_batch_size
-        batches = [slice(x, min(x + size, len(images))) for x in range(0, len(images), size)]
-        return DataLoader(images, sampler=batches, batch_size=None, collate_fn=copied)
+    def _loader(self, samples: Tensor) -> DataLoader[Batch]:
+        return DataLoader(self.samples, sampler=torch.split(samples, self.eval_batch_size), batch_size=None)
+
+    def _content(self, samples: Tensor) -> str:
+        return digest(self.samples.inputs[samples], self.samples.labels[samples])
 
 
 class InMemoryDataModule(InMemorySamples):
@@ -229,45 +175,23 @@ class InMemoryDataModule(InMemorySamples):
 
     def _make_clients(self) -> None:
         data = self.load()
-        self.loaded = digest(data.train_images, data.train_labels, data.test_images, data.test_labels)
-        groups = data.train_groups, data.test_groups, data.group_names
-        dealt = self.distribute(data.train_labels, data.test_labels, *groups)
-        normalize = self._normalization(data.train_images)
+        labels = data.train_labels, data.test_labels
+        self.loaded = digest(data.train_images, data.test_images, *labels)
+        self.distribute(*labels, data.train_groups, data.test_groups, data.group_names)
+        self.normalize = self._normalization(data.train_images)
         self.input_shape = data.train_images.shape[1:]
-        self.normalize = Normalize(normalize.mean, normalize.std, normalize.scale, len(normalize.mean) > 1)
+        images = data.train_images, data.test_images
+        pixels = torch.cat([part.permute(0, 2, 3, 1) for part in images]).contiguous()
+        self._give(Images(pixels, torch.cat(labels), self.normalize, self.crop_padding))
 
-        def trained(samples: Tensor) -> TrainImages:
-            images = _images_at(data, samples)
-            return TrainImages(images, dealt.labels[samples], normalize, self.crop_padding)
-
-        def evaluated(samples: Tensor) -> Images:
-            return Images(_images_at(data, samples), dealt.labels[samples], normalize)
-
-        self._give(dealt, trained, evaluated)
-
-    def _normalization(self, train_images: Tensor) -> Normalization:
-        if self.mean is not None and self.std is not None:
-            return Normalization(self.mean, self.std, self.scale)
-        for channel, pixels in enumerate(train_images.unbind(1)):
-            if pixels.min() == pixels.max():
-                raise ConfigurationError(
-                    f"data: channel {channel} of {type(self).__name__} is {int(pixels.min())} in all training images, and cannot "
-                    "be scaled to standard deviation 1; leave the channel out, or set mean and std of the class"
-                )
-        return Normalization(*channel_statistics(train_images, self.scale), self.scale)
-
-
-def _images_at(data: ImageData, samples: Tensor) -> Tensor:
-    """Return the images of some samples.
-
-    If all requested samples are training images, or all are test images, nothing is copied.
-
-    Args:
-        data: The data set.
-        samples: Ascending indices, numbered as in :class:`Distribution`.
-    """
-    num_train = len(data.train_labels)
-    inner = int((samples < num_train).sum())
-    parts = (data.train_images, samples[:inner]), (data.test_images, samples[inner:] - num_train)
-    images = [part if len(index) == len(part) else part[index] for part, index in parts if len(index)]
-    return torch.cat(images) if len(images) > 1 else (images or [data.train_images[:0].clone()])[0]
+    def _normalization(self, train_images: Tensor) -> Normalize:
+        mean, std = self.mean or (), self.std or ()
+        if not mean or not std:
+            for channel, pixels in enumerate(train_images.unbind(1)):
+                if pixels.min() == pixels.max():
+                    raise ConfigurationError(
+                        f"data: channel {channel} of {type(self).__name__} is {int(pixels.min())} in all training images, and cannot "
+                        "be scaled to standard deviation 1; leave the channel out, or set mean and std of the class"
+                    )
+            mean, std = map(tuple, channel_statistics(train_images, self.scale))
+        return channel_normalization(mean, std, self.scale, channels_last=len(mean) > 1)

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,8 +53,6 @@ class PartitionedDataModule(FederatedDataModule):
 
     distribution: Distribution
     default_partition: type[Partition] = IID
-    val_images: Any
-    test_images: Any
 
     def __init__(
         self,
@@ -105,17 +103,27 @@ class PartitionedDataModule(FederatedDataModule):
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """Return the server's validation data, or its test data if ``fit_split`` is ``"test"``."""
-        return self._evaluation_loader(self.val_images if self.val_fraction > 0 else self.test_images)
+        return self._loader(self.distribution.val if self.val_fraction > 0 else self.distribution.test)
 
     def test_dataloader(self) -> DataLoader[Batch]:
         """Return the server's test data."""
-        return self._evaluation_loader(self.test_images)
+        return self._loader(self.distribution.test)
+
+    def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
+        """Return a client's own evaluation data, or None if the client has none."""
+        parts = self.distribution.own.get(split)
+        return self._loader(parts[client_id]) if parts and len(parts[client_id]) else None
 
     def _make_clients(self) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define setup(stage)")
 
-    def _evaluation_loader(self, images: Any) -> DataLoader[Batch]:
-        return DataLoader(images, self.eval_batch_size)
+    def _loader(self, samples: Tensor) -> DataLoader[Batch]:
+        """Return a loader of evaluation data for indices of samples, as in :class:`Distribution`."""
+        raise NotImplementedError(f"{type(self).__name__} must define _loader(samples)")
+
+    def _content(self, samples: Tensor) -> str:
+        """Return a digest of samples, which are given by their indices."""
+        raise NotImplementedError(f"{type(self).__name__} must define _content(samples)")
 
     def describe_partition(self) -> str:
         """Return the partition in words, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
@@ -136,14 +144,14 @@ class PartitionedDataModule(FederatedDataModule):
         record["sha256"] = {"total": total, "clients": digests}
         return record
 
-    def training_digest(self) -> str:
-        """Return the digest of all training data."""
-        raise NotImplementedError(f"{type(self).__name__} must define training_digest()")
+    def evaluation_digest(self) -> str:
+        """Return the digest of the server's evaluation data."""
+        return self._content(torch.cat([self.distribution.val, self.distribution.test]))
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the training data, the evaluation data and the partition."""
         return {
-            "training": self.training_digest(),
+            "training": self._content(torch.unique(torch.cat(self.distribution.clients))),
             "evaluation": self.evaluation_digest(),
             "partition": digest(self.index_digests()),
         }

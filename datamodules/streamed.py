@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from fl_lightning.client_data.raw_inputs import Normalize
 from fl_lightning.datamodules.image_files import read_image
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.errors import ConfigurationError
@@ -26,14 +27,12 @@ class StreamedSamples(Dataset[Batch], ABC):
     A subclass defines :meth:`read` and :meth:`finish`.
 
     Args:
-        mean: Mean of each channel, in [0, 1].
-        std: Standard deviation of each channel.
+        normalize: Normalisation of the images.
         threads: Number of threads that read the samples of a batch.
     """
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], threads: int = 1) -> None:
-        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
-        self.threads = threads
+    def __init__(self, normalize: Normalize, threads: int = 1) -> None:
+        self.normalize, self.threads = normalize, threads
 
     @abstractmethod
     def read(self, index: int) -> Any:
@@ -56,13 +55,9 @@ class StreamedSamples(Dataset[Batch], ABC):
         with ThreadPoolExecutor(self.threads) as pool:
             return [self.finish(sample) for sample in pool.map(self.read, indices)]
 
-    def normalised(self, pixels: Tensor) -> Tensor:
-        """Return ``(pixel / 255 - mean) / std``."""
-        return (pixels.float() / 255 - self.mean) / self.std
-
     def picture(self, inputs: Tensor) -> Tensor:
         """Return a normalised image ``[3, H, W]`` as uint8 ``[H, W, 3]``."""
-        pixels = (inputs.cpu() * self.std + self.mean) * 255
+        pixels = (inputs.cpu() * self.normalize.std + self.normalize.mean) * 255
         return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
 
 
@@ -137,7 +132,7 @@ class LabelledImages(StreamedSamples):
     def finish(self, sample: tuple[tv_tensors.Image, tv_tensors.Mask]) -> Batch:
         """Augment image and mask together."""
         image, mask = sample if self.augment is None else self.augment(*sample)
-        return self.normalised(image.as_subclass(Tensor)), mask.as_subclass(Tensor)
+        return self.normalize(image.as_subclass(Tensor)), mask.as_subclass(Tensor)
 
 
 def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[Any, Any]":

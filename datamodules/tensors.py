@@ -63,8 +63,6 @@ class TensorData(InMemorySamples):
             are given. The draw is stratified and the same for every seed.
         standardize: Whether features are scaled to mean 0 and standard deviation 1 over the
             training samples. Constant features become 0. Categories are not scaled.
-        num_clients: Number of clients. Ignored if the partition decides this number.
-        batch_size: Number of samples in a client's batch. Every batch is complete.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
 
@@ -91,11 +89,9 @@ class TensorData(InMemorySamples):
         test_groups: Any = None,
         test_fraction: float = 0.2,
         standardize: bool = False,
-        num_clients: int = 10,
-        batch_size: int = 20,
         **settings: Any,
     ) -> None:
-        super().__init__(num_clients, batch_size, **settings)
+        super().__init__(**settings)
         if not 0 < test_fraction < 1:
             raise ConfigurationError(f"test_fraction must be in (0, 1), such as 0.2, found {test_fraction}")
         parts = features, targets, groups, test_features, test_targets, test_groups
@@ -200,12 +196,7 @@ class TensorData(InMemorySamples):
         targets = torch.cat([parts["targets"], parts["test_targets"]])
         self.preprocessing.fit(features[torch.unique(torch.cat(dealt.clients))], self.standardize)
         self.notes += self.preprocessing.describe(features)
-        features = self.preprocessing.inputs(features)
-
-        def samples(index: Tensor) -> Samples:
-            return Samples(features[index], targets[index])
-
-        self._give(dealt, samples, samples)
+        self._give(Samples(self.preprocessing.inputs(features), targets))
 
     def _split(self) -> dict[str, Tensor]:
         """Return training and test data. If no test data are given, draw them from the samples."""

@@ -8,7 +8,7 @@ from urllib.error import URLError
 
 from torch.hub import download_url_to_file
 
-from fl_lightning.datamodules.class_folders import ClassImages, Sample, subfolders, wrong_layout
+from fl_lightning.datamodules.class_folders import Sample, find_images, subfolders, wrong_layout
 from fl_lightning.datamodules.image_cache import building
 from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
@@ -97,8 +97,7 @@ class TinyImageNet(ImageFiles):
     def load(self) -> ImageData:
         """Return the images, from the cache if it is valid."""
         self._find_classes()
-        train = ClassImages(self.data_dir / "train", self._wnids)
-        train.check_classes(self._wnids, self.data_dir, LAYOUT)
+        train = find_images(self.data_dir, [f"train/{wnid}" for wnid in self._wnids], LAYOUT)
         return self.read(train.samples(), self._test_images())
 
     def _find_classes(self) -> None:

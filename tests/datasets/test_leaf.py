@@ -53,8 +53,8 @@ def test_each_writer_is_a_client_with_its_images_and_own_test_data(root):
         mine = data.clients[client].indices
         pixels = torch.from_numpy((x * 255).round()).to(torch.uint8).view(-1, 28, 28, 1)
         kept = [i for i in range(len(y)) if not (name == "f0" and i == 5)]
-        assert torch.equal(data.train_images.inputs[mine], pixels[kept])
-        assert data.train_images.labels[mine].tolist() == [y[i] for i in kept]
+        assert torch.equal(data.samples.inputs[mine], pixels[kept])
+        assert data.samples.labels[mine].tolist() == [y[i] for i in kept]
         x, y = content(root, "test", name)
         own = [*data.own_dataloader(client, "test")]
         assert torch.cat([labels for _, labels in own]).tolist() == y
@@ -77,7 +77,7 @@ def test_small_writers_can_be_left_out_and_other_partitions_taken(root):
 
     data = made(root, min_examples=6)
     assert [data.num_examples(client) for client in range(data.num_clients)] == [7, 6, 9]
-    assert len(data.test_images) == 3 + 3 + 4
+    assert len(data.distribution.test) == 3 + 3 + 4
     assert len(next(iter(data.own_dataloader(0, "test")))[1]) == 3
     data = made(root, partition=IID(), num_clients=4)
     assert data.num_clients == 4

@@ -51,7 +51,7 @@ def made(partition, **settings):
 
 def numbers(data, loader):
     """The samples that a loader yields."""
-    normalize = data.train_images.normalize
+    normalize = data.samples.normalize
     pixels = torch.cat([x for x, _ in loader]) * normalize.std + normalize.mean
     return pixels[:, 0, 0, 0].mul(255).round().long().tolist()
 

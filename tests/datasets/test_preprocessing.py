@@ -89,10 +89,11 @@ def test_inputs_are_those_of_scikit_learn_fitted_on_the_training_samples(impute,
     assert torch.equal(inputs, text)
     rows = {tuple(row): number for number, row in enumerate(inputs.tolist())}
     assert len(rows) == len(table)
-    train = [rows[tuple(row)] for row in data.train_images.inputs.tolist()]
+    parts = data.distribution
+    trained, held_out = torch.cat(parts.clients), torch.cat([parts.val, parts.test])
+    train = [rows[tuple(row)] for row in data.samples.inputs[trained].tolist()]
     assert len(train) == sum(data.num_examples(client) for client in range(3)) < len(table)
-    held_out = [*data.val_images.inputs.tolist(), *data.test_images.inputs.tolist()]
-    assert {rows[tuple(row)] for row in held_out}.isdisjoint(train)
+    assert {rows[tuple(row)] for row in data.samples.inputs[held_out].tolist()}.isdisjoint(train)
     reference = ColumnTransformer(
         [
             ("numbers", make_pipeline(SimpleImputer(strategy=impute), StandardScaler()), NUMBERS),
@@ -167,8 +168,8 @@ def test_missing_values_of_tensors_of_any_shape_are_replaced():
     data = TensorData(features, torch.arange(40) % 2, impute="mean", num_clients=2, batch_size=4, **tests)
     data.setup("fit")
     filled = features[:, 1, 2].nanmean().float()
-    assert data.test_images.inputs[3, 1, 2] == data.train_images.inputs[3, 1, 2] == filled
-    assert bool(data.train_images.inputs.isfinite().all())
+    assert data.samples.inputs[3, 1, 2] == data.samples.inputs[40 + 3, 1, 2] == filled
+    assert bool(data.samples.inputs.isfinite().all())
     features[:, 0, 0] = float("nan")
     data = TensorData(features, torch.arange(40) % 2, impute="mean", num_clients=2, batch_size=4)
     with pytest.raises(
@@ -184,8 +185,10 @@ def test_a_category_of_the_test_samples_alone_is_always_zero():
     for held_out in (True, False):
         write(table, "comma", path := Path("table.csv"))
         data = made(path, standardize=False)
-        part = data.test_images if held_out else data.train_images
-        changed = table.assign(stage=table["stage"].where(table["age"] != int(part.inputs[0, 0]), "IV"))
+        sample = int((data.distribution.test if held_out else data.distribution.clients[0])[0])
+        changed = table.assign(
+            stage=table["stage"].where(table["age"] != int(data.samples.inputs[sample, 0]), "IV")
+        )
         write(changed, "comma", path)
         preprocessing = made(path, standardize=False).preprocessing
         assert preprocessing.categories["stage"] == ["I", "II", "III", None if held_out else "IV"]

@@ -44,9 +44,9 @@ def test_each_sample_is_one_clients_or_the_servers():
     data = TensorData(features, labels, num_clients=4, batch_size=5, val_fraction=0.2)
     data.setup("fit")
     seen = [client.images.inputs[client.indices] for client in data.clients]
-    seen += [data.val_images.inputs, data.test_images.inputs]
+    seen += [data.samples.inputs[part] for part in (data.distribution.val, data.distribution.test)]
     assert sorted(torch.cat(seen)[:, 0].tolist()) == features[:, 0].tolist()
-    assert [len(data.val_images), len(data.test_images)] == [10, 12]
+    assert [len(data.distribution.val), len(data.distribution.test)] == [10, 12]
     assert (data.num_classes, data.in_features) == (3, 4)
 
 
@@ -90,10 +90,10 @@ def test_standardized_features_have_the_moments_of_the_training_samples():
     features[:, 3] = 7
     data = TensorData(features, labels, num_clients=3, batch_size=5, standardize=True)
     data.setup("fit")
-    train = data.train_images.inputs.double()
+    train = data.samples.inputs[torch.cat(data.distribution.clients)].double()
     assert torch.allclose(train.mean(0), torch.zeros(4, dtype=torch.float64), atol=1e-6)
     assert torch.allclose(train[:, :3].std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-6)
-    assert bool((data.test_images.inputs[:, 3] == 0).all())
+    assert bool((data.samples.inputs[data.distribution.test, 3] == 0).all())
 
 
 @pytest.mark.parametrize("ending", ["npz", "pt", "csv"])

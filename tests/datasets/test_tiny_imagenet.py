@@ -147,6 +147,6 @@ def test_real_images(tmp_path):
     data = made(tmp_path / "tiny-imagenet-200", image_size=32, num_clients=5)
     data.setup("fit")
     assert data.num_classes == 200
-    assert data.test_images.labels.bincount().tolist() == [20] * 200
+    assert data.samples.labels[data.distribution.test].bincount().tolist() == [20] * 200
     assert torch.tensor(data.class_histograms()).sum(0).tolist() == [100] * 200
     assert len(os.listdir(tmp_path / "cache")) == 1
