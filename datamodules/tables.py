@@ -110,26 +110,12 @@ def read_frame(path: Path) -> Any:
             table = typed.astype(object).where(typed.notna(), "").map(str)
             table.index += 1
         else:
-            separator, starts = _records(path)
-            lines = pd.read_csv(
-                path,
-                sep=separator,
-                header=None,
-                dtype=str,  # not numbers: how pandas rounds them depends on its version
-                encoding="utf-8-sig",
-                keep_default_na=False,
-                skipinitialspace=True,
-                skip_blank_lines=False,
-            )
-            lines.index = pd.Index(starts)
-            table = lines.iloc[1:].set_axis(lines.iloc[0], axis=1)
-            if separator == ";":
-                table = _with_points(path, table)
+            table = _read_csv(path)
     except ImportError as error:
         raise ConfigurationError(
             f"data.features: {path} needs the package pyarrow; pip install pyarrow"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         reason = str(error).strip().splitlines()[-1]
         raise ConfigurationError(
             f"data.features: {path} cannot be read as a table ({reason}); write a header, as many values in each line, and UTF-8"
@@ -163,25 +149,34 @@ def _with_points(path: Path, table: Any) -> Any:
     return table.replace(f"^{decimal}$", r"\1.\2", regex=True)
 
 
-def _records(path: Path) -> tuple[str, list[int]]:
-    """Return the character that divides the header into most columns, and the first line of each record.
+def _read_csv(path: Path) -> Any:
+    """Return a CSV file as text. The index has the first line of each record.
+
+    The separator is the character that divides the header into most columns.
 
     Raises:
-        ValueError: A line has another number of values than the header.
+        ValueError: A line has another number of values than the header, or there is no header.
     """
+    import pandas as pd
+
+    rows, starts = list[list[str]](), list[int]()
     with path.open(newline="", encoding="utf-8-sig") as file:
         header = file.readline()
         separator = max(",;\t|", key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
         file.seek(0)
-        # pandas would fill a line that lost a comma, so that its values are of other columns
-        rows = csv.reader(file, delimiter=separator, skipinitialspace=True)
-        columns, starts, next_line = len(next(rows, [])), [1], rows.line_num + 1
-        for row in rows:
-            if len(row) != columns:
-                raise ValueError(f"line {rows.line_num} has {len(row)} values for {columns} columns")
+        reader = csv.reader(file, delimiter=separator, skipinitialspace=True)
+        columns = next(reader, [])
+        next_line = reader.line_num + 1
+        for row in reader:
+            if len(row) != len(columns):
+                raise ValueError(f"line {reader.line_num} has {len(row)} values for {len(columns)} columns")
+            rows.append(row)
             starts.append(next_line)
-            next_line = rows.line_num + 1
-    return separator, starts
+            next_line = reader.line_num + 1
+    if not columns:
+        raise ValueError("no header")
+    table = pd.DataFrame(rows, index=starts, columns=columns, dtype=str)
+    return _with_points(path, table) if separator == ";" else table
 
 
 def _place(path: Path, values: Any, rows: Any) -> str:
