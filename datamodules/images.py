@@ -78,6 +78,7 @@ def normalized(pixels: Tensor, normalize: Normalize) -> Tensor:
     return lines.view(pixels.shape).movedim(-1, -3)
 
 
+@dataclass(eq=False)
 class Samples(Dataset[Batch]):
     """Inputs and labels in memory. The index is an integer, a slice or a tensor of indices.
 
@@ -90,9 +91,8 @@ class Samples(Dataset[Batch]):
     """
 
     padding = 0
-
-    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
-        self.inputs, self.labels = inputs, labels
+    inputs: Tensor
+    labels: Tensor
 
     def to(self, device: torch.device) -> None:
         """Move the samples to the memory of a device."""
@@ -113,6 +113,7 @@ class Samples(Dataset[Batch]):
         return self[draws[..., 0].to(self.inputs.device)]
 
 
+@dataclass(eq=False)
 class Images(Samples):
     """Images stored as bytes, and normalised on access.
 
@@ -121,15 +122,14 @@ class Images(Samples):
     is common for CIFAR.
 
     Args:
-        images: uint8, shape ``[N, H, W, C]``.
+        inputs: uint8, shape ``[N, H, W, C]``.
         labels: int64, shape ``[N]``.
         normalize: Normalisation of the pixels.
         padding: Width of the black border in pixels. 0: no border.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalize, padding: int = 0) -> None:
-        super().__init__(images, labels)
-        self.normalize, self.padding = normalize, padding
+    normalize: Normalize
+    padding: int = 0
 
     def to(self, device: torch.device) -> None:
         """Move the images to the memory of a device."""
@@ -174,7 +174,7 @@ def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[
     """Return the mean and the standard deviation of each channel of ``images / scale``.
 
     They are computed from the histogram of the pixel values, so only the final rounding adds an
-    error.
+    error. The standard deviation of a constant channel is 1.
 
     Args:
         images: uint8, shape ``[N, C, H, W]``.
@@ -187,6 +187,7 @@ def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[
     values = torch.arange(256, dtype=torch.float64) / scale
     mean = share @ values
     std = (share @ values.square() - mean.square()).clamp(min=0).sqrt()
+    std[histogram.count_nonzero(1) == 1] = 1
     return mean.tolist(), std.tolist()
 
 

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import ClientDataModule
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.client_data.raw_inputs import Normalize, channel_normalization
+from fl_lightning.client_data.raw_inputs import channel_normalization
 from fl_lightning.datamodules.images import Batch, ImageData, Images, Samples, channel_statistics
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
-from fl_lightning.errors import ConfigurationError, check_at_least
+from fl_lightning.errors import check_at_least
 from fl_lightning.randomness import generator, permutation
 
 
@@ -152,8 +152,8 @@ class InMemoryDataModule(InMemorySamples):
     """
 
     scale: float = 255.0
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
 
     def __init__(
         self,
@@ -178,20 +178,10 @@ class InMemoryDataModule(InMemorySamples):
         labels = data.train_labels, data.test_labels
         self.loaded = digest(data.train_images, data.test_images, *labels)
         self.distribute(*labels, data.train_groups, data.test_groups, data.group_names)
-        self.normalize = self._normalization(data.train_images)
+        mean, std = channel_statistics(data.train_images, self.scale)
+        known = self.mean or mean, self.std or std
+        self.normalize = channel_normalization(*known, self.scale, channels_last=len(mean) > 1)
         self.input_shape = data.train_images.shape[1:]
         images = data.train_images, data.test_images
         pixels = torch.cat([part.permute(0, 2, 3, 1) for part in images]).contiguous()
         self._give(Images(pixels, torch.cat(labels), self.normalize, self.crop_padding))
-
-    def _normalization(self, train_images: Tensor) -> Normalize:
-        mean, std = self.mean or (), self.std or ()
-        if not mean or not std:
-            for channel, pixels in enumerate(train_images.unbind(1)):
-                if pixels.min() == pixels.max():
-                    raise ConfigurationError(
-                        f"data: channel {channel} of {type(self).__name__} is {int(pixels.min())} in all training images, and cannot "
-                        "be scaled to standard deviation 1; leave the channel out, or set mean and std of the class"
-                    )
-            mean, std = map(tuple, channel_statistics(train_images, self.scale))
-        return channel_normalization(mean, std, self.scale, channels_last=len(mean) > 1)

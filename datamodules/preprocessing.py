@@ -17,8 +17,10 @@ from fl_lightning.errors import ConfigurationError
 class Preprocessing(TableInputs):
     """Preprocessing that reads tables, and is fitted on training samples."""
 
-    def transform(self, table: Any, path: Path) -> Tensor:
-        """Return the inputs ``[N, inputs]`` for the rows of a table.
+    def raw(self, table: Any, path: Path) -> Any:
+        """Return the numbers of a table, float64 ``[N, columns]``.
+
+        A missing value is NaN. A category is its position in ``categories``, or -1 if it is unknown.
 
         Args:
             table: ``pandas.DataFrame`` with the feature columns. Other columns are ignored.
@@ -26,13 +28,6 @@ class Preprocessing(TableInputs):
 
         Raises:
             ConfigurationError: A column or a value is missing, or a value is no number.
-        """
-        return self.inputs(torch.from_numpy(self.raw(table, path)).float())
-
-    def raw(self, table: Any, path: Path) -> Any:
-        """Return the numbers of a table, float64 ``[N, columns]``.
-
-        A missing value is NaN. A category is its position in ``categories``, or -1 if it is unknown.
         """
         if absent := [name for name in self.columns if name not in table]:
             raise ConfigurationError(

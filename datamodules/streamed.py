@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fl_lightning.datamodules.images import Batch
 from fl_lightning.errors import ConfigurationError
 
 
+@dataclass(eq=False, kw_only=True)
 class StreamedSamples(Dataset[Batch], ABC):
     """Samples that are read from disk on access.
 
@@ -31,8 +33,8 @@ class StreamedSamples(Dataset[Batch], ABC):
         threads: Number of threads that read the samples of a batch.
     """
 
-    def __init__(self, normalize: Normalize, threads: int = 1) -> None:
-        self.normalize, self.threads = normalize, threads
+    normalize: Normalize
+    threads: int = 1
 
     @abstractmethod
     def read(self, index: int) -> Any:
@@ -86,6 +88,7 @@ UNKNOWN = 254
 Pair = tuple[Path, Path]
 
 
+@dataclass(eq=False)
 class LabelledImages(StreamedSamples):
     """Normalised images, float32 ``[3, H, W]``, each with a label per pixel, uint8 ``[H, W]``.
 
@@ -98,16 +101,10 @@ class LabelledImages(StreamedSamples):
         **settings: Arguments of :class:`StreamedSamples`.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Pair],
-        labels: Tensor,
-        size: tuple[int, int] | None,
-        augment: Callable[[Any, Any], Any] | None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(**settings)
-        self.samples, self.labels, self.size, self.augment = list(samples), labels, size, augment
+    samples: Sequence[Pair]
+    labels: Tensor
+    size: tuple[int, int] | None
+    augment: Callable[[Any, Any], Any] | None
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -1,6 +1,7 @@
 """Image classification data sets larger than memory, such as ImageNet."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fl_lightning.errors import ConfigurationError, check_at_least
 Transform = Callable[[Image.Image], Tensor]
 
 
+@dataclass(eq=False)
 class ImageStream(StreamedSamples):
     """Normalised images of class folders, float32 ``[3, H, W]``, with their labels.
 
@@ -34,9 +36,8 @@ class ImageStream(StreamedSamples):
         **settings: Arguments of :class:`~fl_lightning.datamodules.streamed.StreamedSamples`.
     """
 
-    def __init__(self, files: ClassImages, transform: Transform, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.files, self.transform = files, transform
+    files: ClassImages
+    transform: Transform
 
     def __len__(self) -> int:
         return len(self.files)

@@ -16,7 +16,7 @@ from fl_lightning.datamodules.in_memory import InMemorySamples
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.datamodules.preprocessing import Preprocessing
 from fl_lightning.datamodules.tables import MISSING, find_categories, missing_word, read_table
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
 from fl_lightning.randomness import generator
@@ -92,8 +92,6 @@ class TensorData(InMemorySamples):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        if not 0 < test_fraction < 1:
-            raise ConfigurationError(f"test_fraction must be in (0, 1), such as 0.2, found {test_fraction}")
         parts = features, targets, groups, test_features, test_targets, test_groups
         given = dict(zip(_PARTS, parts, strict=True))
         if isinstance(features, str | Path):
@@ -102,8 +100,6 @@ class TensorData(InMemorySamples):
             self.class_names = names
             shown = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
             self.notes.append(f"classes of {targets}: {shown}")
-        if impute is not None:
-            check_choice("data.impute", impute, ("mean", "median", "most_frequent"))
         self.preprocessing = Preprocessing(impute=impute)
         if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
             path, table = Path(features), given["features"]

@@ -107,10 +107,6 @@ class TorchvisionImages(InMemoryDataModule):
 
         def image(index: int) -> Image.Image:
             sample, labels[index] = files[index]
-            if not isinstance(sample, Image.Image):
-                raise ConfigurationError(
-                    f"dataset: the samples of {self.dataset} are {type(sample).__name__}, not images; use another data set"
-                )
             return square(converted(sample, mode), size)
 
         return stacked(map(image, range(count)), count, self.in_channels, size), labels
@@ -198,7 +194,7 @@ class CIFAR10(TorchvisionImages):
         if (root / "train").is_dir() and not (root / "cifar-10-batches-py").is_dir():
             self._folders = ImageFolder(data_dir, image_size, cache_dir=cache_dir)
             download = False
-            if (classes := self._folders.folders.classes) != list(self.class_names):
+            if (classes := self._folders.class_names) != list(self.class_names):
                 raise ConfigurationError(
                     f"data_dir={root} has the class folders {', '.join(classes[:12])} in train/; those of "
                     f"CIFAR-10 are {', '.join(self.class_names)}; use ImageFolder for other images"

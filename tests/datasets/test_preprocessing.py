@@ -39,6 +39,11 @@ def patients(count=120):
     return table
 
 
+def transformed(preprocessing, table, path):
+    """The inputs of a model for the rows of a table."""
+    return preprocessing.inputs(torch.from_numpy(preprocessing.raw(table, path)).float())
+
+
 def write(table, form, path):
     if form == "parquet":
         table.to_parquet(path)
@@ -84,8 +89,8 @@ def test_inputs_are_those_of_scikit_learn_fitted_on_the_training_samples(impute,
     table = patients()
     write(table, "comma", path := Path("table.csv"))
     data = made(path, impute=impute, val_fraction=val_fraction)
-    inputs = data.preprocessing.transform(table, path)
-    text = data.preprocessing.transform(read_frame(path), path)
+    inputs = transformed(data.preprocessing, table, path)
+    text = transformed(data.preprocessing, read_frame(path), path)
     assert torch.equal(inputs, text)
     rows = {tuple(row): number for number, row in enumerate(inputs.tolist())}
     assert len(rows) == len(table)
@@ -122,7 +127,7 @@ def test_categories_that_no_training_sample_has_are_all_zero():
     write(patients(), "comma", path := Path("table.csv"))
     preprocessing = made(path).preprocessing
     new = pd.DataFrame({"age": [50], "dose": ["1"], "stage": ["V"], "grade": [2.0], "unused": ["x"]})
-    (inputs,) = preprocessing.transform(new, Path("new.csv")).tolist()
+    (inputs,) = transformed(preprocessing, new, Path("new.csv")).tolist()
     width = len(preprocessing.categories["stage"])
     assert inputs[2 : 2 + width] == [0] * width
     assert inputs[2 + width :] == [0, 1, 0]
@@ -130,7 +135,7 @@ def test_categories_that_no_training_sample_has_are_all_zero():
     filled = new.assign(
         age=preprocessing.fill[0], stage=preprocessing.categories["stage"][int(preprocessing.fill[2])]
     )
-    results = [preprocessing.transform(table, Path("new.csv")) for table in (missing, filled)]
+    results = [transformed(preprocessing, table, Path("new.csv")) for table in (missing, filled)]
     assert torch.equal(*results)
 
 
@@ -144,7 +149,7 @@ def test_categories_that_no_training_sample_has_are_all_zero():
 )
 def test_a_new_table_that_does_not_fit_is_named(new, words):
     with pytest.raises(ConfigurationError, match=words):
-        Preprocessing(NUMBERS).transform(pd.DataFrame(new), Path("new.csv"))
+        Preprocessing(NUMBERS).raw(pd.DataFrame(new), Path("new.csv"))
 
 
 def test_the_fitted_values_are_plain_and_survive_a_pickle():
@@ -192,7 +197,7 @@ def test_a_category_of_the_test_samples_alone_is_always_zero():
         write(changed, "comma", path)
         preprocessing = made(path, standardize=False).preprocessing
         assert preprocessing.categories["stage"] == ["I", "II", "III", None if held_out else "IV"]
-        assert preprocessing.transform(changed, path)[:, 5].sum() == (0 if held_out else 1)
+        assert transformed(preprocessing, changed, path)[:, 5].sum() == (0 if held_out else 1)
 
 
 def test_a_run_names_classes_categories_and_missing_values():
@@ -210,7 +215,7 @@ def test_a_category_is_known_in_a_file_of_one_sample_although_its_word_may_stand
     write(table, "comma", path := Path("table.csv"))
     preprocessing = made(path, impute="mean").preprocessing
     number = preprocessing.categories["stage"].index("none")
-    (inputs,) = preprocessing.transform(table[table.stage == "none"].head(1), path).tolist()
+    (inputs,) = transformed(preprocessing, table[table.stage == "none"].head(1), path).tolist()
     assert inputs[2 : 2 + len(preprocessing.categories["stage"])].index(1) == number
 
 
