@@ -27,31 +27,20 @@ class InMemoryClient(ClientDataModule):
 
     Args:
         client_id: Id of the client, from 0.
-        images: The training samples of all clients.
-        indices: Indices of the client's samples in ``images``, int64, shape ``[n]``.
+        data: The data module of all clients, with their ``samples`` and ``distribution``.
+
+    Attributes:
+        indices: Indices of the client's samples, int64, shape ``[n]``.
         batch_size: Number of samples in a batch.
-        horizontal_flip: Whether each sample is flipped with probability 1/2.
-        seed: The run's seed.
     """
 
-    def __init__(
-        self,
-        client_id: int,
-        images: Samples,
-        indices: Tensor,
-        batch_size: int,
-        horizontal_flip: bool,
-        seed: int,
-    ) -> None:
+    def __init__(self, client_id: int, data: "InMemorySamples") -> None:
         super().__init__()
-        self.client_id = client_id
-        self.images = images
-        self.indices = indices
-        self.batch_size = min(batch_size, len(indices))
-        self.horizontal_flip = horizontal_flip
-        self.seed = seed
-        self.num_examples = len(indices)
-        self.steps_per_epoch = len(indices) // self.batch_size
+        self.client_id, self.data = client_id, data
+        self.indices = data.distribution.clients[client_id]
+        self.num_examples = len(self.indices)
+        self.batch_size = min(data.batch_size, self.num_examples)
+        self.steps_per_epoch = self.num_examples // self.batch_size
         self._epoch = -1
         self._draws = torch.empty(0)
 
@@ -64,12 +53,11 @@ class InMemoryClient(ClientDataModule):
         """
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
-            order = permutation(self.num_examples, self.seed, "data order", self.client_id, epoch)
-            augmentation = generator(self.seed, "augmentation", self.client_id, epoch)
-            offsets = torch.randint(
-                2 * self.images.padding + 1, (self.num_examples, 2), generator=augmentation
-            )
-            flips = torch.randint(1 + self.horizontal_flip, (self.num_examples, 1), generator=augmentation)
+            data, count = self.data, self.num_examples
+            order = permutation(count, data.seed, "data order", self.client_id, epoch)
+            augmentation = generator(data.seed, "augmentation", self.client_id, epoch)
+            offsets = torch.randint(2 * data.samples.padding + 1, (count, 2), generator=augmentation)
+            flips = torch.randint(1 + data.horizontal_flip, (count, 1), generator=augmentation)
             draws = torch.cat([self.indices[order][:, None], offsets, flips], dim=1)
             used = self.steps_per_epoch * self.batch_size
             self._draws = draws[:used].view(self.steps_per_epoch, self.batch_size, 4)
@@ -78,7 +66,7 @@ class InMemoryClient(ClientDataModule):
 
     def train_batch(self, step: int) -> Batch:
         """Return the batch of local step ``step``, counted from 0 over the whole training."""
-        return self.images.batch(self.step_draws(step))
+        return self.data.samples.batch(self.step_draws(step))
 
 
 class InMemorySamples(PartitionedDataModule):
@@ -114,11 +102,7 @@ class InMemorySamples(PartitionedDataModule):
 
     def _give(self, samples: Samples) -> None:
         self.samples = samples
-        settings = self.batch_size, self.horizontal_flip, self.seed
-        self._clients = [
-            InMemoryClient(client_id, samples, part, *settings)
-            for client_id, part in enumerate(self.distribution.clients)
-        ]
+        self._clients = [InMemoryClient(client, self) for client in range(len(self.distribution.clients))]
 
     def _loader(self, samples: Tensor) -> DataLoader[Batch]:
         return DataLoader(self.samples, sampler=torch.split(samples, self.eval_batch_size), batch_size=None)

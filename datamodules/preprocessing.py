@@ -74,26 +74,16 @@ class Preprocessing(TableInputs):
         return fill.reshape(shape).tolist()
 
     def describe(self, features: Tensor) -> list[str]:
-        """Return sentences about the categories and the missing values of raw features ``[N, ...]``."""
-        notes = []
-        if self.categories:
-            sizes = {name: len(names) - names.count(None) for name, names in self.categories.items()}
-            notes.append(f"one-hot columns and their numbers of categories: {counted(sizes)}")
-        if self.fill is not None and self.columns:
-            missing = self._counts(features.isnan()) or "none"
-            notes.append(f"missing values, replaced by {self.impute} of the training samples: {missing}")
-        return notes
-
-    def describe_new(self, features: Tensor) -> list[str]:
-        """Return sentences about values of a new table that training samples do not decide."""
+        """Return sentences about values of a table's raw features that were not given or not known."""
+        if not self.columns:
+            return []
         is_category = torch.tensor([name in self.categories for name in self.columns])
-        counts = {
-            f"missing values, replaced by {self.impute} of the training samples": features.isnan(),
-            "values that are no category of the training samples": (features == -1) & is_category,
-        }
-        texts = {words: self._counts(where) for words, where in counts.items()}
-        return [f"{words}: {text} of {len(features)} samples" for words, text in texts.items() if text]
-
-    def _counts(self, where: Tensor) -> str:
-        counts = zip(self.columns, where.sum(0).tolist(), strict=True)
-        return counted({name: count for name, count in counts if count})
+        notes = []
+        for words, where in (
+            (f"missing values, replaced by {self.impute} of the training samples", features.isnan()),
+            ("values that are no category of the training samples", (features == -1) & is_category),
+        ):
+            numbers = zip(self.columns, where.sum(0).tolist(), strict=True)
+            if counts := {name: number for name, number in numbers if number}:
+                notes.append(f"{words}: {counted(counts)} of {len(features)} samples")
+        return notes

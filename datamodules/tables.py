@@ -27,23 +27,21 @@ def read_table(
     targets: str | Sequence[str] | None,
     groups: str | None,
     columns: Sequence[str] | None,
-    labelled: bool = True,
 ) -> dict[str, Any]:
     """Read samples from the columns of a table. Spaces around names and values are removed.
 
     Args:
         path: A ``.csv`` file with a header, or a ``.parquet`` file.
-        targets: Name of the target column, or a list of names.
+        targets: Name of the target column, or a list of names. None: targets are not read.
         groups: Name of the column of groups. None: no groups.
         columns: Names of the feature columns. None: all columns that are neither targets nor
             groups.
-        labelled: Whether to read the targets (default True).
 
     Returns:
         ``features`` (``pandas.DataFrame`` of text), ``targets`` (int64 or float64, ``[N]`` or
-        ``[N, targets]``), ``groups`` (list of text, or None) and ``class_names``. If the target
-        column has words, each word is a class: ``targets`` has the positions in the sorted
-        ``class_names``. Otherwise, ``class_names`` is None. If targets are not read, only features.
+        ``[N, targets]``), ``class_names``, and ``groups`` (list of text), if they are read. If the
+        target column has words, each word is a class: ``targets`` has the positions in the sorted
+        ``class_names``. Otherwise, ``class_names`` is None.
 
     Raises:
         ConfigurationError: The file cannot be read, or a column or value is missing or no number.
@@ -59,25 +57,21 @@ def read_table(
             f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
             "feature columns in data.columns, or write the file with index=False"
         )
-    names, needed = (names, ("targets", "columns")) if labelled else ([], ("columns",))
     for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
-        if not wanted and setting in needed:
-            wanted = ["null"]
         for name in wanted:
             if header.count(name) != 1:
                 what = f"is {'no' if name not in header else 'more than one'} column"
                 raise ConfigurationError(
                     f"data.{setting}: {name} {what} of {path}; it has {', '.join(header)}"
                 )
-    if not labelled:
-        return {"features": table[used]}
-    numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
-    return {
-        "features": table[used],
-        "targets": numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1),
-        "class_names": words[0] if len(words) == 1 else None,
-        "groups": _names(path, "groups", table[groups]) if group else None,
-    }
+    read: dict[str, Any] = {"features": table[used]}
+    if names:
+        numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
+        read["targets"] = numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1)
+        read["class_names"] = words[0] if len(words) == 1 else None
+    if groups is not None:
+        read["groups"] = _names(path, "groups", table[groups])
+    return read
 
 
 def missing_word(names: Iterable[Any]) -> str | None:

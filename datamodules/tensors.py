@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.client_data.federated import counted
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.client_data.raw_inputs import NewSamples
 from fl_lightning.datamodules.images import Samples, balanced_subset
@@ -168,7 +169,7 @@ class TensorData(InMemorySamples):
             targets = _labels(path, read, known.class_names)
         elif labelled:
             targets = _tensor("targets", read["targets"], None)
-        notes = preprocessing.describe_new(features) if places else []
+        notes = preprocessing.describe(features)
         return NewSamples(unit, places or range(len(features)), features.__getitem__, targets, notes)
 
     def class_histograms(self) -> list[list[int]]:
@@ -191,6 +192,9 @@ class TensorData(InMemorySamples):
         features = torch.cat([parts["features"], parts["test_features"]])
         targets = torch.cat([parts["targets"], parts["test_targets"]])
         self.preprocessing.fit(features[torch.unique(torch.cat(dealt.clients))], self.standardize)
+        if categories := self.preprocessing.categories:
+            sizes = {name: len(names) - names.count(None) for name, names in categories.items()}
+            self.notes.append(f"one-hot columns and their numbers of categories: {counted(sizes)}")
         self.notes += self.preprocessing.describe(features)
         self._give(Samples(self.preprocessing.inputs(features), targets))
 
@@ -250,7 +254,7 @@ def _read(
     if not path.is_file():
         raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
     if path.suffix in (".csv", ".parquet"):
-        return {**given, **read_table(path, given["targets"], given["groups"], columns, labelled)}
+        return {**given, **read_table(path, given["targets"] if labelled else None, given["groups"], columns)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)

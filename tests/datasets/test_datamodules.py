@@ -57,7 +57,7 @@ def pixels(datamodule, x):
 
 def numbers(client):
     """The numbers of a client's images, without augmentation."""
-    return client.images.inputs[client.indices, 0, 0, 0].long()
+    return client.data.samples.inputs[client.indices, 0, 0, 0].long()
 
 
 @pytest.mark.parametrize("augmentation", AUGMENTATION.values(), ids=AUGMENTATION.keys())

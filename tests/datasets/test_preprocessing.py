@@ -205,7 +205,7 @@ def test_a_run_names_classes_categories_and_missing_values():
     assert made(path).notes == [
         "classes of outcome: no, yes",
         "one-hot columns and their numbers of categories: stage: 4, grade: 3",
-        "missing values, replaced by median of the training samples: age: 15, dose: 15, stage: 15",
+        "missing values, replaced by median of the training samples: age: 15, dose: 15, stage: 15 of 120 samples",
     ]
 
 
@@ -249,7 +249,7 @@ def test_none_is_a_word_in_a_column_of_words():
     raw = torch.from_numpy(preprocessing.raw(table, Path("new.csv")))
     assert raw[:, 0].nan_to_num(-9).tolist() == [-1, -9, 0]
     assert raw[:, 1].nan_to_num(-9).tolist() == [-9, -1, 1]
-    assert preprocessing.describe_new(raw) == [
+    assert preprocessing.describe(raw) == [
         "missing values, replaced by median of the training samples: pain: 1, grade: 1 of 3 samples",
         "values that are no category of the training samples: pain: 1, grade: 1 of 3 samples",
     ]

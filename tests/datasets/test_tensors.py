@@ -43,7 +43,7 @@ def test_each_sample_is_one_clients_or_the_servers():
     features, labels = samples()
     data = TensorData(features, labels, num_clients=4, batch_size=5, val_fraction=0.2)
     data.setup("fit")
-    seen = [client.images.inputs[client.indices] for client in data.clients]
+    seen = [data.samples.inputs[client.indices] for client in data.clients]
     seen += [data.samples.inputs[part] for part in (data.distribution.val, data.distribution.test)]
     assert sorted(torch.cat(seen)[:, 0].tolist()) == features[:, 0].tolist()
     assert [len(data.distribution.val), len(data.distribution.test)] == [10, 12]
@@ -64,7 +64,7 @@ def test_partitions_separate_classes_and_quantiles_of_numbers():
     numbers = torch.linspace(0, 1, 60)
     data = TensorData(features, numbers, partition=Shards(class_fraction=0.1), num_clients=10, batch_size=2)
     data.setup("fit")
-    spans = [client.images.labels[client.indices] for client in data.clients]
+    spans = [data.samples.labels[client.indices] for client in data.clients]
     assert all(float(span.max() - span.min()) < 0.2 for span in spans)
     assert (data.num_classes, data.class_histograms()) == (None, [])
 
@@ -172,10 +172,7 @@ def test_scikit_learns_tables():
     [
         ({"features": "no.csv"}, r"data.features: .*no.csv does not exist"),
         ({"features": "table.txt"}, r"data.features: .*table.txt has no known ending"),
-        (
-            {"features": "table.csv"},
-            r"data.targets: null is no column of .*; it has age, dose, site, outcome",
-        ),
+        ({"features": "table.csv"}, r"data.features: 60 samples; give features and targets"),
         ({"features": "table.csv", "targets": "outcom"}, r"data.targets: outcom is no column"),
         (
             {"features": "unknown.csv", "targets": "age", "columns": ["mixed"]},
