@@ -48,7 +48,7 @@ class InMemoryClient(ClientDataModule):
         """Return the random numbers of local step ``step``, int64, ``[batch_size, 4]``.
 
         The four numbers of a sample are its index, two offsets of the crop, and the flip (see
-        :meth:`~fl_lightning.datamodules.images.TrainImages.batch`). The order of the samples does
+        :meth:`~fl_lightning.datamodules.images.Images.batch`). The order of the samples does
         not depend on the augmentation.
         """
         epoch, index = divmod(step, self.steps_per_epoch)
