@@ -6,6 +6,7 @@ A normalised image is ``(pixel / scale - mean) / std`` in float32, per channel.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -50,16 +51,13 @@ class ImageData:
             "labels": (torch.int64, 1, "[N]"),
             "groups": (torch.int64, 1, "[N]"),
         }
-        for name, (dtype, dims, shape) in kinds.items():
-            for split in ("train", "test"):
-                tensor, count = getattr(self, f"{split}_{name}"), len(getattr(self, f"{split}_images"))
-                if tensor is not None and (
-                    tensor.dtype != dtype or tensor.dim() != dims or len(tensor) != count
-                ):
-                    raise ConfigurationError(
-                        f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}, with N = {count} "
-                        "images; TensorData takes tensors of any type and shape"
-                    )
+        for split, (name, (dtype, dims, shape)) in product(("train", "test"), kinds.items()):
+            tensor, count = getattr(self, f"{split}_{name}"), len(getattr(self, f"{split}_images"))
+            if tensor is not None and (tensor.dtype, tensor.dim(), len(tensor)) != (dtype, dims, count):
+                raise ConfigurationError(
+                    f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}, with N = {count} "
+                    "images; TensorData takes tensors of any type and shape"
+                )
 
 
 def normalized(pixels: Tensor, normalize: Normalize) -> Tensor:

@@ -65,9 +65,8 @@ class FEMNIST(ImageFiles):
             raise ConfigurationError(
                 f"min_examples={self.min_examples} leaves no writer; use at most {int(sizes.max())}, the most images of a writer"
             )
-        if not bool(large.all()):
-            parts = [[tensor[large[part[2]]] for tensor in part] for part in parts]
-        (images, labels, writers), (test_images, test_labels, test_writers) = parts
+        kept = ([tensor[large[part[2]]] for tensor in part] for part in parts)
+        (images, labels, writers), (test_images, test_labels, test_writers) = kept
         return ImageData(images, labels, test_images, test_labels, writers, test_writers)
 
     def _read(self) -> dict[str, Tensor]:

@@ -212,8 +212,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         if isinstance(clients, Mapping):
             self.client_names = list(clients)
         self._clients = list(clients.values() if isinstance(clients, Mapping) else clients)
-        _refuse_hooks({f"clients[{number}]": client for number, client in enumerate(self._clients)})
-        _refuse_hooks({"server": server} if server else {})
+        named = {f"clients[{number}]": client for number, client in enumerate(self._clients)}
+        _refuse_hooks(named | ({"server": server} if server else {}))
         self._batches: dict[int, LoaderBatches] = {}
         self._prepared: set[str] = set()
         self._own_prepared: set[tuple[int, str]] = set()
