@@ -178,7 +178,7 @@ def client_images(
         transform: Augmentation and normalisation of one PIL image.
     """
     samples = data.client_samples(client).numpy()
-    return ClientImages(data.pictures, data.train_images.labels.cpu().numpy(), samples, transform)
+    return ClientImages(data.pictures, data.samples.labels.cpu().numpy(), samples, transform)
 
 
 def round_loader(images: ClientImages, local_steps: int) -> DataLoader[Batch]:

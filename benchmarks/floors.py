@@ -31,7 +31,7 @@ class Floors:
         self.params, self.buffers = torch.func.stack_module_state(self.models)
         clients = range(workload.cohort_size)
         self.draws = torch.stack([data.step_draws(client, 0) for client in clients])
-        self.images, self.labels = data.train_images.batch(self.draws)
+        self.images, self.labels = data.samples.batch(self.draws)
         numel = sum(parameter.numel() for parameter in model.parameters())
         self.block = torch.randn(workload.cohort_size, numel)
         self.block.grad = torch.randn_like(self.block)
@@ -51,9 +51,7 @@ class Floors:
 
     def augmentation(self, rounds: int) -> Stopwatch:
         """Time the augmentation, which takes the batches of all clients at once."""
-        return self._timed(
-            lambda: self.data.train_images.batch(self.draws), rounds * self.workload.local_steps
-        )
+        return self._timed(lambda: self.data.samples.batch(self.draws), rounds * self.workload.local_steps)
 
     def optimizer(self, rounds: int) -> Stopwatch:
         """Time the client optimizer's steps on one block of all clients, and the server's step."""

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.stopwatch import Stopwatch
-from fl_lightning.datamodules.images import TrainImages
+from fl_lightning.datamodules.images import Images
 from fl_lightning.execution import sequential, vectorized
 from fl_lightning.execution.base import client_losses
 from fl_lightning.optimizers.client import ClientOptimizer
@@ -69,7 +69,7 @@ def compute_watched() -> Iterator[Inside]:
             (vectorized, "client_losses", timed(client_losses)),
             (torch.func, "vmap", timed_vmap),
             (torch.autograd, "grad", timed(torch.autograd.grad)),
-            (TrainImages, "batch", timed(TrainImages.batch)),
+            (Images, "batch", timed(Images.batch)),
             (ClientOptimizer, "restart", timed(ClientOptimizer.restart, inside.once_a_round)),
             (ClientOptimizer, "step", timed(ClientOptimizer.step)),
             (torch.optim.SGD, "step", timed(torch.optim.SGD.step, inside.once_a_round)),

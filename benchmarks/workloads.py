@@ -70,11 +70,13 @@ class SyntheticImages(InMemoryDataModule):
 
     def client_samples(self, client_id: int) -> Tensor:
         """Return the indices of a client's training images, int64, shape ``[n]``."""
-        return self._shares[client_id].indices
+        samples: Tensor = self._clients[client_id].indices
+        return samples
 
     def step_draws(self, client_id: int, step: int) -> Tensor:
         """Return the random choices (samples and augmentation) of a step, int64, ``[20, 4]``."""
-        return self._shares[client_id].step_draws(step)
+        draws: Tensor = self._clients[client_id].step_draws(step)
+        return draws
 
     @cached_property
     def pictures(self) -> np.ndarray:

@@ -12,6 +12,7 @@ from torchvision import datasets
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import files_digest
+from fl_lightning.client_data.raw_inputs import channel_normalization
 from fl_lightning.datamodules.class_folders import subfolders, wrong_layout
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.streamed import (
@@ -122,7 +123,7 @@ class Cityscapes(FederatedDataModule):
         self.evaluation_cities, self.threads = list(evaluation_cities), threads
         self._image_size = image_size
         self._augmentation = crop_size, scale, horizontal_flip, color_jitter
-        self._reading = {"mean": mean, "std": std, "threads": threads}
+        self._reading: dict[str, Any] = {"normalize": channel_normalization(mean, std), "threads": threads}
 
     def setup(self, stage: str) -> None:
         """List the files at the first call, and check the masks.

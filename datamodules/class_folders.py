@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fl_lightning.datamodules.images import balanced_subset
 from fl_lightning.errors import ConfigurationError
@@ -29,68 +32,72 @@ def wrong_layout(data_dir: Path, missing: str, expected: str) -> ConfigurationEr
     return ConfigurationError(f"data_dir={data_dir} {state}; expected {expected}")
 
 
+@dataclass
 class ClassImages:
-    """The images in the class folders of a folder, sorted by class and path.
+    """Image files with their classes.
+
+    Attributes:
+        data_dir: The folder of the data set.
+        names: Paths of all files below ``data_dir``, as bytes. 1.28 million names take 50 MB.
+        labels: Class of each file, int64, shape ``[N]``.
+    """
+
+    data_dir: Path
+    names: NDArray[np.bytes_]
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> Path:
+        """Return the path of an image."""
+        return self.data_dir / os.fsdecode(self.names[int(index)])
+
+    def part(self, chosen: Tensor) -> "ClassImages":
+        """Return some of the images, given by their indices or by a mask."""
+        return ClassImages(self.data_dir, self.names[chosen.numpy()], self.labels[chosen])
+
+    def samples(self) -> list[Sample]:
+        """Return the path and the class of each image."""
+        return list(zip(map(self.path, range(len(self))), self.labels.tolist(), strict=True))
+
+
+def find_images(data_dir: Path, folders: Sequence[str], layout: str | None = None) -> ClassImages:
+    """Return the images in class folders, sorted by class and path.
 
     A class folder may have subfolders. Symbolic links are followed. Hidden files, and files
     without the suffix of an image, are ignored.
 
     Args:
-        folder: The folder that holds the class folders.
-        classes: Names of the class folders in the order of the labels. A folder may be missing.
-
-    Attributes:
-        names: Paths of all files below their class folder, as bytes. 1.28 million names take 35 MB.
-        labels: Class of each file, int64, shape ``[N]``.
-
-    Raises:
-        ConfigurationError: A link leads to a folder that contains the link.
-    """
-
-    def __init__(self, folder: Path, classes: Sequence[str]) -> None:
-        self.folder, self.classes = folder, classes
-        names = [np.array([*map(os.fsencode, image_names(folder / name))], dtype="S") for name in classes]
-        self.names = np.concatenate(names)
-        self.labels = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x in names]))
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def path(self, index: int) -> Path:
-        """Return the path of an image."""
-        return self.folder / self.classes[int(self.labels[index])] / os.fsdecode(self.names[int(index)])
-
-    def samples(self) -> list[Sample]:
-        """Return the path and the class of each image."""
-        folders = [self.folder / name for name in self.classes]
-        both = zip(self.names.tolist(), self.labels.tolist(), strict=True)
-        return [(folders[label] / os.fsdecode(name), label) for name, label in both]
-
-    def check_classes(self, names: Sequence[str], data_dir: Path, layout: str) -> None:
-        """Raise a ConfigurationError if one of the classes has no image."""
-        sizes = dict(zip(self.classes, self.labels.bincount(minlength=len(self.classes)), strict=True))
-        if empty := [name for name in names if not sizes[name]]:
-            place = (self.folder / empty[0]).relative_to(data_dir)
-            raise wrong_layout(data_dir, f"image in {place}", layout)
-
-
-def image_names(folder: Path) -> list[str]:
-    """Return the sorted paths of all images below a folder, relative to it.
+        data_dir: The folder of the data set.
+        folders: Path of each class folder below ``data_dir``, in the order of the labels. A folder
+            may be missing.
+        layout: The layout to be expected, for the error about a class folder without an image.
+            None: class folders may be empty.
 
     Raises:
-        ConfigurationError: A link leads to a folder that contains the link.
+        ConfigurationError: A class folder has no image, or a link leads to a folder that contains
+            the link.
     """
-    found = []
-    for parent, _, names in os.walk(folder, followlinks=True):
-        if os.path.islink(parent) and (here := Path(parent)).parent.resolve().is_relative_to(here.resolve()):
+    names = [np.array(_image_names(data_dir, folder), dtype="S") for folder in folders]
+    for folder, part in zip(folders, names, strict=True):
+        if layout is not None and not len(part) and (data_dir / folder).is_dir():
+            raise wrong_layout(data_dir, f"image in {folder}", layout)
+    labels = torch.arange(len(names)).repeat_interleave(torch.tensor([*map(len, names)]))
+    return ClassImages(data_dir, np.concatenate(names), labels)
+
+
+def _image_names(data_dir: Path, folder: str) -> list[bytes]:
+    found: list[tuple[str, ...]] = []
+    for parent, _, names in os.walk(data_dir / folder, followlinks=True):
+        here = Path(parent)
+        if here.is_symlink() and here.parent.resolve().is_relative_to(here.resolve()):
             raise ConfigurationError(
                 f"data_dir holds {here}, a link to the folder {here.resolve()} that contains it; remove the link"
             )
-        place = () if parent == str(folder) else Path(parent).relative_to(folder).parts
-        found += [
-            (*place, name) for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-        ]
-    return [os.path.join(*parts) for parts in sorted(found)]
+        images = [x for x in names if x.lower().endswith(SUFFIXES) and not x.startswith(".")]
+        found += [(*here.relative_to(data_dir).parts, name) for name in images]
+    return [os.fsencode(os.path.join(*parts)) for parts in sorted(found)]
 
 
 class ClassFolders:
@@ -109,56 +116,40 @@ class ClassFolders:
     """
 
     def __init__(self, data_dir: Path, test_fraction: float | None = None) -> None:
-        if test_fraction is not None and not 0 < test_fraction < 1:
-            raise ConfigurationError(f"test_fraction must be in (0, 1), such as 0.2, found {test_fraction}")
         self.data_dir, self.test_fraction = data_dir, test_fraction
         self.layout = LAYOUT if test_fraction is None else "<class>/*.jpg"
         self.train_folder = data_dir / "train" if test_fraction is None else data_dir
         self.classes = self._class_names()
         self.test_folder = self._test_folder() if test_fraction is None else data_dir
 
-    def images(self, classes: Sequence[str] | None = None) -> tuple[ClassImages, ClassImages]:
-        """Return the images of ``train/`` and of ``test/`` or ``val/``.
-
-        With ``test_fraction``, both are all images.
+    def images(
+        self, classes: Sequence[str] | None = None, split: torch.Generator | None = None
+    ) -> tuple[ClassImages, ClassImages]:
+        """Return the training images and the test images.
 
         Args:
             classes: All classes in the order of the labels. The folder may lack some of them.
                 None: the folder's classes.
-
-        Raises:
-            ConfigurationError: A class has no training image, or there is no test image.
-        """
-        names = self.classes if classes is None else classes
-        train = ClassImages(self.train_folder, names)
-        train.check_classes(self.classes, self.data_dir, self.layout)
-        test = train if self.test_fraction is not None else ClassImages(self.test_folder, names)
-        if not len(test):
-            raise wrong_layout(self.data_dir, f"image in {self.test_folder.name}/", self.layout)
-        return train, test
-
-    def samples(
-        self, split: torch.Generator, classes: Sequence[str] | None = None
-    ) -> tuple[list[Sample], list[Sample]]:
-        """Return the training images and the test images, with their labels.
-
-        Args:
             split: Random number generator that draws the test set if ``test_fraction`` is set.
-            classes: See :meth:`images`.
 
         Raises:
             ConfigurationError: A class has no training image, or there is no test image.
         """
-        train, test = self.images(classes)
+        places = (x.relative_to(self.data_dir) for x in (self.train_folder, self.test_folder))
+        train, test = ([str(place / name) for name in classes or self.classes] for place in places)
+        images = find_images(self.data_dir, train, self.layout)
         if self.test_fraction is None:
-            return train.samples(), test.samples()
-        count = round(self.test_fraction * len(train))
-        if not 0 < count < len(train):
+            test_images = find_images(self.data_dir, test)
+            if not len(test_images):
+                raise wrong_layout(self.data_dir, f"image in {self.test_folder.name}/", self.layout)
+            return images, test_images
+        count = round(self.test_fraction * len(images))
+        if not 0 < count < len(images):
             both = f"for both training and test with test_fraction={self.test_fraction}"
             raise wrong_layout(self.data_dir, f"image {both}", self.layout)
-        chosen = set(balanced_subset(train.labels, count, split).tolist())
-        every = list(enumerate(train.samples()))
-        return [x for i, x in every if i not in chosen], [x for i, x in every if i in chosen]
+        is_test = torch.zeros(len(images), dtype=torch.bool)
+        is_test[balanced_subset(images.labels, count, split or torch.default_generator)] = True
+        return images.part(~is_test), images.part(is_test)
 
     def _class_names(self) -> list[str]:
         names, train = subfolders(self.train_folder), self.train_folder
@@ -175,12 +166,8 @@ class ClassFolders:
         return names
 
     def _test_folder(self) -> Path:
-        folders = [self.data_dir / name for name in ("test", "val") if (self.data_dir / name).is_dir()]
-        if not folders:
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} holds neither test/ nor val/; expected the layout {LAYOUT}"
-            )
         # ImageNet's test/ has no class folders, because its images have no labels: take val/
+        folders = self.data_dir / "test", self.data_dir / "val"
         folder = next((folder for folder in folders if subfolders(folder)), folders[0])
         unknown = sorted(set(subfolders(folder)) - set(self.classes))
         if unknown:

@@ -1,6 +1,6 @@
 """Toy data of the FBN paper: points in the plane from a mixture of Gaussians."""
 
-from math import inf, pi
+from math import pi
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from fl_lightning.client_data.batches import copied
 from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.partitions import GammaSimilarity
-from fl_lightning.errors import ConfigurationError, check_at_least
+from fl_lightning.errors import check_at_least
 from fl_lightning.randomness import generator
 
 
@@ -37,6 +37,7 @@ class Gaussians(FederatedDataModule):
 
     Attributes:
         centres: Centre of each component, shape ``[n, 2]``.
+        num_mixed: Number of points of a batch that come from the mixture. They are the first points.
 
     Raises:
         ConfigurationError: A setting is out of its range.
@@ -55,20 +56,13 @@ class Gaussians(FederatedDataModule):
         check_at_least(2, num_clients=num_clients)
         points = {"samples_per_client": samples_per_client, "eval_samples_per_class": eval_samples_per_class}
         check_at_least(1, **points)
-        if not 0 <= radius < inf:
-            raise ConfigurationError(f"radius must be at least 0 and finite, found {radius}")
-        if not 0 < std < inf:
-            raise ConfigurationError(f"std must be positive and finite, found {std}")
         self.gamma = GammaSimilarity(gamma).gamma
         angles = (2 * pi * torch.arange(1, num_clients + 1) - 1) / num_clients
         self.centres = radius * torch.stack([angles.cos(), angles.sin()], dim=1)
-        mixed = round(gamma * samples_per_client)
-        how = self.centres, std, samples_per_client, mixed, seed
-        super().__init__([GaussianClient(i, *how) for i in range(num_clients)], seed=seed)
+        self.std, self.batch_size, self.num_mixed = std, samples_per_client, round(gamma * samples_per_client)
+        super().__init__([GaussianClient(client, self) for client in range(num_clients)], seed=seed)
         self.num_classes = num_clients
         self.loaded = "drawn by the seed"  # points come from no file, so they need no digest
-        self.std = std
-        self.batch_size = samples_per_client
         self.eval_samples_per_class = eval_samples_per_class
 
     def val_dataloader(self) -> DataLoader[Batch]:
@@ -102,35 +96,23 @@ class GaussianClient(ClientDataModule):
     """A client that draws a new batch at every local step.
 
     Args:
-        client_id: Id of the client, from 0. The centre of its own component is
-            ``centres[client_id]``.
-        centres: Centre of each component, shape ``[n, 2]``.
-        std: Standard deviation of each component along each axis.
-        num_examples: Number of points in a batch.
-        num_mixed: Number of points that come from the mixture of all components. They are the first
-            points of a batch.
-        seed: The run's seed.
+        client_id: Id of the client, from 0. It is the number of the client's own component.
+        data: The data module of all clients.
     """
 
     steps_per_epoch = 1
 
-    def __init__(
-        self, client_id: int, centres: Tensor, std: float, num_examples: int, num_mixed: int, seed: int
-    ) -> None:
+    def __init__(self, client_id: int, data: Gaussians) -> None:
         super().__init__()
-        self.client_id = client_id
-        self.centres = centres
-        self.std = std
-        self.num_examples = num_examples
-        self.num_mixed = num_mixed
-        self.seed = seed
+        self.client_id, self.data, self.num_examples = client_id, data, data.batch_size
 
     def train_batch(self, step: int) -> Batch:
         """Return points ``[b, 2]`` and labels ``[b]`` of local step ``step``, counted from 0."""
-        draws = generator(self.seed, "gaussian points", self.client_id, step)
-        labels = torch.full((self.num_examples,), self.client_id)
-        labels[: self.num_mixed] = torch.randint(len(self.centres), (self.num_mixed,), generator=draws)
-        return sample_points(labels, self.centres, self.std, draws)
+        data = self.data
+        draws = generator(data.seed, "gaussian points", self.client_id, step)
+        labels = torch.full((data.batch_size,), self.client_id)
+        labels[: data.num_mixed] = torch.randint(data.num_clients, (data.num_mixed,), generator=draws)
+        return sample_points(labels, data.centres, data.std, draws)
 
 
 def sample_points(labels: Tensor, centres: Tensor, std: float, draws: torch.Generator) -> Batch:

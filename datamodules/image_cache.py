@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from stat import S_ISREG
@@ -82,10 +82,9 @@ def building(target: Path) -> Iterator[None]:
     Raises:
         ConfigurationError: The folder cannot be created.
     """
-    with ExitStack() as held:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(target.parent.resolve(), folder=True))
-        except OSError as error:
-            raise unwritable(target, error) from error
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(target, error) from error
+    with locked(target.parent.resolve(), folder=True):
         yield

@@ -119,11 +119,6 @@ class ImageFiles(InMemoryDataModule):
 
         return new_images(path, known.class_names, labelled, read)
 
-    def prepare_data(self) -> None:
-        """Build the cache if it is invalid. Do nothing if the data are already in memory."""
-        if not self.clients:
-            self.load()
-
     def cache_file(self, kind: str) -> Path:
         """Return the path of the cache.
 

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders, subfolders, wrong_layout
+from torch import Generator
+
+from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders, Sample, subfolders, wrong_layout
 from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.partitions import Natural
@@ -29,23 +31,37 @@ class ImageFolder(ImageFiles):
     """
 
     num_classes: int
+    class_names: list[str]
 
     def __init__(
         self, data_dir: str, image_size: int, *, test_fraction: float | None = None, **settings: Any
     ) -> None:
         super().__init__(data_dir, image_size, **settings)
-        self.folders = ClassFolders(self.data_dir, test_fraction)
         if test_fraction is not None:
             self.drawn_splits = ("val", "test")
-        self.class_names = self.folders.classes
+        self.folders = self._folders(test_fraction)
+        self.class_names = sorted({name for folders in self.folders.values() for name in folders.classes})
         self.num_classes = len(self.class_names)
+
+    def _folders(self, test_fraction: float | None) -> dict[str, ClassFolders]:
+        return {"": ClassFolders(self.data_dir, test_fraction)}
+
+    def _split(self, domain: int) -> Generator:
+        return generator(self.seed, "test split")
 
     def load(self) -> ImageData:
         """Return the images, from the cache if it is valid."""
-        return self.read(*self.folders.samples(generator(self.seed, "test split")))
+        train, test, groups, of_test = list[Sample](), list[Sample](), list[int](), list[int]()
+        for domain, folders in enumerate(self.folders.values()):
+            images, test_images = folders.images(self.class_names, self._split(domain))
+            train, test = train + images.samples(), test + test_images.samples()
+            groups += [domain] * len(images)
+            of_test += [domain] * len(test_images)
+        names = [*filter(None, self.folders)]
+        return self.read(train, test, groups, of_test, names) if names else self.read(train, test)
 
 
-class ImageDomains(ImageFiles):
+class ImageDomains(ImageFolder):
     """Images of several domains, one client per domain.
 
     The layout is ``<domain>/train/<class>/*.jpg`` and ``<domain>/test/<class>/*.jpg``, or
@@ -68,31 +84,14 @@ class ImageDomains(ImageFiles):
             image, or a domain has no test image.
     """
 
-    num_classes: int
-    class_names: list[str]
     default_partition = Natural
 
-    def __init__(
-        self, data_dir: str, image_size: int, *, test_fraction: float | None = None, **settings: Any
-    ) -> None:
-        super().__init__(data_dir, image_size, **settings)
+    def _folders(self, test_fraction: float | None) -> dict[str, ClassFolders]:
         domains = subfolders(self.data_dir)
         if not domains:
             layouts = f"{LAYOUT}, or with <class>/*.jpg and test_fraction set"
             raise wrong_layout(self.data_dir, "folder", f"a folder for each domain, each with {layouts}")
-        self.domains = {name: ClassFolders(self.data_dir / name, test_fraction) for name in domains}
-        if test_fraction is not None:
-            self.drawn_splits = ("val", "test")
-        self.class_names = sorted({name for folders in self.domains.values() for name in folders.classes})
-        self.num_classes = len(self.class_names)
+        return {name: ClassFolders(self.data_dir / name, test_fraction) for name in domains}
 
-    def load(self) -> ImageData:
-        """Return the images, from the cache if it is valid."""
-        parts = [
-            folders.samples(generator(self.seed, "test split", domain), self.class_names)
-            for domain, folders in enumerate(self.domains.values())
-        ]
-        splits = list(zip(*parts, strict=True))
-        train, test = ([sample for samples in split for sample in samples] for split in splits)
-        groups, of_test = ([g for g, samples in enumerate(split) for _ in samples] for split in splits)
-        return self.read(train, test, groups, of_test, list(self.domains))
+    def _split(self, domain: int) -> Generator:
+        return generator(self.seed, "test split", domain)

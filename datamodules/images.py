@@ -6,11 +6,13 @@ A normalised image is ``(pixel / scale - mean) / std`` in float32, per channel.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fl_lightning.client_data.raw_inputs import Normalize
 from fl_lightning.errors import ConfigurationError
 
 Batch = tuple[Tensor, Tensor]
@@ -49,54 +51,32 @@ class ImageData:
             "labels": (torch.int64, 1, "[N]"),
             "groups": (torch.int64, 1, "[N]"),
         }
-        for name, (dtype, dims, shape) in kinds.items():
-            for split in ("train", "test"):
-                tensor, count = getattr(self, f"{split}_{name}"), len(getattr(self, f"{split}_images"))
-                if tensor is not None and (
-                    tensor.dtype != dtype or tensor.dim() != dims or len(tensor) != count
-                ):
-                    raise ConfigurationError(
-                        f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}, with N = {count} "
-                        "images; TensorData takes tensors of any type and shape"
-                    )
+        for split, (name, (dtype, dims, shape)) in product(("train", "test"), kinds.items()):
+            tensor, count = getattr(self, f"{split}_{name}"), len(getattr(self, f"{split}_images"))
+            if tensor is not None and (tensor.dtype, tensor.dim(), len(tensor)) != (dtype, dims, count):
+                raise ConfigurationError(
+                    f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}, with N = {count} "
+                    "images; TensorData takes tensors of any type and shape"
+                )
 
 
-class Normalization:
-    """Normalisation of pixels, ``(pixel / scale - mean) / std`` per channel, in float32.
+def normalized(pixels: Tensor, normalize: Normalize) -> Tensor:
+    """Return normalised images ``[..., C, H, W]`` for uint8 pixels ``[..., H, W, C]``.
 
-    Args:
-        mean: Mean of each channel, after division by ``scale``.
-        std: Standard deviation of each channel, after division by ``scale``.
-        scale: Number by which pixels are divided first, such as 255.
+    Colour images have the channels_last memory format, because convolutions on a CPU are then
+    faster.
     """
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float], scale: float) -> None:
-        self.mean = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
-        self.std = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
-        self.scale = scale
-
-    def to(self, device: torch.device) -> "Normalization":
-        """Return a copy that normalises pixels on a device."""
-        moved = copy.copy(self)
-        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
-        return moved
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Return normalised images ``[..., C, H, W]`` for uint8 pixels ``[..., H, W, C]``.
-
-        Colour images have the channels_last memory format, because convolutions on a CPU are then
-        faster.
-        """
-        *lead, height, width, channels = pixels.shape
-        # normalise entire rows of pixels at once: an inner loop over three channels would be slow
-        mean, std = self.mean.flatten().repeat(width), self.std.flatten().repeat(width)
-        lines = pixels.reshape(*lead, height, width * channels).to(torch.float32)
-        lines.div_(self.scale).sub_(mean).div_(std)
-        if channels == 1:
-            return lines.view(*lead, 1, height, width)
-        return lines.view(pixels.shape).movedim(-1, -3)
+    *lead, height, width, channels = pixels.shape
+    # normalise entire rows of pixels at once: an inner loop over three channels would be slow
+    mean, std = normalize.mean.flatten().repeat(width), normalize.std.flatten().repeat(width)
+    lines = pixels.reshape(*lead, height, width * channels).to(torch.float32)
+    lines.div_(normalize.scale).sub_(mean).div_(std)
+    if channels == 1:
+        return lines.view(*lead, 1, height, width)
+    return lines.view(pixels.shape).movedim(-1, -3)
 
 
+@dataclass(eq=False)
 class Samples(Dataset[Batch]):
     """Inputs and labels in memory. The index is an integer, a slice or a tensor of indices.
 
@@ -109,14 +89,8 @@ class Samples(Dataset[Batch]):
     """
 
     padding = 0
-
-    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
-        self.inputs, self.labels = inputs, labels
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """The stored inputs and labels."""
-        return self.inputs, self.labels
+    inputs: Tensor
+    labels: Tensor
 
     def to(self, device: torch.device) -> None:
         """Move the samples to the memory of a device."""
@@ -137,44 +111,31 @@ class Samples(Dataset[Batch]):
         return self[draws[..., 0].to(self.inputs.device)]
 
 
+@dataclass(eq=False)
 class Images(Samples):
-    """Images stored as bytes, uint8 ``[N, H, W, C]``, and normalised on access.
+    """Images stored as bytes, and normalised on access.
+
+    The images of a training batch are cropped and flipped at random. A random crop shifts the image
+    by up to ``padding`` pixels in each direction. The border is black (0 before normalisation), as
+    is common for CIFAR.
 
     Args:
-        images: uint8, shape ``[N, C, H, W]``. They are copied.
+        inputs: uint8, shape ``[N, H, W, C]``.
         labels: int64, shape ``[N]``.
         normalize: Normalisation of the pixels.
+        padding: Width of the black border in pixels. 0: no border.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization) -> None:
-        super().__init__(images.permute(0, 2, 3, 1).contiguous(), labels)
-        self.normalize = normalize
+    normalize: Normalize
+    padding: int = 0
 
     def to(self, device: torch.device) -> None:
         """Move the images to the memory of a device."""
         super().to(device)
-        self.normalize = self.normalize.to(device)
+        self.normalize = copy.deepcopy(self.normalize).to(device)
 
     def __getitem__(self, index: int | slice | Tensor) -> Batch:
-        return self.normalize(self.inputs[index]), self.labels[index]
-
-
-class TrainImages(Images):
-    """The training images of all clients, cropped and flipped at random one batch at a time.
-
-    A random crop shifts the image by up to ``padding`` pixels in each direction. The border is
-    black (0 before normalisation), as is common for CIFAR.
-
-    Args:
-        images: uint8, shape ``[N, C, H, W]``. They are copied.
-        labels: int64, shape ``[N]``.
-        normalize: Normalisation of the augmented pixels.
-        padding: Width of the black border in pixels. 0: no border.
-    """
-
-    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization, padding: int) -> None:
-        super().__init__(images, labels, normalize)
-        self.padding = padding
+        return normalized(self.inputs[index], self.normalize), self.labels[index]
 
     def batch(self, draws: Tensor) -> Batch:
         """Return augmented, normalised images, float32 ``[..., C, H, W]``, and labels ``[...]``.
@@ -188,7 +149,7 @@ class TrainImages(Images):
         if self.labels.is_cuda:
             draws = draws.pin_memory().to(self.labels.device, non_blocking=True)
         sample, top, left, flip = draws.flatten(0, -2).unbind(-1)
-        images = self.normalize(self._augmented(self.inputs[sample], top, left, flip))
+        images = normalized(self._augmented(self.inputs[sample], top, left, flip), self.normalize)
         shape = draws.shape[:-1]
         return images.view(*shape, *images.shape[1:]), self.labels[sample].view(shape)
 
@@ -211,7 +172,7 @@ def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[
     """Return the mean and the standard deviation of each channel of ``images / scale``.
 
     They are computed from the histogram of the pixel values, so only the final rounding adds an
-    error.
+    error. The standard deviation of a constant channel is 1.
 
     Args:
         images: uint8, shape ``[N, C, H, W]``.
@@ -224,6 +185,7 @@ def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[
     values = torch.arange(256, dtype=torch.float64) / scale
     mean = share @ values
     std = (share @ values.square() - mean.square()).clamp(min=0).sqrt()
+    std[histogram.count_nonzero(1) == 1] = 1
     return mean.tolist(), std.tolist()
 
 

@@ -1,28 +1,19 @@
 """Image classification data sets in memory, and their clients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.client_data.batches import BatchStack, copied
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import ClientDataModule
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.client_data.raw_inputs import Normalize
-from fl_lightning.datamodules.images import (
-    Batch,
-    ImageData,
-    Images,
-    Normalization,
-    Samples,
-    TrainImages,
-    channel_statistics,
-)
-from fl_lightning.datamodules.partition_file import Distribution
+from fl_lightning.client_data.raw_inputs import channel_normalization
+from fl_lightning.datamodules.images import Batch, ImageData, Images, Samples, channel_statistics
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
-from fl_lightning.errors import ConfigurationError, check_at_least
+from fl_lightning.errors import check_at_least
 from fl_lightning.randomness import generator, permutation
 
 
@@ -36,31 +27,20 @@ class InMemoryClient(ClientDataModule):
 
     Args:
         client_id: Id of the client, from 0.
-        images: The training samples of all clients.
-        indices: Indices of the client's samples in ``images``, int64, shape ``[n]``.
+        data: The data module of all clients, with their ``samples`` and ``distribution``.
+
+    Attributes:
+        indices: Indices of the client's samples, int64, shape ``[n]``.
         batch_size: Number of samples in a batch.
-        horizontal_flip: Whether each sample is flipped with probability 1/2.
-        seed: The run's seed.
     """
 
-    def __init__(
-        self,
-        client_id: int,
-        images: Samples,
-        indices: Tensor,
-        batch_size: int,
-        horizontal_flip: bool,
-        seed: int,
-    ) -> None:
+    def __init__(self, client_id: int, data: "InMemorySamples") -> None:
         super().__init__()
-        self.client_id = client_id
-        self.images = images
-        self.indices = indices
-        self.batch_size = min(batch_size, len(indices))
-        self.horizontal_flip = horizontal_flip
-        self.seed = seed
-        self.num_examples = len(indices)
-        self.steps_per_epoch = len(indices) // self.batch_size
+        self.client_id, self.data = client_id, data
+        self.indices = data.distribution.clients[client_id]
+        self.num_examples = len(self.indices)
+        self.batch_size = min(data.batch_size, self.num_examples)
+        self.steps_per_epoch = self.num_examples // self.batch_size
         self._epoch = -1
         self._draws = torch.empty(0)
 
@@ -68,17 +48,16 @@ class InMemoryClient(ClientDataModule):
         """Return the random numbers of local step ``step``, int64, ``[batch_size, 4]``.
 
         The four numbers of a sample are its index, two offsets of the crop, and the flip (see
-        :meth:`~fl_lightning.datamodules.images.TrainImages.batch`). The order of the samples does
+        :meth:`~fl_lightning.datamodules.images.Images.batch`). The order of the samples does
         not depend on the augmentation.
         """
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
-            order = permutation(self.num_examples, self.seed, "data order", self.client_id, epoch)
-            augmentation = generator(self.seed, "augmentation", self.client_id, epoch)
-            offsets = torch.randint(
-                2 * self.images.padding + 1, (self.num_examples, 2), generator=augmentation
-            )
-            flips = torch.randint(1 + self.horizontal_flip, (self.num_examples, 1), generator=augmentation)
+            data, count = self.data, self.num_examples
+            order = permutation(count, data.seed, "data order", self.client_id, epoch)
+            augmentation = generator(data.seed, "augmentation", self.client_id, epoch)
+            offsets = torch.randint(2 * data.samples.padding + 1, (count, 2), generator=augmentation)
+            flips = torch.randint(1 + data.horizontal_flip, (count, 1), generator=augmentation)
             draws = torch.cat([self.indices[order][:, None], offsets, flips], dim=1)
             used = self.steps_per_epoch * self.batch_size
             self._draws = draws[:used].view(self.steps_per_epoch, self.batch_size, 4)
@@ -87,26 +66,20 @@ class InMemoryClient(ClientDataModule):
 
     def train_batch(self, step: int) -> Batch:
         """Return the batch of local step ``step``, counted from 0 over the whole training."""
-        return self.images.batch(self.step_draws(step))
+        return self.data.samples.batch(self.step_draws(step))
 
 
 class InMemorySamples(PartitionedDataModule):
-    """Base class of data sets in memory. All clients share one tensor of samples."""
+    """Base class of data sets in memory.
+
+    Attributes:
+        samples: The samples of clients and server, training samples first. It is known after
+            ``setup``.
+    """
 
     horizontal_flip = False
-    train_images: Any
-    val_images: Any
-    test_images: Any
-
-    def __init__(self, num_clients: int = 10, batch_size: int = 20, **settings: Any) -> None:
-        super().__init__(num_clients, batch_size, **settings)
-        self._shares: list[InMemoryClient] = []
-        self._own: dict[str, tuple[Any, list[Tensor]]] = {}
-
-    @property
-    def clients(self) -> Sequence[InMemoryClient]:
-        """Return one data module per client, in the order of ids. None exist before ``setup``."""
-        return self._shares
+    samples: Samples
+    _clients: Any
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """Return one batch per client, stacked: inputs ``[C, b, ...]`` and targets ``[C, b, ...]``.
@@ -117,68 +90,25 @@ class InMemorySamples(PartitionedDataModule):
             client_ids: The clients that take this local step.
             steps: Number of the local step of each client, counted from 0 over the whole training.
         """
-        pairs = zip(client_ids, steps, strict=True)
-        draws = [self._shares[client_id].step_draws(step) for client_id, step in pairs]
+        draws = [self._clients[x].step_draws(step) for x, step in zip(client_ids, steps, strict=True)]
         if len({len(draw) for draw in draws}) > 1:
-            return BatchStack(batches=[self.train_images.batch(draw) for draw in draws])
-        return BatchStack(stack=self.train_images.batch(torch.stack(draws)))
+            return BatchStack(batches=[self.samples.batch(draw) for draw in draws])
+        return BatchStack(stack=self.samples.batch(torch.stack(draws)))
 
     def keep_on(self, device: torch.device) -> None:
         """Move all samples to a GPU if they fill less than half of its free memory."""
-        own = (images for images, _ in self._own.values())
-        parts = {self.train_images, self.val_images, self.test_images, *own}
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            if sum(part.tensors[0].nbytes for part in parts) > free / 2:
-                return
-        for part in parts:
-            part.to(device)
+        if device.type != "cuda" or self.samples.inputs.nbytes <= torch.cuda.mem_get_info(device)[0] / 2:
+            self.samples.to(device)
 
-    def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
-        """Return a client's own evaluation data, or None if the client has none."""
-        if split not in self._own or not len(self._own[split][1][client_id]):
-            return None
-        images, samples = self._own[split]
-        batches = torch.split(samples[client_id], self.eval_batch_size)
-        return DataLoader(images, sampler=batches, batch_size=None)
+    def _give(self, samples: Samples) -> None:
+        self.samples = samples
+        self._clients = [InMemoryClient(client, self) for client in range(len(self.distribution.clients))]
 
-    def evaluation_digest(self) -> str:
-        """Return the digest of all evaluation data."""
-        return digest([part.tensors for part in (self.val_images, self.test_images)])
+    def _loader(self, samples: Tensor) -> DataLoader[Batch]:
+        return DataLoader(self.samples, sampler=torch.split(samples, self.eval_batch_size), batch_size=None)
 
-    def training_digest(self) -> str:
-        """Return the digest of all training data."""
-        return digest(*self.train_images.tensors)
-
-    def _give(
-        self, dealt: Distribution, trained: Callable[[Tensor], Any], evaluated: Callable[[Tensor], Any]
-    ) -> None:
-        """Create the clients, and the data sets of clients and server.
-
-        Args:
-            dealt: Indices of the samples of each client and of the server.
-            trained: Function that returns training data for sample indices.
-            evaluated: Function that returns evaluation data for sample indices.
-        """
-        train = torch.unique(torch.cat(dealt.clients))
-        self.train_images = trained(train)
-        self.val_images, self.test_images = evaluated(dealt.val), evaluated(dealt.test)
-        for split, parts in dealt.own.items():
-            samples, images_of_split = dealt.test, self.test_images
-            # clients may have evaluation samples that the server does not use
-            if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
-                samples, images_of_split = everyone, evaluated(everyone)
-            self._own[split] = images_of_split, [torch.searchsorted(samples, part) for part in parts]
-        settings = self.batch_size, self.horizontal_flip, self.seed
-        self._shares = [
-            InMemoryClient(client_id, self.train_images, torch.searchsorted(train, part), *settings)
-            for client_id, part in enumerate(dealt.clients)
-        ]
-
-    def _evaluation_loader(self, images: Any) -> DataLoader[Batch]:
-        size = self.eval_batch_size
-        batches = [slice(x, min(x + size, len(images))) for x in range(0, len(images), size)]
-        return DataLoader(images, sampler=batches, batch_size=None, collate_fn=copied)
+    def _content(self, samples: Tensor) -> str:
+        return digest(self.samples.inputs[samples], self.samples.labels[samples])
 
 
 class InMemoryDataModule(InMemorySamples):
@@ -206,8 +136,8 @@ class InMemoryDataModule(InMemorySamples):
     """
 
     scale: float = 255.0
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
 
     def __init__(
         self,
@@ -229,45 +159,13 @@ class InMemoryDataModule(InMemorySamples):
 
     def _make_clients(self) -> None:
         data = self.load()
-        self.loaded = digest(data.train_images, data.train_labels, data.test_images, data.test_labels)
-        groups = data.train_groups, data.test_groups, data.group_names
-        dealt = self.distribute(data.train_labels, data.test_labels, *groups)
-        normalize = self._normalization(data.train_images)
+        labels = data.train_labels, data.test_labels
+        self.loaded = digest(data.train_images, data.test_images, *labels)
+        self.distribute(*labels, data.train_groups, data.test_groups, data.group_names)
+        mean, std = channel_statistics(data.train_images, self.scale)
+        known = self.mean or mean, self.std or std
+        self.normalize = channel_normalization(*known, self.scale, channels_last=len(mean) > 1)
         self.input_shape = data.train_images.shape[1:]
-        self.normalize = Normalize(normalize.mean, normalize.std, normalize.scale, len(normalize.mean) > 1)
-
-        def trained(samples: Tensor) -> TrainImages:
-            images = _images_at(data, samples)
-            return TrainImages(images, dealt.labels[samples], normalize, self.crop_padding)
-
-        def evaluated(samples: Tensor) -> Images:
-            return Images(_images_at(data, samples), dealt.labels[samples], normalize)
-
-        self._give(dealt, trained, evaluated)
-
-    def _normalization(self, train_images: Tensor) -> Normalization:
-        if self.mean is not None and self.std is not None:
-            return Normalization(self.mean, self.std, self.scale)
-        for channel, pixels in enumerate(train_images.unbind(1)):
-            if pixels.min() == pixels.max():
-                raise ConfigurationError(
-                    f"data: channel {channel} of {type(self).__name__} is {int(pixels.min())} in all training images, and cannot "
-                    "be scaled to standard deviation 1; leave the channel out, or set mean and std of the class"
-                )
-        return Normalization(*channel_statistics(train_images, self.scale), self.scale)
-
-
-def _images_at(data: ImageData, samples: Tensor) -> Tensor:
-    """Return the images of some samples.
-
-    If all requested samples are training images, or all are test images, nothing is copied.
-
-    Args:
-        data: The data set.
-        samples: Ascending indices, numbered as in :class:`Distribution`.
-    """
-    num_train = len(data.train_labels)
-    inner = int((samples < num_train).sum())
-    parts = (data.train_images, samples[:inner]), (data.test_images, samples[inner:] - num_train)
-    images = [part if len(index) == len(part) else part[index] for part, index in parts if len(index)]
-    return torch.cat(images) if len(images) > 1 else (images or [data.train_images[:0].clone()])[0]
+        images = data.train_images, data.test_images
+        pixels = torch.cat([part.permute(0, 2, 3, 1) for part in images]).contiguous()
+        self._give(Images(pixels, torch.cat(labels), self.normalize, self.crop_padding))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client_data.raw_inputs import NewSamples
-from fl_lightning.datamodules.class_folders import ClassImages, image_names, subfolders
+from fl_lightning.datamodules.class_folders import find_images, subfolders
 from fl_lightning.errors import ConfigurationError
 
 
@@ -25,16 +25,15 @@ def new_images(
     Raises:
         ConfigurationError: There is no image, or a folder is no class.
     """
-    targets, files = None, [path / name for name in image_names(path)]
-    if labelled:
-        if unknown := sorted({*subfolders(path)}.difference(classes)):
-            raise ConfigurationError(
-                f"{path}: the folder {unknown[0]} is no class of the run; its classes are {', '.join(classes)}"
-            )
-        images = ClassImages(path, classes)
-        files, targets = [file for file, _ in images.samples()], images.labels
-    if not files:
+    if labelled and (unknown := sorted({*subfolders(path)}.difference(classes))):
+        raise ConfigurationError(
+            f"{path}: the folder {unknown[0]} is no class of the run; its classes are {', '.join(classes)}"
+        )
+    images = find_images(path, classes if labelled else [""])
+    if not len(images):
         layout = "a folder for each class" if labelled else "images"
         raise ConfigurationError(f"{path} holds no images to read; give a folder with {layout}")
+    files = [file for file, _ in images.samples()]
     places = [str(file.relative_to(path)) for file in files]
+    targets = images.labels if labelled else None
     return NewSamples("file", places, lambda part: torch.stack([read(x) for x in files[part]]), targets)

@@ -4,10 +4,8 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -99,20 +97,14 @@ class FromFile(Partition):
         path: The file.
 
     Raises:
-        ConfigurationError: The file does not exist, or it is a pickle.
+        ConfigurationError: The file does not exist.
     """
 
     ignores_groups = True
     deciding_files = ("path",)
 
     def __init__(self, path: str) -> None:
-        file = user_path("partition.path", path)
-        if file.suffix in (".pkl", ".pickle"):
-            raise ConfigurationError(
-                f"partition.path: {path} is a pickle, which could run any code; convert it to JSON in the program that wrote "
-                "it, as docs/data.md shows"
-            )
-        if not file.is_file():
+        if not user_path("partition.path", path).is_file():
             raise ConfigurationError(
                 f"partition.path: {path} is no file; python -m fl_lightning partition --save FILE.json writes one"
             )
@@ -141,7 +133,7 @@ class FromFile(Partition):
             ConfigurationError: The file has another format, belongs to other data or has invalid
                 clients.
         """
-        content = _read(user_path("partition.path", self.path))
+        content = self._content()
         space = str(content.get("space"))
         check_choice(f"partition.path: {self.path}: space", space, SPACES)
         labels = torch.cat([train_labels, test_labels]) if space == "train+test" else train_labels
@@ -154,12 +146,12 @@ class FromFile(Partition):
         clients = content.get("clients")
         if not isinstance(clients, list) or not clients or not all(isinstance(x, dict) for x in clients):
             raise self._wrong('clients must be a list such as [{"id": "0", "train": [3, 17]}, ...]')
-        ids = [str(client.get("id", number)) for number, client in enumerate(clients)]
         if unknown := {key for client in clients for key in client} - {"id", *SPLITS}:
             raise self._wrong(f"a client has the key {min(unknown)!r}; use id, {', '.join(SPLITS)}")
-        for name, count in Counter(ids).items():
-            if count > 1:
-                raise self._wrong(f"{count} clients have the id {name!r}; give each client its own")
+        ids = [str(client.get("id", number)) for number, client in enumerate(clients)]
+        (name, count), *_ = Counter(ids).most_common(1)
+        if count > 1:
+            raise self._wrong(f"{count} clients have the id {name!r}; give each client its own")
         parts = {
             split: [
                 self._samples(client.get(split, []), f"client {name}, {split}", len(labels))
@@ -167,63 +159,49 @@ class FromFile(Partition):
             ]
             for split in SPLITS
         }
-        for name, train in zip(ids, parts["train"], strict=True):
-            if not len(train):
-                raise self._wrong(f"client {name} has no training sample; leave the client out")
-        self._check_disjoint(ids, parts, content.get("overlap") is True)
-        trained = torch.cat(parts["train"])
-        for split in ("val", "test"):
-            for name, samples in zip(ids, parts[split], strict=True):
-                if len(seen := samples[torch.isin(samples, trained)]):
-                    raise self._wrong(
-                        f"client {name}, {split} has the sample {int(seen[0])}, which a client trains on; only training samples "
-                        "may be shared"
-                    )
+        self._check_shared(ids, parts, content.get("overlap") is True)
         return parts, space == "train+test"
+
+    def _content(self) -> dict[str, Any]:
+        try:
+            content = json.loads(user_path("partition.path", self.path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._wrong(
+                f"cannot be read as JSON ({type(error).__name__}: {error}); write it anew"
+            ) from error
+        kind = content.get("format") if isinstance(content, dict) else None
+        if kind != FORMAT:
+            raise self._wrong(f"the format is {kind!r}; it must be {FORMAT!r}, see docs/data.md")
+        return dict(content)
 
     def _wrong(self, problem: str) -> ConfigurationError:
         return ConfigurationError(f"partition.path: {self.path}: {problem}")
 
     def _samples(self, given: Any, whose: str, total: int) -> Tensor:
-        flat = isinstance(given, list) and not any(isinstance(item, list) for item in given)
-        array = np.asarray(given) if flat else np.zeros(1)
-        if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        if not isinstance(given, list) or not all(type(sample) is int for sample in given):
             raise self._wrong(f"{whose} is no list of whole numbers")
-        outside = array[(array < 0) | (array >= total)] if array.size else array
-        if outside.size:
+        if outside := [sample for sample in given if not 0 <= sample < total]:
             raise self._wrong(f"{whose} has the sample {outside[0]}; samples are 0 to {total - 1}")
-        return torch.from_numpy(np.sort(array).astype(np.int64))
+        return torch.tensor(sorted(given), dtype=torch.int64)
 
-    def _check_disjoint(self, ids: list[str], parts: dict[str, list[Tensor]], overlap: bool) -> None:
-        samples = [torch.cat(splits) for splits in zip(*parts.values(), strict=True)]
-        owner = torch.arange(len(ids)).repeat_interleave(torch.tensor([len(x) for x in samples]))
-        sample = torch.cat(samples)
-        key = sample * len(ids) + owner if overlap else sample
-        order = key.argsort(stable=True)
-        for again in (key[order].diff() == 0).nonzero().flatten().tolist():
-            first, second = (ids[owner[order[again + i]]] for i in range(2))
-            number = sample[order[again]]
-            if first == second:
-                raise self._wrong(f"client {first} has the sample {number} twice; list it once")
-            raise self._wrong(
-                f'clients {first} and {second} both have the sample {number}; list it at one client, or set "overlap": true'
-            )
+    def _check_shared(self, ids: list[str], parts: dict[str, list[Tensor]], overlap: bool) -> None:
+        owners: dict[int, str] = {}
+        trained = torch.cat(parts["train"])
+        for name, train, *held in zip(ids, *parts.values(), strict=True):
+            if not len(train):
+                raise self._wrong(f"client {name} has no training sample; leave the client out")
+            for sample, count in Counter(torch.cat([train, *held]).tolist()).items():
+                if count > 1:
+                    raise self._wrong(f"client {name} has the sample {sample} twice; list it once")
+                if owners.setdefault(sample, name) != name and not overlap:
+                    raise self._wrong(
+                        f'clients {owners[sample]} and {name} both have the sample {sample}; list it at one client, or set "overlap": true'
+                    )
+            if len(seen := [sample for part in held for sample in part[torch.isin(part, trained)].tolist()]):
+                raise self._wrong(
+                    f"client {name} evaluates on the sample {seen[0]}, which a client trains on; only training samples may be shared"
+                )
 
 
 def _labels_sha256(labels: Tensor) -> str:
     return hashlib.sha256(labels.numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(
-            f"partition.path: {path} cannot be read as JSON ({type(error).__name__}: {error}); write it anew"
-        ) from error
-    kind = content.get("format") if isinstance(content, dict) else None
-    if kind != FORMAT:
-        raise ConfigurationError(
-            f"partition.path: {path} has the format {kind!r}; it must be {FORMAT!r}, see docs/data.md"
-        )
-    return dict(content)

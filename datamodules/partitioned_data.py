@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,8 +53,6 @@ class PartitionedDataModule(FederatedDataModule):
 
     distribution: Distribution
     default_partition: type[Partition] = IID
-    val_images: Any
-    test_images: Any
 
     def __init__(
         self,
@@ -80,7 +78,6 @@ class PartitionedDataModule(FederatedDataModule):
         self.min_examples = min_examples
         self.fit_split: Literal["val", "test"] = "val" if val_fraction > 0 else "test"
         self._num_clients = num_clients
-        self._class_histograms: list[list[int]] = []
         self.client_names: list[str] = []
 
     @property
@@ -105,17 +102,27 @@ class PartitionedDataModule(FederatedDataModule):
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """Return the server's validation data, or its test data if ``fit_split`` is ``"test"``."""
-        return self._evaluation_loader(self.val_images if self.val_fraction > 0 else self.test_images)
+        return self._loader(self.distribution.val if self.val_fraction > 0 else self.distribution.test)
 
     def test_dataloader(self) -> DataLoader[Batch]:
         """Return the server's test data."""
-        return self._evaluation_loader(self.test_images)
+        return self._loader(self.distribution.test)
+
+    def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
+        """Return a client's own evaluation data, or None if the client has none."""
+        parts = self.distribution.own.get(split)
+        return self._loader(parts[client_id]) if parts and len(parts[client_id]) else None
 
     def _make_clients(self) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define setup(stage)")
 
-    def _evaluation_loader(self, images: Any) -> DataLoader[Batch]:
-        return DataLoader(images, self.eval_batch_size)
+    def _loader(self, samples: Tensor) -> DataLoader[Batch]:
+        """Return a loader of evaluation data for indices of samples, as in :class:`Distribution`."""
+        raise NotImplementedError(f"{type(self).__name__} must define _loader(samples)")
+
+    def _content(self, samples: Tensor) -> str:
+        """Return a digest of samples, which are given by their indices."""
+        raise NotImplementedError(f"{type(self).__name__} must define _content(samples)")
 
     def describe_partition(self) -> str:
         """Return the partition in words, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
@@ -136,14 +143,14 @@ class PartitionedDataModule(FederatedDataModule):
         record["sha256"] = {"total": total, "clients": digests}
         return record
 
-    def training_digest(self) -> str:
-        """Return the digest of all training data."""
-        raise NotImplementedError(f"{type(self).__name__} must define training_digest()")
+    def evaluation_digest(self) -> str:
+        """Return the digest of the server's evaluation data."""
+        return self._content(torch.cat([self.distribution.val, self.distribution.test]))
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the training data, the evaluation data and the partition."""
         return {
-            "training": self.training_digest(),
+            "training": self._content(torch.unique(torch.cat(self.distribution.clients))),
             "evaluation": self.evaluation_digest(),
             "partition": digest(self.index_digests()),
         }
@@ -154,7 +161,9 @@ class PartitionedDataModule(FederatedDataModule):
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of training samples of class c at client i."""
-        return self._class_histograms
+        labels = self.distribution.labels
+        classes = self.num_classes or int(labels.max()) + 1
+        return [labels[x].bincount(minlength=classes).tolist() for x in self.distribution.clients]
 
     def distribute(
         self,
@@ -191,49 +200,45 @@ class PartitionedDataModule(FederatedDataModule):
                 f"val_fraction={self.val_fraction} takes {num_val} of {len(used)} training samples; "
                 "use a value that leaves samples for both, or 0 for no validation set"
             )
+        free, test = used, torch.arange(num_train, len(labels))
+        own, groups, clients = dict[str, list[Tensor]](), list[int](), list[Tensor]()
         if isinstance(self.partition, FromFile):
-            dealt = self._from_file(self.partition, labels, num_train, used, num_val)
-        else:
-            dealt = self._drawn(labels, num_train, used, num_val, train_groups, test_groups)
+            parts, free, test = self._from_file(self.partition, labels, num_train, used)
+            clients = parts.pop("train")
+            own = {split: part for split, part in parts.items() if any(map(len, part))}
+            if num_val > len(free):
+                raise ConfigurationError(
+                    f"val_fraction={self.val_fraction} takes {num_val} training samples, but {self.partition} leaves {len(free)} that belong "
+                    f"to no client; use at most {len(free) / len(used):.4g}"
+                )
+        val = free[balanced_subset(labels[free], num_val, generator(self.seed, "validation split"))]
+        if not isinstance(self.partition, FromFile):
+            clients, groups = self._drawn(labels, _without(used, val), train_groups)
+            if groups and test_groups is not None:
+                own["test"] = [(test_groups == group).nonzero().flatten() + num_train for group in groups]
+        dealt = Distribution(labels, num_train, clients, val, test, own, groups)
         drawn = test_groups if "test" in self.drawn_splits else None
-        groups = [x.tolist() for x in (train_groups, drawn) if x is not None] if dealt.groups else []
-        dealt = self.distribution = self._large_enough(dealt, chain(*groups), group_names)
+        every = [x.tolist() for x in (train_groups, drawn) if x is not None] if groups else []
+        dealt = self.distribution = self._large_enough(dealt, chain(*every), group_names)
         if len(dealt.test) != len(test_labels) or bool((dealt.test < num_train).any()):
             # the test data are not fixed: the partition file moved samples into or out of them
             self.drawn_splits = ("val", "test")
-        classes = self.num_classes or int(labels.max()) + 1
-        self._class_histograms = [labels[x].bincount(minlength=classes).tolist() for x in dealt.clients]
         self.client_names = [group_names[group] for group in dealt.groups] if group_names else []
         return dealt
 
-    def _drawn(
-        self,
-        labels: Tensor,
-        num_train: int,
-        used: Tensor,
-        num_val: int,
-        train_groups: Tensor | None,
-        test_groups: Tensor | None,
-    ) -> Distribution:
-        val = self._drawn_val(labels, used, num_val)
-        train = _without(used, val)
-        groups = train_groups[train] if train_groups is not None else None
-        draws = generator(self.seed, "partition")
-        clients = [train[part] for part in self.partition(labels[train], self._num_clients, draws, groups)]
-        own, of_clients = dict[str, list[Tensor]](), list[int]()
+    def _drawn(self, labels: Tensor, train: Tensor, groups: Tensor | None) -> tuple[list[Tensor], list[int]]:
+        """Return each client's samples, and each client's group if the partition is ``Natural``."""
+        draws, of_train = generator(self.seed, "partition"), None if groups is None else groups[train]
+        parts = self.partition(labels[train], self._num_clients, draws, of_train)
+        clients = [train[part] for part in parts]
         # HonestOnly contains the partition of the honest clients
-        if groups is not None and isinstance(getattr(self.partition, "partition", self.partition), Natural):
-            honest = torch.unique(groups).tolist()
-            of_clients = [honest[client % len(honest)] for client in range(len(clients))]
-            if test_groups is not None:
-                own["test"] = [(test_groups == group).nonzero().flatten() + num_train for group in of_clients]
-        return Distribution(
-            labels, num_train, clients, val, torch.arange(num_train, len(labels)), own, of_clients
-        )
+        natural = isinstance(getattr(self.partition, "partition", self.partition), Natural)
+        return clients, [int(groups[x[0]]) for x in clients] if natural and groups is not None else []
 
     def _from_file(
-        self, partition: FromFile, labels: Tensor, num_train: int, used: Tensor, num_val: int
-    ) -> Distribution:
+        self, partition: FromFile, labels: Tensor, num_train: int, used: Tensor
+    ) -> tuple[dict[str, list[Tensor]], Tensor, Tensor]:
+        """Return the clients' samples by split, the training samples without a client, and the test samples."""
         parts, assigns_test = partition.read(labels[:num_train], labels[num_train:])
         trained = torch.unique(torch.cat([*parts["train"], *parts["val"]]))
         tested = torch.cat(parts["test"])
@@ -242,12 +247,6 @@ class PartitionedDataModule(FederatedDataModule):
             raise ConfigurationError(
                 f"max_examples={len(used)} leaves out the sample {int(dropped[0])} of {partition}; leave max_examples out"
             )
-        free = _without(used, held)
-        if num_val > len(free):
-            raise ConfigurationError(
-                f"val_fraction={self.val_fraction} takes {num_val} training samples, but {partition} leaves {len(free)} that belong "
-                f"to no client; use at most {len(free) / len(used):.4g}"
-            )
         test = torch.arange(num_train, len(labels))
         if assigns_test:
             test = _without(torch.unique(torch.cat([test, tested])), trained)
@@ -255,13 +254,7 @@ class PartitionedDataModule(FederatedDataModule):
                 raise ConfigurationError(
                     f"{partition} gives all test samples to training; leave some to the server or as a client's test data"
                 )
-        clients = parts.pop("train")
-        own = {split: part for split, part in parts.items() if any(map(len, part))}
-        val = self._drawn_val(labels, free, num_val)
-        return Distribution(labels, num_train, clients, val, test, own, [])
-
-    def _drawn_val(self, labels: Tensor, free: Tensor, count: int) -> Tensor:
-        return free[balanced_subset(labels[free], count, generator(self.seed, "validation split"))]
+        return parts, _without(used, held), test
 
     def _check_labels(self, name: str, labels: Tensor) -> None:
         lowest, highest = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)

@@ -113,8 +113,6 @@ class Natural(Partition):
             raise ConfigurationError(
                 "partition Natural() needs groups, but this data set has none; use IID, Dirichlet, Shards or GammaSimilarity"
             )
-        if len(groups) == 0:
-            raise ConfigurationError("partition Natural() found 0 samples; it needs one group per sample")
         names, owner = np.unique(np.asarray(groups), return_inverse=True)
         return index_lists(torch.from_numpy(owner), len(names))
 

@@ -17,8 +17,10 @@ from fl_lightning.errors import ConfigurationError
 class Preprocessing(TableInputs):
     """Preprocessing that reads tables, and is fitted on training samples."""
 
-    def transform(self, table: Any, path: Path) -> Tensor:
-        """Return the inputs ``[N, inputs]`` for the rows of a table.
+    def raw(self, table: Any, path: Path) -> Any:
+        """Return the numbers of a table, float64 ``[N, columns]``.
+
+        A missing value is NaN. A category is its position in ``categories``, or -1 if it is unknown.
 
         Args:
             table: ``pandas.DataFrame`` with the feature columns. Other columns are ignored.
@@ -26,13 +28,6 @@ class Preprocessing(TableInputs):
 
         Raises:
             ConfigurationError: A column or a value is missing, or a value is no number.
-        """
-        return self.inputs(torch.from_numpy(self.raw(table, path)).float())
-
-    def raw(self, table: Any, path: Path) -> Any:
-        """Return the numbers of a table, float64 ``[N, columns]``.
-
-        A missing value is NaN. A category is its position in ``categories``, or -1 if it is unknown.
         """
         if absent := [name for name in self.columns if name not in table]:
             raise ConfigurationError(
@@ -79,26 +74,16 @@ class Preprocessing(TableInputs):
         return fill.reshape(shape).tolist()
 
     def describe(self, features: Tensor) -> list[str]:
-        """Return sentences about the categories and the missing values of raw features ``[N, ...]``."""
-        notes = []
-        if self.categories:
-            sizes = {name: len(names) - names.count(None) for name, names in self.categories.items()}
-            notes.append(f"one-hot columns and their numbers of categories: {counted(sizes)}")
-        if self.fill is not None and self.columns:
-            missing = self._counts(features.isnan()) or "none"
-            notes.append(f"missing values, replaced by {self.impute} of the training samples: {missing}")
-        return notes
-
-    def describe_new(self, features: Tensor) -> list[str]:
-        """Return sentences about values of a new table that training samples do not decide."""
+        """Return sentences about values of a table's raw features that were not given or not known."""
+        if not self.columns:
+            return []
         is_category = torch.tensor([name in self.categories for name in self.columns])
-        counts = {
-            f"missing values, replaced by {self.impute} of the training samples": features.isnan(),
-            "values that are no category of the training samples": (features == -1) & is_category,
-        }
-        texts = {words: self._counts(where) for words, where in counts.items()}
-        return [f"{words}: {text} of {len(features)} samples" for words, text in texts.items() if text]
-
-    def _counts(self, where: Tensor) -> str:
-        counts = zip(self.columns, where.sum(0).tolist(), strict=True)
-        return counted({name: count for name, count in counts if count})
+        notes = []
+        for words, where in (
+            (f"missing values, replaced by {self.impute} of the training samples", features.isnan()),
+            ("values that are no category of the training samples", (features == -1) & is_category),
+        ):
+            numbers = zip(self.columns, where.sum(0).tolist(), strict=True)
+            if counts := {name: number for name, number in numbers if number}:
+                notes.append(f"{words}: {counted(counts)} of {len(features)} samples")
+        return notes

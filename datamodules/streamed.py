@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,25 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from fl_lightning.client_data.raw_inputs import Normalize
 from fl_lightning.datamodules.image_files import read_image
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.errors import ConfigurationError
 
 
+@dataclass(eq=False, kw_only=True)
 class StreamedSamples(Dataset[Batch], ABC):
     """Samples that are read from disk on access.
 
     A subclass defines :meth:`read` and :meth:`finish`.
 
     Args:
-        mean: Mean of each channel, in [0, 1].
-        std: Standard deviation of each channel.
+        normalize: Normalisation of the images.
         threads: Number of threads that read the samples of a batch.
     """
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], threads: int = 1) -> None:
-        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
-        self.threads = threads
+    normalize: Normalize
+    threads: int = 1
 
     @abstractmethod
     def read(self, index: int) -> Any:
@@ -56,13 +57,9 @@ class StreamedSamples(Dataset[Batch], ABC):
         with ThreadPoolExecutor(self.threads) as pool:
             return [self.finish(sample) for sample in pool.map(self.read, indices)]
 
-    def normalised(self, pixels: Tensor) -> Tensor:
-        """Return ``(pixel / 255 - mean) / std``."""
-        return (pixels.float() / 255 - self.mean) / self.std
-
     def picture(self, inputs: Tensor) -> Tensor:
         """Return a normalised image ``[3, H, W]`` as uint8 ``[H, W, 3]``."""
-        pixels = (inputs.cpu() * self.std + self.mean) * 255
+        pixels = (inputs.cpu() * self.normalize.std + self.normalize.mean) * 255
         return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
 
 
@@ -91,6 +88,7 @@ UNKNOWN = 254
 Pair = tuple[Path, Path]
 
 
+@dataclass(eq=False)
 class LabelledImages(StreamedSamples):
     """Normalised images, float32 ``[3, H, W]``, each with a label per pixel, uint8 ``[H, W]``.
 
@@ -103,16 +101,10 @@ class LabelledImages(StreamedSamples):
         **settings: Arguments of :class:`StreamedSamples`.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Pair],
-        labels: Tensor,
-        size: tuple[int, int] | None,
-        augment: Callable[[Any, Any], Any] | None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(**settings)
-        self.samples, self.labels, self.size, self.augment = list(samples), labels, size, augment
+    samples: Sequence[Pair]
+    labels: Tensor
+    size: tuple[int, int] | None
+    augment: Callable[[Any, Any], Any] | None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -137,7 +129,7 @@ class LabelledImages(StreamedSamples):
     def finish(self, sample: tuple[tv_tensors.Image, tv_tensors.Mask]) -> Batch:
         """Augment image and mask together."""
         image, mask = sample if self.augment is None else self.augment(*sample)
-        return self.normalised(image.as_subclass(Tensor)), mask.as_subclass(Tensor)
+        return self.normalize(image.as_subclass(Tensor)), mask.as_subclass(Tensor)
 
 
 def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[Any, Any]":

@@ -1,17 +1,19 @@
 """Image classification data sets larger than memory, such as ImageNet."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 from torchvision.transforms import v2
 
 from fl_lightning.client_data.fingerprint import digest, files_digest
-from fl_lightning.client_data.raw_inputs import NewSamples, Normalize
+from fl_lightning.client_data.raw_inputs import NewSamples, Normalize, channel_normalization
 from fl_lightning.datamodules.class_folders import ClassFolders, ClassImages
 from fl_lightning.datamodules.image_files import read_image
 from fl_lightning.datamodules.images import Batch
@@ -23,6 +25,7 @@ from fl_lightning.errors import ConfigurationError, check_at_least
 Transform = Callable[[Image.Image], Tensor]
 
 
+@dataclass(eq=False)
 class ImageStream(StreamedSamples):
     """Normalised images of class folders, float32 ``[3, H, W]``, with their labels.
 
@@ -33,9 +36,8 @@ class ImageStream(StreamedSamples):
         **settings: Arguments of :class:`~fl_lightning.datamodules.streamed.StreamedSamples`.
     """
 
-    def __init__(self, files: ClassImages, transform: Transform, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.files, self.transform = files, transform
+    files: ClassImages
+    transform: Transform
 
     def __len__(self) -> int:
         return len(self.files)
@@ -47,12 +49,7 @@ class ImageStream(StreamedSamples):
     def finish(self, sample: tuple[Image.Image, Tensor]) -> Batch:
         """Return the transformed, normalised image and its label."""
         image, label = sample
-        return self.normalised(self.transform(image)), label
-
-    def contents(self) -> str:
-        """Return a digest of the files' names, labels and contents."""
-        paths = [path for path, _ in self.files.samples()]
-        return digest(self.files.names, self.files.labels, files_digest(paths, self.files.folder))
+        return self.normalize(self.transform(image)), label
 
 
 class StreamedImages(PartitionedDataModule):
@@ -86,8 +83,7 @@ class StreamedImages(PartitionedDataModule):
     in_channels = 3
     image_size: int
     num_classes: int
-    val_images: Subset[Batch]
-    test_images: ImageStream
+    normalize: Normalize
 
     def __init__(
         self,
@@ -111,8 +107,7 @@ class StreamedImages(PartitionedDataModule):
         self.folders = ClassFolders(Path(data_dir).expanduser())
         self.class_names, self.num_classes = self.folders.classes, len(self.folders.classes)
         self.image_size, self.input_shape = image_size, (3, image_size, image_size)
-        self._stream = {"mean": mean, "std": std, "threads": threads}
-        self.normalize = Normalize(torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1), 255.0)
+        self.threads, self.normalize = threads, channel_normalization(mean, std)
         crop = v2.RandomResizedCrop(image_size, tuple(crop_scale))
         flip = [v2.RandomHorizontalFlip()] if horizontal_flip else []
         self._augment = v2.Compose([crop, *flip, v2.PILToTensor()])
@@ -124,28 +119,30 @@ class StreamedImages(PartitionedDataModule):
         transform = _plain(known.image_size)
         return new_images(path, known.class_names, labelled, lambda file: transform(read_image(file)))
 
-    def evaluation_digest(self) -> str:
-        """Return the digest of the test images and the indices of the validation images."""
-        return digest(self.test_images.contents(), self.val_images.indices)
-
-    def training_digest(self) -> str:
-        """Return the digest of the training images."""
-        return self.train_images.contents()
-
     def _make_clients(self) -> None:
         train, test = self.folders.images()
-        self.train_images = ImageStream(train, self._augment, **self._stream)
-        self.test_images = ImageStream(test, self._plain, **self._stream)
-        self.loaded = digest(self.train_images.contents(), self.test_images.contents())
-        dealt = self.distribute(train.labels, test.labels)
-        if any(map(len, dealt.own.values())) or len(dealt.test) < len(self.test_images):
-            raise ConfigurationError(
-                f"{self.partition} gives clients their own evaluation data, which {type(self).__name__} cannot use; leave "
-                "val and test of the file empty"
-            )
-        self.val_images = _part(ImageStream(train, self._plain, **self._stream), dealt.val)
-        shares = [_part(self.train_images, samples) for samples in dealt.clients]
+        labels = torch.cat([train.labels, test.labels])
+        files = ClassImages(train.data_dir, np.concatenate([train.names, test.names]), labels)
+        self.train_images, self.images = (
+            ImageStream(files, transform, normalize=self.normalize, threads=self.threads)
+            for transform in (self._augment, self._plain)
+        )
+        self.loaded = self._content(torch.arange(len(files)))
+        shares = [
+            self._part(self.train_images, x) for x in self.distribute(train.labels, test.labels).clients
+        ]
         self._clients = [StreamedClient(share, self.batch_size) for share in shares]
+
+    def _loader(self, samples: Tensor) -> DataLoader[Batch]:
+        return DataLoader(self._part(self.images, samples), self.eval_batch_size)
+
+    def _content(self, samples: Tensor) -> str:
+        files = self.images.files.part(samples)
+        paths = [path for path, _ in files.samples()]
+        return digest(files.names, files.labels, files_digest(paths, files.data_dir))
+
+    def _part(self, images: ImageStream, samples: Tensor) -> Subset[Batch]:
+        return Subset(images, samples)  # type: ignore[arg-type]  # a tensor needs an eighth of a list's memory
 
 
 class ImageNet(StreamedImages):
@@ -168,7 +165,3 @@ def _plain(image_size: int) -> Transform:
     steps = [v2.Resize(round(image_size * 8 / 7)), v2.CenterCrop(image_size), v2.PILToTensor()]
     transform: Transform = v2.Compose(steps)
     return transform
-
-
-def _part(images: ImageStream, indices: Tensor) -> Subset[Batch]:
-    return Subset(images, indices)  # type: ignore[arg-type]  # a tensor needs an eighth of a list's memory

@@ -27,23 +27,21 @@ def read_table(
     targets: str | Sequence[str] | None,
     groups: str | None,
     columns: Sequence[str] | None,
-    labelled: bool = True,
 ) -> dict[str, Any]:
     """Read samples from the columns of a table. Spaces around names and values are removed.
 
     Args:
         path: A ``.csv`` file with a header, or a ``.parquet`` file.
-        targets: Name of the target column, or a list of names.
+        targets: Name of the target column, or a list of names. None: targets are not read.
         groups: Name of the column of groups. None: no groups.
         columns: Names of the feature columns. None: all columns that are neither targets nor
             groups.
-        labelled: Whether to read the targets (default True).
 
     Returns:
         ``features`` (``pandas.DataFrame`` of text), ``targets`` (int64 or float64, ``[N]`` or
-        ``[N, targets]``), ``groups`` (list of text, or None) and ``class_names``. If the target
-        column has words, each word is a class: ``targets`` has the positions in the sorted
-        ``class_names``. Otherwise, ``class_names`` is None. If targets are not read, only features.
+        ``[N, targets]``), ``class_names``, and ``groups`` (list of text), if they are read. If the
+        target column has words, each word is a class: ``targets`` has the positions in the sorted
+        ``class_names``. Otherwise, ``class_names`` is None.
 
     Raises:
         ConfigurationError: The file cannot be read, or a column or value is missing or no number.
@@ -59,25 +57,21 @@ def read_table(
             f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
             "feature columns in data.columns, or write the file with index=False"
         )
-    names, needed = (names, ("targets", "columns")) if labelled else ([], ("columns",))
     for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
-        if not wanted and setting in needed:
-            wanted = ["null"]
         for name in wanted:
             if header.count(name) != 1:
                 what = f"is {'no' if name not in header else 'more than one'} column"
                 raise ConfigurationError(
                     f"data.{setting}: {name} {what} of {path}; it has {', '.join(header)}"
                 )
-    if not labelled:
-        return {"features": table[used]}
-    numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
-    return {
-        "features": table[used],
-        "targets": numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1),
-        "class_names": words[0] if len(words) == 1 else None,
-        "groups": _names(path, "groups", table[groups]) if group else None,
-    }
+    read: dict[str, Any] = {"features": table[used]}
+    if names:
+        numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
+        read["targets"] = numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1)
+        read["class_names"] = words[0] if len(words) == 1 else None
+    if groups is not None:
+        read["groups"] = _names(path, "groups", table[groups])
+    return read
 
 
 def missing_word(names: Iterable[Any]) -> str | None:
@@ -110,26 +104,12 @@ def read_frame(path: Path) -> Any:
             table = typed.astype(object).where(typed.notna(), "").map(str)
             table.index += 1
         else:
-            separator, starts = _records(path)
-            lines = pd.read_csv(
-                path,
-                sep=separator,
-                header=None,
-                dtype=str,  # not numbers: how pandas rounds them depends on its version
-                encoding="utf-8-sig",
-                keep_default_na=False,
-                skipinitialspace=True,
-                skip_blank_lines=False,
-            )
-            lines.index = pd.Index(starts)
-            table = lines.iloc[1:].set_axis(lines.iloc[0], axis=1)
-            if separator == ";":
-                table = _with_points(path, table)
+            table = _read_csv(path)
     except ImportError as error:
         raise ConfigurationError(
             f"data.features: {path} needs the package pyarrow; pip install pyarrow"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         reason = str(error).strip().splitlines()[-1]
         raise ConfigurationError(
             f"data.features: {path} cannot be read as a table ({reason}); write a header, as many values in each line, and UTF-8"
@@ -163,25 +143,34 @@ def _with_points(path: Path, table: Any) -> Any:
     return table.replace(f"^{decimal}$", r"\1.\2", regex=True)
 
 
-def _records(path: Path) -> tuple[str, list[int]]:
-    """Return the character that divides the header into most columns, and the first line of each record.
+def _read_csv(path: Path) -> Any:
+    """Return a CSV file as text. The index has the first line of each record.
+
+    The separator is the character that divides the header into most columns.
 
     Raises:
-        ValueError: A line has another number of values than the header.
+        ValueError: A line has another number of values than the header, or there is no header.
     """
+    import pandas as pd
+
+    rows, starts = list[list[str]](), list[int]()
     with path.open(newline="", encoding="utf-8-sig") as file:
         header = file.readline()
         separator = max(",;\t|", key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
         file.seek(0)
-        # pandas would fill a line that lost a comma, so that its values are of other columns
-        rows = csv.reader(file, delimiter=separator, skipinitialspace=True)
-        columns, starts, next_line = len(next(rows, [])), [1], rows.line_num + 1
-        for row in rows:
-            if len(row) != columns:
-                raise ValueError(f"line {rows.line_num} has {len(row)} values for {columns} columns")
+        reader = csv.reader(file, delimiter=separator, skipinitialspace=True)
+        columns = next(reader, [])
+        next_line = reader.line_num + 1
+        for row in reader:
+            if len(row) != len(columns):
+                raise ValueError(f"line {reader.line_num} has {len(row)} values for {len(columns)} columns")
+            rows.append(row)
             starts.append(next_line)
-            next_line = rows.line_num + 1
-    return separator, starts
+            next_line = reader.line_num + 1
+    if not columns:
+        raise ValueError("no header")
+    table = pd.DataFrame(rows, index=starts, columns=columns, dtype=str)
+    return _with_points(path, table) if separator == ";" else table
 
 
 def _place(path: Path, values: Any, rows: Any) -> str:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.client_data.federated import counted
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.client_data.raw_inputs import NewSamples
 from fl_lightning.datamodules.images import Samples, balanced_subset
@@ -16,7 +17,7 @@ from fl_lightning.datamodules.in_memory import InMemorySamples
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.datamodules.preprocessing import Preprocessing
 from fl_lightning.datamodules.tables import MISSING, find_categories, missing_word, read_table
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
 from fl_lightning.randomness import generator
@@ -63,8 +64,6 @@ class TensorData(InMemorySamples):
             are given. The draw is stratified and the same for every seed.
         standardize: Whether features are scaled to mean 0 and standard deviation 1 over the
             training samples. Constant features become 0. Categories are not scaled.
-        num_clients: Number of clients. Ignored if the partition decides this number.
-        batch_size: Number of samples in a client's batch. Every batch is complete.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
 
@@ -91,13 +90,9 @@ class TensorData(InMemorySamples):
         test_groups: Any = None,
         test_fraction: float = 0.2,
         standardize: bool = False,
-        num_clients: int = 10,
-        batch_size: int = 20,
         **settings: Any,
     ) -> None:
-        super().__init__(num_clients, batch_size, **settings)
-        if not 0 < test_fraction < 1:
-            raise ConfigurationError(f"test_fraction must be in (0, 1), such as 0.2, found {test_fraction}")
+        super().__init__(**settings)
         parts = features, targets, groups, test_features, test_targets, test_groups
         given = dict(zip(_PARTS, parts, strict=True))
         if isinstance(features, str | Path):
@@ -106,8 +101,6 @@ class TensorData(InMemorySamples):
             self.class_names = names
             shown = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
             self.notes.append(f"classes of {targets}: {shown}")
-        if impute is not None:
-            check_choice("data.impute", impute, ("mean", "median", "most_frequent"))
         self.preprocessing = Preprocessing(impute=impute)
         if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
             path, table = Path(features), given["features"]
@@ -176,7 +169,7 @@ class TensorData(InMemorySamples):
             targets = _labels(path, read, known.class_names)
         elif labelled:
             targets = _tensor("targets", read["targets"], None)
-        notes = preprocessing.describe_new(features) if places else []
+        notes = preprocessing.describe(features)
         return NewSamples(unit, places or range(len(features)), features.__getitem__, targets, notes)
 
     def class_histograms(self) -> list[list[int]]:
@@ -199,13 +192,11 @@ class TensorData(InMemorySamples):
         features = torch.cat([parts["features"], parts["test_features"]])
         targets = torch.cat([parts["targets"], parts["test_targets"]])
         self.preprocessing.fit(features[torch.unique(torch.cat(dealt.clients))], self.standardize)
+        if categories := self.preprocessing.categories:
+            sizes = {name: len(names) - names.count(None) for name, names in categories.items()}
+            self.notes.append(f"one-hot columns and their numbers of categories: {counted(sizes)}")
         self.notes += self.preprocessing.describe(features)
-        features = self.preprocessing.inputs(features)
-
-        def samples(index: Tensor) -> Samples:
-            return Samples(features[index], targets[index])
-
-        self._give(dealt, samples, samples)
+        self._give(Samples(self.preprocessing.inputs(features), targets))
 
     def _split(self) -> dict[str, Tensor]:
         """Return training and test data. If no test data are given, draw them from the samples."""
@@ -263,7 +254,7 @@ def _read(
     if not path.is_file():
         raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
     if path.suffix in (".csv", ".parquet"):
-        return {**given, **read_table(path, given["targets"], given["groups"], columns, labelled)}
+        return {**given, **read_table(path, given["targets"] if labelled else None, given["groups"], columns)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)

@@ -4,43 +4,14 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.error import URLError
 
 from torch.hub import download_url_to_file
 
-from fl_lightning.datamodules.class_folders import ClassImages, Sample, subfolders, wrong_layout
+from fl_lightning.datamodules.class_folders import Sample, find_images, subfolders, wrong_layout
 from fl_lightning.datamodules.image_cache import building
 from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
-
-
-def fetch_archive(url: str, md5: str, target: Path) -> None:
-    """Download an archive, check its MD5 checksum and unpack it as ``target``.
-
-    The archive must have one top-level folder, and the parent of ``target`` must exist. ``target``
-    is created only once it is complete. An interrupted download leaves no files.
-
-    Raises:
-        ConfigurationError: The download or the check fails.
-    """
-    from torchvision.datasets.utils import check_md5, extract_archive  # this import takes seconds
-
-    try:
-        with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
-            archive, unpacked = Path(folder, Path(url).name), Path(folder, "unpacked")
-            download_url_to_file(url, str(archive))
-            if not check_md5(str(archive), md5):
-                raise ValueError(f"it has another MD5 than {md5}")
-            extract_archive(str(archive), str(unpacked))
-            (only,) = unpacked.iterdir()
-            os.replace(only, target)
-    except (URLError, RuntimeError, OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"download: {url} could not be fetched into {target} ({getattr(error, 'reason', error)}); try again, or unpack it "
-            "there by hand"
-        ) from error
-
 
 LAYOUT = "train/<wnid>/images/*.JPEG, val/images/*.JPEG and val/val_annotations.txt"
 
@@ -87,18 +58,36 @@ class TinyImageNet(ImageFiles):
             self._find_classes()
 
     def prepare_data(self) -> None:
-        """Download missing files if ``download`` is set, and build the cache of decoded images."""
+        """Download missing files if ``download`` is set."""
         if self.download and not self._annotations.is_file():
             with building(self.data_dir):  # only one of two concurrent runs downloads
                 if not self._annotations.is_file():
-                    fetch_archive(self.url, self.md5, self.data_dir)
-        super().prepare_data()
+                    self._fetch()
+
+    def _fetch(self) -> None:
+        """Download the archive. The folder is created only once it is complete."""
+        from torchvision.datasets.utils import check_md5, extract_archive  # this import takes seconds
+
+        target = self.data_dir
+        try:
+            with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
+                archive, unpacked = f"{folder}/archive.zip", f"{folder}/unpacked"
+                download_url_to_file(self.url, archive)
+                if not check_md5(archive, self.md5):
+                    raise ValueError(f"it has another MD5 than {self.md5}")
+                extract_archive(archive, unpacked)
+                (only,) = Path(unpacked).iterdir()
+                os.replace(only, target)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"download: {self.url} could not be fetched into {target} ({getattr(error, 'reason', error)}); try again, or unpack it "
+                "there by hand"
+            ) from error
 
     def load(self) -> ImageData:
         """Return the images, from the cache if it is valid."""
         self._find_classes()
-        train = ClassImages(self.data_dir / "train", self._wnids)
-        train.check_classes(self._wnids, self.data_dir, LAYOUT)
+        train = find_images(self.data_dir, [f"train/{wnid}" for wnid in self._wnids], LAYOUT)
         return self.read(train.samples(), self._test_images())
 
     def _find_classes(self) -> None:
@@ -114,16 +103,12 @@ class TinyImageNet(ImageFiles):
         labels = {wnid: label for label, wnid in enumerate(self._wnids)}
         samples = []
         for number, line in enumerate(self._annotations.read_text().splitlines(), 1):
-            name, _, rest = line.partition("\t")
-            wnid, path = rest.partition("\t")[0], self.data_dir / "val" / "images" / name
+            name, wnid = (*line.split("\t"), "")[:2]
+            path = self.data_dir / "val" / "images" / name
             if wnid not in labels or not path.is_file():
-                missing = (
-                    f"the class {wnid!r}, which is not in train/"
-                    if path.is_file()
-                    else f"{name}, which is not in val/images/"
-                )
                 raise ConfigurationError(
-                    f"data: line {number} of {self._annotations} names {missing}; expected {LAYOUT}"
+                    f"data: line {number} of {self._annotations} names {name} of class {wnid!r}; the file must be in val/images/ and "
+                    "the class in train/"
                 )
             samples.append((path, labels[wnid]))
         if not samples:

@@ -76,9 +76,6 @@ class TorchvisionImages(InMemoryDataModule):
     def _check_files(self) -> None:
         self._files(0)
 
-    def _remedy(self) -> str:
-        return "set download: true, or data_dir to the folder with torchvision's files"
-
     def _files(self, part: int, download: bool = False) -> Any:
         """Open the training (0) or test (1) part, and download missing files if ``download`` is True."""
         kind: Any = getattr(datasets, self.dataset, None)
@@ -98,7 +95,7 @@ class TorchvisionImages(InMemoryDataModule):
         except (RuntimeError, EOFError, OSError, ValueError) as error:
             raise ConfigurationError(
                 f"data_dir={self.data_dir} has no {self.dataset}, or a damaged or incomplete one ({str(error).splitlines()[0]}); "
-                f"{self._remedy()}"
+                "set download: true, or data_dir to the folder with torchvision's files"
             ) from error
 
     def _tensors(self, files: Any) -> tuple[Tensor, Tensor]:
@@ -110,10 +107,6 @@ class TorchvisionImages(InMemoryDataModule):
 
         def image(index: int) -> Image.Image:
             sample, labels[index] = files[index]
-            if not isinstance(sample, Image.Image):
-                raise ConfigurationError(
-                    f"dataset: the samples of {self.dataset} are {type(sample).__name__}, not images; use another data set"
-                )
             return square(converted(sample, mode), size)
 
         return stacked(map(image, range(count)), count, self.in_channels, size), labels
@@ -196,39 +189,27 @@ class CIFAR10(TorchvisionImages):
         cache_dir: str | None = None,
         **settings: Any,
     ) -> None:
-        settings |= {"crop_padding": crop_padding, "horizontal_flip": horizontal_flip}
-        self._pickles = Path(data_dir).expanduser() / "cifar-10-batches-py"
-        self._train = self._pickles.with_name("train")
+        root = Path(data_dir).expanduser()
         self._folders: ImageFolder | None = None
-        if self._train.is_dir() and not self._pickles.is_dir():
+        if (root / "train").is_dir() and not (root / "cifar-10-batches-py").is_dir():
             self._folders = ImageFolder(data_dir, image_size, cache_dir=cache_dir)
+            download = False
+            if (classes := self._folders.class_names) != list(self.class_names):
+                raise ConfigurationError(
+                    f"data_dir={root} has the class folders {', '.join(classes[:12])} in train/; those of "
+                    f"CIFAR-10 are {', '.join(self.class_names)}; use ImageFolder for other images"
+                )
+        settings |= {"crop_padding": crop_padding, "horizontal_flip": horizontal_flip}
         super().__init__("CIFAR10", 10, data_dir, download, image_size, num_clients=num_clients, **settings)
-        classes = list(self.class_names) if self._folders is None else self._folders.folders.classes
-        if classes != list(self.class_names):
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} has the class folders {', '.join(classes[:12])} in train/; those of "
-                f"CIFAR-10 are {', '.join(self.class_names)}; use ImageFolder for other images"
-            )
-
-    def prepare_data(self) -> None:
-        """Download missing files if ``download`` is set. For class folders, build the cache."""
-        if self._folders is None:
-            super().prepare_data()
-        elif not self.clients:
-            self._folders.prepare_data()
 
     def load(self) -> ImageData:
         """Return the images."""
         return super().load() if self._folders is None else self._folders.load()
 
     def _check_files(self) -> None:
-        if self._folders is None and not self._pickles.is_dir():
+        if self._folders is None and not (self.data_dir / "cifar-10-batches-py").is_dir():
             raise ConfigurationError(
                 f"data_dir={self.data_dir} holds neither cifar-10-batches-py/ nor train/; set download: true to fetch "
                 "CIFAR-10 (170 MB), or data_dir to a folder with torchvision's files or with train/<class>/*.jpg and "
                 "test/<class>/*.jpg"
             )
-
-    def _remedy(self) -> str:
-        instead = "to read train/ instead" if self._train.is_dir() else "and set download: true"
-        return f"remove {self._pickles.name}/ {instead}"

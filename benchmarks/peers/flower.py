@@ -33,7 +33,7 @@ class Peer:
     def __init__(self, workload: Workload, model_name: str, data: SyntheticImages) -> None:
         self.workload, self.model_name, self.seen = workload, model_name, 0.0
         self.folder = tempfile.TemporaryDirectory()
-        files = {"images": data.pictures, "labels": data.train_images.labels.numpy()}
+        files = {"images": data.pictures, "labels": data.samples.labels.numpy()}
         files |= {f"samples{i}": data.client_samples(i).numpy() for i in range(workload.num_clients)}
         for name, array in files.items():
             np.save(Path(self.folder.name) / name, array)

@@ -93,7 +93,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def in_words(data: FederatedDataModule, record: PartitionRecord) -> dict[str, str]:
-    """Return the rows of the table, with ``not known`` for missing values.
+    """Return the rows of the table. Values that are not known have no row.
 
     Args:
         data: Data module after its setup.
@@ -105,21 +105,14 @@ def in_words(data: FederatedDataModule, record: PartitionRecord) -> dict[str, st
         "examples": f"{sum(sizes):,} of {len(sizes):,} clients",
         "examples per client": f"min {min(sizes):,}, median {median(sizes):,.10g}, max {max(sizes):,}",
     }
-    labels = {
-        "classes": "classes per client",
-        "effective_classes": "effective classes",
-        "distance_to_union": "distance to the union",
-    }
-    for name, label in labels.items():
-        values = record.get("heterogeneity", {}).get(name, {})
-        rows[label] = ", ".join(f"{kind} {value:.4g}" for kind, value in values.items())
     if "heterogeneity" in record:
-        rows["classes per client"] += f" of {len(record['class_histogram'][0])}"
-        rows["effective classes"] += " (exp of the entropy)"
-        rows["distance to the union"] += " (total variation, in [0, 1])"
-    else:
-        for label in labels.values():
-            rows[label] = f"not known: {type(data).__name__} does not count the classes of its clients"
-    digests = record.get("sha256")
-    rows["SHA-256"] = digests["total"] if digests else "not known: the samples have no numbers"
+        texts = {
+            name: ", ".join(f"{kind} {value:.4g}" for kind, value in values.items())
+            for name, values in record["heterogeneity"].items()
+        }
+        rows["classes per client"] = f"{texts['classes']} of {len(record['class_histogram'][0])}"
+        rows["effective classes"] = f"{texts['effective_classes']} (exp of the entropy)"
+        rows["distance to the union"] = f"{texts['distance_to_union']} (total variation, in [0, 1])"
+    if "sha256" in record:
+        rows["SHA-256"] = record["sha256"]["total"]
     return rows

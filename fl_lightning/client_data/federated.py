@@ -34,17 +34,6 @@ _NEVER_CALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_aft
 """Hooks that Lightning calls only for the data module of the trainer."""
 
 
-class PartitionDigests(TypedDict):
-    """Digests of the sample indices in a partition.
-
-    ``total`` is the digest of all clients' indices together. ``clients`` has a digest for each
-    client.
-    """
-
-    total: str
-    clients: list[str]
-
-
 class PartitionRecord(TypedDict):
     """Record of a partition of samples over the clients.
 
@@ -58,7 +47,8 @@ class PartitionRecord(TypedDict):
         clients: Names of the clients, if they have names.
         seed: Seed of the partition.
         val_size: Number of samples held out for validation.
-        sha256: Digests of the clients' sample indices.
+        sha256: Digests of the sample indices: ``clients`` has one for each client, and ``total`` is the
+            digest of all together.
     """
 
     partition: str
@@ -69,7 +59,7 @@ class PartitionRecord(TypedDict):
     seed: NotRequired[int]
     val_size: NotRequired[int]
     class_histogram: NotRequired[list[list[int]]]
-    sha256: NotRequired[PartitionDigests]
+    sha256: NotRequired[dict[str, Any]]
 
 
 class ClientDataModule(L.LightningDataModule):
@@ -212,8 +202,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         if isinstance(clients, Mapping):
             self.client_names = list(clients)
         self._clients = list(clients.values() if isinstance(clients, Mapping) else clients)
-        _refuse_hooks({f"clients[{number}]": client for number, client in enumerate(self._clients)})
-        _refuse_hooks({"server": server} if server else {})
+        named = {f"clients[{number}]": client for number, client in enumerate(self._clients)}
+        _refuse_hooks(named | ({"server": server} if server else {}))
         self._batches: dict[int, LoaderBatches] = {}
         self._prepared: set[str] = set()
         self._own_prepared: set[tuple[int, str]] = set()

@@ -1,10 +1,7 @@
 """Digests of a run's data, for checkpoints. Equal data have equal digests in every process."""
 
 import hashlib
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,15 +10,10 @@ import numpy as np
 from torch import Tensor, strided, uint8
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
-from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import write_json
 from fl_lightning.randomness import seeded
 
 LARGE = 2**30
-"""Size of a data set's files in bytes, above which their digests are cached on disk.
-
-Later runs read the cached digests.
-"""
+"""Size of a data set's files in bytes, above which their contents are not read for a digest."""
 
 
 def digest(*parts: Any) -> str:
@@ -117,32 +109,14 @@ def _files(dataset: Any) -> str | None:
 
 
 def files_digest(files: Sequence[Path], root: Path) -> str:
-    """Return the digest of the contents of files and of their paths below ``root``.
+    """Return the digest of files: their paths below ``root``, and their contents.
 
-    If the files have more than :data:`LARGE` bytes in total, their digests are cached on disk. A
-    digest is valid until the size or the modification time of the file changes.
+    If the files have more than :data:`LARGE` bytes in total, their sizes stand for their contents.
     """
-    states = [path.stat() for path in files]
-    size = sum(state.st_size for state in states)
     names = [str(x.relative_to(root)) if x.is_relative_to(root) else x.name for x in files]
-    if size <= LARGE:
-        return digest(list(zip(names, map(file_digest, files), strict=True)))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fl_lightning"
-    places = [str(path.absolute()) for path in files]
-    cache /= f"digests-{digest(os.path.commonpath(places))}.json"
-    known: dict[str, list[Any]] = json.loads(cache.read_text()) if cache.is_file() else {}
-    now = {place: [x.st_size, x.st_mtime_ns] for place, x in zip(places, states, strict=True)}
-    unread = [place for place in now if known.get(place, [None])[:-1] != now[place]]
-    if unread:
-        print(
-            f"data: reading {len(unread):,} files, such as {unread[0]}, for their digests; {cache} stores each digest until "
-            "the file changes",
-            flush=True,
-        )
-        known |= {place: [*now[place], file_digest(Path(place))] for place in unread}
-        with suppress(ConfigurationError):  # without a cache, the next run reads all files
-            write_json(cache, known)
-    return digest([(name, known[place][-1]) for name, place in zip(names, places, strict=True)])
+    sizes = [path.stat().st_size for path in files]
+    contents = map(file_digest, files) if sum(sizes) <= LARGE else sizes
+    return digest(list(zip(names, contents, strict=True)))
 
 
 def sample(read: Callable[[], Any]) -> str | None:

@@ -45,6 +45,14 @@ class Normalize(nn.Module):
         return {**self.state_dict(), "scale": self.scale, "channels_last": self.channels_last}
 
 
+def channel_normalization(
+    mean: Sequence[float], std: Sequence[float], scale: float = 255.0, channels_last: bool = False
+) -> Normalize:
+    """Return the normalisation of images ``[..., C, H, W]`` by each channel's mean and std."""
+    means, stds = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
+    return Normalize(means, stds, scale, channels_last)
+
+
 @dataclass
 class TableInputs:
     """Map from raw features to a model's inputs: fill, scale, and encode categories as one-hot.

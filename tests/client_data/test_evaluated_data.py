@@ -216,7 +216,7 @@ def test_separate_test_samples_are_scaled_by_the_training_samples_of_the_checkpo
         return
     features = table()._data["features"]
     expected = (new["test_features"] - features.mean(0)) / features.std(0, correction=0)
-    assert torch.allclose(data.test_images.inputs, expected, atol=1e-5)
+    assert torch.allclose(data.samples.inputs[data.distribution.test], expected, atol=1e-5)
     for command, way_on in (
         ("test", WAY_ON),
         ("predict", "or predict new samples by python -m fl_lightning predict"),

@@ -2,7 +2,6 @@
 
 import hashlib
 import pickle
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,23 +151,9 @@ def test_damaged_files_are_told(pickles):
         CIFAR10(str(pickles)).load()
 
 
-@pytest.mark.parametrize("rest", [(), ("data_batch_1",)])
-def test_damaged_files_beside_class_folders_need_only_be_removed(folders, pickles, rest):
-    files = folders / "cifar-10-batches-py"
-    files.mkdir()
-    for name in rest:
-        (files / name).write_bytes((pickles / files.name / name).read_bytes())
-    with pytest.raises(
-        ConfigurationError, match=r"incomplete .*; remove cifar-10-batches-py/ to read train/ instead$"
-    ):
-        CIFAR10(str(folders)).load()
-    shutil.rmtree(files)
-    assert len(CIFAR10(str(folders)).load().train_labels) == 100
-
-
 def test_data_and_cache_may_lie_in_the_home_of_the_user(folders, monkeypatch):
     monkeypatch.setenv("HOME", str(folders.parent))
-    CIFAR10("~/folders", cache_dir="~/cache").prepare_data()
+    CIFAR10("~/folders", cache_dir="~/cache").load()
     assert len(list((folders.parent / "cache").glob("*.pt"))) == 1
     assert not Path("~").exists()
 
@@ -215,7 +200,7 @@ def test_a_run_from_the_command_line(pickles):
 
 
 def test_second_start_reads_the_cache(folders):
-    CIFAR10(str(folders)).prepare_data()
+    CIFAR10(str(folders)).load()
     (cache,) = Path("data/cache").glob("*.pt")
     written = cache.stat().st_mtime_ns
     time.sleep(0.01)

@@ -51,13 +51,13 @@ def build(setup="fit", **settings):
 
 def pixels(datamodule, x):
     """The pixel values that were normalised to ``x``."""
-    normalize = datamodule.train_images.normalize
+    normalize = datamodule.samples.normalize
     return (x * normalize.std + normalize.mean).mul(255).round().long()
 
 
 def numbers(client):
     """The numbers of a client's images, without augmentation."""
-    return client.images.inputs[client.indices, 0, 0, 0].long()
+    return client.data.samples.inputs[client.indices, 0, 0, 0].long()
 
 
 @pytest.mark.parametrize("augmentation", AUGMENTATION.values(), ids=AUGMENTATION.keys())
@@ -225,10 +225,10 @@ def test_the_seed_chooses_partition_validation_set_and_order():
 
 def test_max_examples_keeps_a_balanced_part_of_the_training_set():
     datamodule = build(max_examples=101)
-    labels = datamodule.train_images.labels
+    labels = datamodule.samples.labels[torch.cat([client.indices for client in datamodule.clients])]
     assert sum(client.num_examples for client in datamodule.clients) == 101
     assert sorted(labels.bincount().tolist()) == [25, 25, 25, 26]
-    assert torch.equal(datamodule.train_images.normalize.mean, build().train_images.normalize.mean)
+    assert torch.equal(datamodule.samples.normalize.mean, build().samples.normalize.mean)
 
 
 def test_setup_loads_once_whatever_the_stages():
@@ -392,4 +392,4 @@ def test_images_that_do_not_fit_stay_where_they_are(monkeypatch):
     data.setup("fit")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
     data.keep_on(torch.device("cuda"))
-    assert data.train_images.labels.device.type == "cpu"
+    assert data.samples.labels.device.type == "cpu"

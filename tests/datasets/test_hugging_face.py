@@ -94,12 +94,12 @@ def test_both_layouts_give_images_labels_and_a_client_for_each_group(library, la
     for client, who in enumerate((2, 9, 10)):
         mine = data.clients[client].indices
         assert mine.tolist() == [index for index in range(9) if WHO["train"][index] == who]
-        assert torch.equal(data.train_images.inputs[mine], expected[mine])
+        assert torch.equal(data.samples.inputs[mine], expected[mine])
         own = torch.cat([labels for _, labels in data.own_dataloader(client, "test")])
         assert own.tolist() == [
             label for label, x in zip(LABELS["test"], WHO["test"], strict=True) if x == who
         ]
-    assert data.train_images.labels.tolist() == LABELS["train"]
+    assert data.samples.labels.tolist() == LABELS["train"] + LABELS["test"]
 
 
 def test_later_runs_read_the_cache(library, tmp_path, monkeypatch):

@@ -37,12 +37,12 @@ def test_each_domain_is_a_client_with_its_own_test_data(tmp_path, test_fraction)
     assert data.class_names == ["bike", "mug"]
     assert data.partition_record()["clients"] == list(COLOURS)
     assert data.class_histograms() == [[6, 0], [6, 6], [6, 6]]
-    assert data.test_images.labels.bincount().tolist() == [6, 4]
+    assert data.samples.labels[data.distribution.test].bincount().tolist() == [6, 4]
     for client, red in enumerate(COLOURS.values()):
         images, labels = data.clients[client].train_batch(0)
         own, own_labels = next(iter(data.own_dataloader(client, "test")))
         for pixels, classes in ((images, labels), (own, own_labels)):
-            normal = data.train_images.normalize
+            normal = data.samples.normalize
             raw = (pixels * normal.std + normal.mean) * 255
             assert raw[:, 0].round().unique().tolist() == [red]
             assert torch.equal(raw[:, 1, 0, 0].round().long(), 100 * classes)

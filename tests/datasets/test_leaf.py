@@ -53,8 +53,8 @@ def test_each_writer_is_a_client_with_its_images_and_own_test_data(root):
         mine = data.clients[client].indices
         pixels = torch.from_numpy((x * 255).round()).to(torch.uint8).view(-1, 28, 28, 1)
         kept = [i for i in range(len(y)) if not (name == "f0" and i == 5)]
-        assert torch.equal(data.train_images.inputs[mine], pixels[kept])
-        assert data.train_images.labels[mine].tolist() == [y[i] for i in kept]
+        assert torch.equal(data.samples.inputs[mine], pixels[kept])
+        assert data.samples.labels[mine].tolist() == [y[i] for i in kept]
         x, y = content(root, "test", name)
         own = [*data.own_dataloader(client, "test")]
         assert torch.cat([labels for _, labels in own]).tolist() == y
@@ -77,7 +77,7 @@ def test_small_writers_can_be_left_out_and_other_partitions_taken(root):
 
     data = made(root, min_examples=6)
     assert [data.num_examples(client) for client in range(data.num_clients)] == [7, 6, 9]
-    assert len(data.test_images) == 3 + 3 + 4
+    assert len(data.distribution.test) == 3 + 3 + 4
     assert len(next(iter(data.own_dataloader(0, "test")))[1]) == 3
     data = made(root, partition=IID(), num_clients=4)
     assert data.num_clients == 4
@@ -91,7 +91,6 @@ def test_small_writers_can_be_left_out_and_other_partitions_taken(root):
     [
         (lambda user: user["x"].pop(), r"\(3, 784\) for 4 labels"),
         (lambda user: user["x"][0].pop(), "ValueError"),
-        (lambda user: user["y"].__setitem__(0, 62), "labels from 1 to 62, expected 0 to 61"),
         (lambda user: user["x"][0].__setitem__(0, 255.0), r"expected 784 values in \[0, 1\]"),
         (lambda user: user.clear(), "KeyError"),
     ],
@@ -104,6 +103,15 @@ def test_a_file_with_other_contents_is_named(root, change, message):
     with pytest.raises(
         ConfigurationError, match=rf"all_data_1_niid_0_keep_0_train_9.json cannot be read .*{message}"
     ):
+        made(root)
+
+
+def test_a_label_beyond_the_62_classes_is_refused(root):
+    path = next((root / "train").glob("all_data_1*"))
+    data = json.loads(path.read_text())
+    data["user_data"]["f1"]["y"][0] = 62
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match=r"train_labels of FEMNIST are 0 to 62, but its classes are"):
         made(root)
 
 

@@ -356,7 +356,6 @@ def test_the_number_of_clients_lies_between_one_and_the_number_of_samples(partit
             "Shards.assignment: 'sorted' must be one of random, consecutive, modulo",
         ),
         (lambda: Shards(0.2, tail=-1), "tail must be at least 0, found -1"),
-        (lambda: Natural()(torch.arange(0), 2, rng(), []), "Natural"),
         (lambda: Natural()(torch.arange(10), 2, rng()), "groups"),
     ],
 )

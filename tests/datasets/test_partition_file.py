@@ -51,7 +51,7 @@ def made(partition, **settings):
 
 def numbers(data, loader):
     """The samples that a loader yields."""
-    normalize = data.train_images.normalize
+    normalize = data.samples.normalize
     pixels = torch.cat([x for x, _ in loader]) * normalize.std + normalize.mean
     return pixels[:, 0, 0, 0].mul(255).round().long().tolist()
 
@@ -229,8 +229,8 @@ ONE = [{"train": [0, 1]}]
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (content(ONE, format="other/1"), "has the format 'other/1'; it must be 'fl_lightning.partition/1'"),
-        ([1], "has the format None"),
+        (content(ONE, format="other/1"), "the format is 'other/1'; it must be 'fl_lightning.partition/1'"),
+        ([1], "the format is None"),
         ("[" * 100_000, r"cannot be read as JSON \(RecursionError"),
         ("{", r"cannot be read as JSON \(JSONDecodeError"),
         (content(ONE, space="test"), "space: 'test' must be one of train, train[+]test"),
@@ -248,13 +248,13 @@ ONE = [{"train": [0, 1]}]
         (content([{"train": [0.5]}]), "client 0, train is no list of whole numbers"),
         (content([{"train": [[1, 2]]}]), "client 0, train is no list"),
         (content([{"train": [[1, 2], [3]]}]), "client 0, train is no list"),
-        (content([{"train": [10**30]}]), "client 0, train is no list"),
+        (content([{"train": [10**30]}]), "client 0, train has the sample 10+;"),
         (content([{"train": 5}]), "client 0, train is no list"),
         (content([{"train": [0], "validation": [1]}]), "a client has the key 'validation'; use id"),
         (content([{"train": [0], "id": "1"}, {"train": [1]}]), "2 clients have the id '1'"),
         (
             content([{"train": [0, 1]}, {"train": [0], "test": [1]}], overlap=True),
-            "client 1, test has the sample 1, which a client trains on",
+            "client 1 evaluates on the sample 1, which a client trains on",
         ),
     ],
 )
@@ -266,10 +266,8 @@ def test_a_file_that_cannot_be_is_one_line(given, message):
 
 
 def test_no_pickle_is_opened_and_a_missing_file_is_named():
-    Path("partition.pkl").write_bytes(b"not even a pickle")
-    with pytest.raises(
-        ConfigurationError, match=r"partition.pkl is a pickle, .*convert it .* docs/data.md shows"
-    ):
-        FromFile("partition.pkl")
+    Path("partition.pkl").write_bytes(pickle.dumps({"data_indices": []}))
+    with pytest.raises(ConfigurationError, match=r"partition.pkl: cannot be read as JSON .*; write it anew"):
+        made(FromFile("partition.pkl"))
     with pytest.raises(ConfigurationError, match=r"nowhere.json is no file; .* --save FILE.json"):
         FromFile("nowhere.json")

@@ -39,6 +39,11 @@ def patients(count=120):
     return table
 
 
+def transformed(preprocessing, table, path):
+    """The inputs of a model for the rows of a table."""
+    return preprocessing.inputs(torch.from_numpy(preprocessing.raw(table, path)).float())
+
+
 def write(table, form, path):
     if form == "parquet":
         table.to_parquet(path)
@@ -84,15 +89,16 @@ def test_inputs_are_those_of_scikit_learn_fitted_on_the_training_samples(impute,
     table = patients()
     write(table, "comma", path := Path("table.csv"))
     data = made(path, impute=impute, val_fraction=val_fraction)
-    inputs = data.preprocessing.transform(table, path)
-    text = data.preprocessing.transform(read_frame(path), path)
+    inputs = transformed(data.preprocessing, table, path)
+    text = transformed(data.preprocessing, read_frame(path), path)
     assert torch.equal(inputs, text)
     rows = {tuple(row): number for number, row in enumerate(inputs.tolist())}
     assert len(rows) == len(table)
-    train = [rows[tuple(row)] for row in data.train_images.inputs.tolist()]
+    parts = data.distribution
+    trained, held_out = torch.cat(parts.clients), torch.cat([parts.val, parts.test])
+    train = [rows[tuple(row)] for row in data.samples.inputs[trained].tolist()]
     assert len(train) == sum(data.num_examples(client) for client in range(3)) < len(table)
-    held_out = [*data.val_images.inputs.tolist(), *data.test_images.inputs.tolist()]
-    assert {rows[tuple(row)] for row in held_out}.isdisjoint(train)
+    assert {rows[tuple(row)] for row in data.samples.inputs[held_out].tolist()}.isdisjoint(train)
     reference = ColumnTransformer(
         [
             ("numbers", make_pipeline(SimpleImputer(strategy=impute), StandardScaler()), NUMBERS),
@@ -121,7 +127,7 @@ def test_categories_that_no_training_sample_has_are_all_zero():
     write(patients(), "comma", path := Path("table.csv"))
     preprocessing = made(path).preprocessing
     new = pd.DataFrame({"age": [50], "dose": ["1"], "stage": ["V"], "grade": [2.0], "unused": ["x"]})
-    (inputs,) = preprocessing.transform(new, Path("new.csv")).tolist()
+    (inputs,) = transformed(preprocessing, new, Path("new.csv")).tolist()
     width = len(preprocessing.categories["stage"])
     assert inputs[2 : 2 + width] == [0] * width
     assert inputs[2 + width :] == [0, 1, 0]
@@ -129,7 +135,7 @@ def test_categories_that_no_training_sample_has_are_all_zero():
     filled = new.assign(
         age=preprocessing.fill[0], stage=preprocessing.categories["stage"][int(preprocessing.fill[2])]
     )
-    results = [preprocessing.transform(table, Path("new.csv")) for table in (missing, filled)]
+    results = [transformed(preprocessing, table, Path("new.csv")) for table in (missing, filled)]
     assert torch.equal(*results)
 
 
@@ -143,7 +149,7 @@ def test_categories_that_no_training_sample_has_are_all_zero():
 )
 def test_a_new_table_that_does_not_fit_is_named(new, words):
     with pytest.raises(ConfigurationError, match=words):
-        Preprocessing(NUMBERS).transform(pd.DataFrame(new), Path("new.csv"))
+        Preprocessing(NUMBERS).raw(pd.DataFrame(new), Path("new.csv"))
 
 
 def test_the_fitted_values_are_plain_and_survive_a_pickle():
@@ -167,8 +173,8 @@ def test_missing_values_of_tensors_of_any_shape_are_replaced():
     data = TensorData(features, torch.arange(40) % 2, impute="mean", num_clients=2, batch_size=4, **tests)
     data.setup("fit")
     filled = features[:, 1, 2].nanmean().float()
-    assert data.test_images.inputs[3, 1, 2] == data.train_images.inputs[3, 1, 2] == filled
-    assert bool(data.train_images.inputs.isfinite().all())
+    assert data.samples.inputs[3, 1, 2] == data.samples.inputs[40 + 3, 1, 2] == filled
+    assert bool(data.samples.inputs.isfinite().all())
     features[:, 0, 0] = float("nan")
     data = TensorData(features, torch.arange(40) % 2, impute="mean", num_clients=2, batch_size=4)
     with pytest.raises(
@@ -184,12 +190,14 @@ def test_a_category_of_the_test_samples_alone_is_always_zero():
     for held_out in (True, False):
         write(table, "comma", path := Path("table.csv"))
         data = made(path, standardize=False)
-        part = data.test_images if held_out else data.train_images
-        changed = table.assign(stage=table["stage"].where(table["age"] != int(part.inputs[0, 0]), "IV"))
+        sample = int((data.distribution.test if held_out else data.distribution.clients[0])[0])
+        changed = table.assign(
+            stage=table["stage"].where(table["age"] != int(data.samples.inputs[sample, 0]), "IV")
+        )
         write(changed, "comma", path)
         preprocessing = made(path, standardize=False).preprocessing
         assert preprocessing.categories["stage"] == ["I", "II", "III", None if held_out else "IV"]
-        assert preprocessing.transform(changed, path)[:, 5].sum() == (0 if held_out else 1)
+        assert transformed(preprocessing, changed, path)[:, 5].sum() == (0 if held_out else 1)
 
 
 def test_a_run_names_classes_categories_and_missing_values():
@@ -197,7 +205,7 @@ def test_a_run_names_classes_categories_and_missing_values():
     assert made(path).notes == [
         "classes of outcome: no, yes",
         "one-hot columns and their numbers of categories: stage: 4, grade: 3",
-        "missing values, replaced by median of the training samples: age: 15, dose: 15, stage: 15",
+        "missing values, replaced by median of the training samples: age: 15, dose: 15, stage: 15 of 120 samples",
     ]
 
 
@@ -207,7 +215,7 @@ def test_a_category_is_known_in_a_file_of_one_sample_although_its_word_may_stand
     write(table, "comma", path := Path("table.csv"))
     preprocessing = made(path, impute="mean").preprocessing
     number = preprocessing.categories["stage"].index("none")
-    (inputs,) = preprocessing.transform(table[table.stage == "none"].head(1), path).tolist()
+    (inputs,) = transformed(preprocessing, table[table.stage == "none"].head(1), path).tolist()
     assert inputs[2 : 2 + len(preprocessing.categories["stage"])].index(1) == number
 
 
@@ -241,7 +249,7 @@ def test_none_is_a_word_in_a_column_of_words():
     raw = torch.from_numpy(preprocessing.raw(table, Path("new.csv")))
     assert raw[:, 0].nan_to_num(-9).tolist() == [-1, -9, 0]
     assert raw[:, 1].nan_to_num(-9).tolist() == [-9, -1, 1]
-    assert preprocessing.describe_new(raw) == [
+    assert preprocessing.describe(raw) == [
         "missing values, replaced by median of the training samples: pain: 1, grade: 1 of 3 samples",
         "values that are no category of the training samples: pain: 1, grade: 1 of 3 samples",
     ]

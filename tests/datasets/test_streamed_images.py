@@ -1,5 +1,9 @@
 """Images that are read when a batch needs them: which ones, in what form, and as a function of what."""
 
+import json
+from hashlib import sha256
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +12,7 @@ from PIL import Image
 
 import fl_lightning.datamodules.streamed_images as streamed
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.datamodules import Dirichlet, ImageNet, Shards, StreamedImages
+from fl_lightning.datamodules import Dirichlet, FromFile, ImageNet, Shards, StreamedImages
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -65,7 +69,7 @@ def test_only_the_images_of_a_batch_are_read(root, read):
     assert len(read) == len(set(read)) == 4
     assert (
         sum(value.nbytes for value in vars(data.train_images.files).values() if hasattr(value, "nbytes"))
-        < 500
+        < 1000
     )
 
 
@@ -218,3 +222,18 @@ def test_what_lies_in_files_does_not_depend_on_the_seed_or_on_what_is_made_of_it
     assert before == loaded(image_size=4, seed=1, horizontal_flip=False)
     picture(np.random.default_rng(1)).save(root / "val/n02/n02_2.JPEG")
     assert before != loaded(image_size=7)
+
+
+def test_clients_may_have_evaluation_images_of_their_own(root):
+    data = made(root, num_clients=2)
+    content = data.distribution.as_file("images", {})
+    train, test = range(16), range(16, 22)
+    content |= {"space": "train+test", "examples": 22}
+    content["labels_sha256"] = sha256(data.distribution.labels.numpy().tobytes()).hexdigest()
+    content["clients"] = [{"train": [*train[::2]], "test": [*test[:2]]}, {"train": [*train[1::2]]}]
+    Path("clients.json").write_text(json.dumps(content))
+    again = made(root, partition=FromFile("clients.json"))
+    (batch,) = again.own_dataloader(0, "test")
+    expected = next(iter(data.test_dataloader()))
+    assert all(torch.equal(own, part[:2]) for own, part in zip(batch, expected, strict=True))
+    assert again.own_dataloader(1, "test") is None

@@ -43,11 +43,17 @@ def test_each_sample_is_one_clients_or_the_servers():
     features, labels = samples()
     data = TensorData(features, labels, num_clients=4, batch_size=5, val_fraction=0.2)
     data.setup("fit")
-    seen = [client.images.inputs[client.indices] for client in data.clients]
-    seen += [data.val_images.inputs, data.test_images.inputs]
+    seen = [data.samples.inputs[client.indices] for client in data.clients]
+    seen += [data.samples.inputs[part] for part in (data.distribution.val, data.distribution.test)]
     assert sorted(torch.cat(seen)[:, 0].tolist()) == features[:, 0].tolist()
-    assert [len(data.val_images), len(data.test_images)] == [10, 12]
+    assert [len(data.distribution.val), len(data.distribution.test)] == [10, 12]
     assert (data.num_classes, data.in_features) == (3, 4)
+
+
+@pytest.mark.parametrize("fraction", [-0.5, 0.0, 0.01, 1.0])
+def test_a_test_fraction_that_leaves_no_samples_is_refused(fraction):
+    with pytest.raises(ConfigurationError, match=rf"test_fraction={fraction} takes -?\d+ of 30 samples; use"):
+        TensorData(*samples(30), test_fraction=fraction).setup("fit")
 
 
 def test_partitions_separate_classes_and_quantiles_of_numbers():
@@ -58,7 +64,7 @@ def test_partitions_separate_classes_and_quantiles_of_numbers():
     numbers = torch.linspace(0, 1, 60)
     data = TensorData(features, numbers, partition=Shards(class_fraction=0.1), num_clients=10, batch_size=2)
     data.setup("fit")
-    spans = [client.images.labels[client.indices] for client in data.clients]
+    spans = [data.samples.labels[client.indices] for client in data.clients]
     assert all(float(span.max() - span.min()) < 0.2 for span in spans)
     assert (data.num_classes, data.class_histograms()) == (None, [])
 
@@ -90,10 +96,10 @@ def test_standardized_features_have_the_moments_of_the_training_samples():
     features[:, 3] = 7
     data = TensorData(features, labels, num_clients=3, batch_size=5, standardize=True)
     data.setup("fit")
-    train = data.train_images.inputs.double()
+    train = data.samples.inputs[torch.cat(data.distribution.clients)].double()
     assert torch.allclose(train.mean(0), torch.zeros(4, dtype=torch.float64), atol=1e-6)
     assert torch.allclose(train[:, :3].std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-6)
-    assert bool((data.test_images.inputs[:, 3] == 0).all())
+    assert bool((data.samples.inputs[data.distribution.test, 3] == 0).all())
 
 
 @pytest.mark.parametrize("ending", ["npz", "pt", "csv"])
@@ -166,10 +172,7 @@ def test_scikit_learns_tables():
     [
         ({"features": "no.csv"}, r"data.features: .*no.csv does not exist"),
         ({"features": "table.txt"}, r"data.features: .*table.txt has no known ending"),
-        (
-            {"features": "table.csv"},
-            r"data.targets: null is no column of .*; it has age, dose, site, outcome",
-        ),
+        ({"features": "table.csv"}, r"data.features: 60 samples; give features and targets"),
         ({"features": "table.csv", "targets": "outcom"}, r"data.targets: outcom is no column"),
         (
             {"features": "unknown.csv", "targets": "age", "columns": ["mixed"]},
@@ -192,10 +195,6 @@ def test_scikit_learns_tables():
             r"data.categorical: grade are columns of a table; give a .csv or .parquet file in data.features",
         ),
         (
-            {"features": [[1.0]] * 9, "targets": [0] * 9, "impute": "mode"},
-            r"data.impute: 'mode' must be one of mean, median, most_frequent",
-        ),
-        (
             {"features": [[1.0], [float("inf")]], "targets": [0, 1], "impute": "mean"},
             r"data.features: some values are not finite",
         ),
@@ -216,10 +215,6 @@ def test_scikit_learns_tables():
         (
             {"features": [[1.0]] * 9, "targets": [0] * 9, "groups": [0]},
             r"data.targets: 9 samples, data.groups: 1 samples; give",
-        ),
-        (
-            {"features": [[1.0]] * 9, "targets": [0] * 9, "test_fraction": 1.0},
-            r"test_fraction must be in \(0, 1\)",
         ),
         (
             {"features": [[1.0]] * 9, "targets": [1, 2, 3] * 3},

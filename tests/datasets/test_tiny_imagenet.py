@@ -68,11 +68,11 @@ def test_classes_labels_and_names_are_those_of_the_layout(root):
         ),
         (
             lambda root: (root / "val/images/val_1.JPEG").unlink(),
-            r"line 2 of .* names val_1.JPEG, which is not in val/images/",
+            r"line 2 of .* names val_1.JPEG of class 'n01'; the file must be in val/images/",
         ),
         (
             lambda root: (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn09\t0\t0\t1\t1\n"),
-            r"line 1 of .* names the class 'n09', which is not in train/",
+            r"line 1 of .* names val_0.JPEG of class 'n09'; .* the class in train/",
         ),
         (lambda root: (root / "val/val_annotations.txt").write_text(""), r"names no image"),
         (
@@ -112,6 +112,7 @@ def test_it_is_fetched_once_on_request(root, archive):
     data = made(root, download=True)
     assert (data.num_classes, root.exists()) == (200, False)
     data.prepare_data()
+    data.load()
     assert (data.num_classes, data.class_names) == (2, ["goldfish", "n02"])
     archive.unlink()
     again = made(root, download=True)
@@ -147,6 +148,6 @@ def test_real_images(tmp_path):
     data = made(tmp_path / "tiny-imagenet-200", image_size=32, num_clients=5)
     data.setup("fit")
     assert data.num_classes == 200
-    assert data.test_images.labels.bincount().tolist() == [20] * 200
+    assert data.samples.labels[data.distribution.test].bincount().tolist() == [20] * 200
     assert torch.tensor(data.class_histograms()).sum(0).tolist() == [100] * 200
     assert len(os.listdir(tmp_path / "cache")) == 1

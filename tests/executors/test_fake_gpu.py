@@ -173,7 +173,7 @@ def test_images_that_the_gpu_has_no_room_for_stay_on_the_cpu(monkeypatch):
     monkeypatch.setattr("fake_gpu.FREE", 1000)
     data = digits()
     fit(FederatedModule(model(), SGD, local_steps=2), data, 2)
-    assert data.train_images.labels.device.type == "cpu"
+    assert data.samples.labels.device.type == "cpu"
 
 
 @EXECUTORS

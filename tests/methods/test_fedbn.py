@@ -290,7 +290,7 @@ def test_own_accuracy_weighs_classes_as_the_client_has_them_where_there_are_no_l
     module = run(callback, data=data, model=model, trainer={**EVALUATED, "precision": "32-true"}).module
     expected = []
     for client, personal in enumerate(personal_models(callback, module)):
-        labels = data.train_images.labels[data.clients[client].indices]
+        labels = data.samples.labels[data.clients[client].indices]
         by_class = [
             accuracy(personal, [(x[y == label], y[y == label]) for x, y in data.val_dataloader()])
             for label in labels.tolist()

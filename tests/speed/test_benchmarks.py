@@ -79,7 +79,7 @@ def test_both_sides_augment_alike():
     order = torch.zeros(2000, dtype=torch.int64)
     naive = torch.cat([images for images, _ in loader(data, 0, AUGMENTATION, order)])
     places = torch.cartesian_prod(torch.arange(1), torch.arange(5), torch.arange(5), torch.arange(2))
-    possible = data.train_images.batch(places)[0].flatten(1)
+    possible = data.samples.batch(places)[0].flatten(1)
     nearest = torch.cdist(naive.flatten(1), possible, compute_mode="donot_use_mm_for_euclid_dist").min(1)
     assert nearest.values.max() == 0
     counts = nearest.indices.bincount(minlength=50)  # 40 of each expected
