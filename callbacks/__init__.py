@@ -29,6 +29,7 @@ from fl_lightning.callbacks.observers.batch_norm_diagnostics import BatchNormDia
 from fl_lightning.callbacks.observers.classifier_bias import ClassifierBias
 from fl_lightning.callbacks.observers.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.observers.communication_ledger import CommunicationLedger
+from fl_lightning.callbacks.observers.participation_gap import ParticipationGap
 from fl_lightning.callbacks.observers.statistics_sources import StatisticsSources
 from fl_lightning.callbacks.scaffold import SCAFFOLD
 from fl_lightning.callbacks.silobn import SiloBN
@@ -63,6 +64,7 @@ __all__ = [
     "HybridBN",
     "MaintainedMomentum",
     "MomentMatching",
+    "ParticipationGap",
     "SiloBN",
     "SlidingWindowFixBN",
     "StaticBN",

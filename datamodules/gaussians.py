@@ -1,6 +1,6 @@
 """Toy data of the FBN paper: points in the plane from a mixture of Gaussians."""
 
-from math import pi
+from math import inf, pi
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from fl_lightning.client_data.batches import copied
 from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.partitions import GammaSimilarity
-from fl_lightning.errors import check_at_least
+from fl_lightning.errors import check_at_least, check_number
 from fl_lightning.randomness import generator
 
 
@@ -56,6 +56,8 @@ class Gaussians(FederatedDataModule):
         check_at_least(2, num_clients=num_clients)
         points = {"samples_per_client": samples_per_client, "eval_samples_per_class": eval_samples_per_class}
         check_at_least(1, **points)
+        check_number("radius", radius, least=0, below=inf)
+        check_number("std", std, above=0, below=inf)
         self.gamma = GammaSimilarity(gamma).gamma
         angles = (2 * pi * torch.arange(1, num_clients + 1) - 1) / num_clients
         self.centres = radius * torch.stack([angles.cos(), angles.sin()], dim=1)

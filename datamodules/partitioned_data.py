@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord, counted
 from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.client_data.held_out import clients_in_order
 from fl_lightning.datamodules.images import Batch, balanced_subset
 from fl_lightning.datamodules.partition_file import Distribution, FromFile
 from fl_lightning.datamodules.partitions import IID, Natural, Partition
@@ -42,6 +43,9 @@ class PartitionedDataModule(FederatedDataModule):
             training data.
         min_examples: Minimum number of training samples of a client. Clients with fewer samples are
             left out, and a run names them.
+        held_out: Clients of the partition that never train: their number, their fraction in [0, 1),
+            or their names. ``ParticipationGap`` evaluates them. A number or fraction is drawn at
+            random, and depends on the seed.
 
     Attributes:
         distribution: Samples of clients and server. It is known after ``setup``.
@@ -64,8 +68,10 @@ class PartitionedDataModule(FederatedDataModule):
         seed: int = 0,
         max_examples: int | None = None,
         min_examples: int = 1,
+        held_out: int | float | list[str] = 0,
     ) -> None:
         super().__init__(seed=seed)
+        self._held_out = held_out
         check_at_least(1, num_clients=num_clients, batch_size=batch_size, eval_batch_size=eval_batch_size)
         check_at_least(1, max_examples=1 if max_examples is None else max_examples, min_examples=min_examples)
         if not 0 <= val_fraction < 1:
@@ -82,8 +88,8 @@ class PartitionedDataModule(FederatedDataModule):
 
     @property
     def num_clients(self) -> int:
-        """Return the number of clients. With ``Natural``, it is known only after ``setup``."""
-        return len(self.clients) or self._num_clients
+        """Return the number of clients that train. With ``Natural``, it is known only after ``setup``."""
+        return (len(self.clients) or self._num_clients) - self._num_held_out
 
     def samples_per_step(self, client_id: int) -> float:
         """Return the number of training samples in a client's batch."""
@@ -126,7 +132,7 @@ class PartitionedDataModule(FederatedDataModule):
 
     def describe_partition(self) -> str:
         """Return the partition in words, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
-        return f"{self.partition}, {self.num_clients} clients"
+        return f"{self.partition}, {self.num_clients} clients{self._and_held_out()}"
 
     def partition_record(self) -> PartitionRecord:
         """Return the record of the partition, which includes these entries.
@@ -158,6 +164,14 @@ class PartitionedDataModule(FederatedDataModule):
     def index_digests(self) -> list[str]:
         """Return the SHA-256 of each client's sample indices (ascending, int64, little-endian)."""
         return [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in self.distribution.clients]
+
+    def trained(self) -> Tensor:
+        """Return the indices of the training samples, without those of clients that never train."""
+        clients = self.distribution.clients
+        held_out = torch.cat(
+            [torch.empty(0, dtype=torch.int64), *clients[len(clients) - self._num_held_out :]]
+        )
+        return _without(torch.arange(self.distribution.num_train), held_out)
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of training samples of class c at client i."""
@@ -219,7 +233,10 @@ class PartitionedDataModule(FederatedDataModule):
         dealt = Distribution(labels, num_train, clients, val, test, own, groups)
         drawn = test_groups if "test" in self.drawn_splits else None
         every = [x.tolist() for x in (train_groups, drawn) if x is not None] if groups else []
-        dealt = self.distribution = self._large_enough(dealt, chain(*every), group_names)
+        dealt = self._large_enough(dealt, chain(*every), group_names)
+        names = [group_names[group] for group in dealt.groups] if group_names else []
+        order, self._num_held_out = clients_in_order(self._held_out, names, len(dealt.clients), self.seed)
+        dealt = self.distribution = _chosen(dealt, order) if self._num_held_out else dealt
         if len(dealt.test) != len(test_labels) or bool((dealt.test < num_train).any()):
             # the test data are not fixed: the partition file moved samples into or out of them
             self.drawn_splits = ("val", "test")
@@ -281,7 +298,10 @@ class PartitionedDataModule(FederatedDataModule):
         self.notes.append(
             f"left out, as they have fewer training samples than min_examples={self.min_examples}: {counted(named)}"
         )
-        kept = [client for client, x in enumerate(ids) if x not in small]
-        own = {split: [parts[client] for client in kept] for split, parts in dealt.own.items()}
-        kept_groups = [x for x in dealt.groups if x not in small]
-        return replace(dealt, clients=[dealt.clients[x] for x in kept], own=own, groups=kept_groups)
+        return _chosen(dealt, [client for client, x in enumerate(ids) if x not in small])
+
+
+def _chosen(dealt: Distribution, clients: Sequence[int]) -> Distribution:
+    own = {split: [parts[client] for client in clients] for split, parts in dealt.own.items()}
+    groups = [dealt.groups[client] for client in clients] if dealt.groups else []
+    return replace(dealt, clients=[dealt.clients[client] for client in clients], own=own, groups=groups)

@@ -191,7 +191,8 @@ class TensorData(InMemorySamples):
         )
         features = torch.cat([parts["features"], parts["test_features"]])
         targets = torch.cat([parts["targets"], parts["test_targets"]])
-        self.preprocessing.fit(features[torch.unique(torch.cat(dealt.clients))], self.standardize)
+        trained = dealt.clients[: len(dealt.clients) - self._num_held_out]
+        self.preprocessing.fit(features[torch.unique(torch.cat(trained))], self.standardize)
         if categories := self.preprocessing.categories:
             sizes = {name: len(names) - names.count(None) for name, names in categories.items()}
             self.notes.append(f"one-hot columns and their numbers of categories: {counted(sizes)}")

@@ -74,7 +74,7 @@ class ClientEvaluation(Report, Observer):
         clients = range(pl_module.data.num_clients)
         values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
         self.values = dict(zip(clients, values, strict=True))
-        self._names = pl_module.data.client_names or [str(client) for client in clients]
+        self._names = pl_module.data.client_names[: len(clients)] or [str(client) for client in clients]
         self._samples = [pl_module.data.num_examples(client) for client in clients]
         self._main = pl_module.task.quality
         for form in ("client_{}", *([] if self._personal else ["own_{}"])):

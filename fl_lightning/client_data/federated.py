@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
+from fl_lightning.client_data.held_out import HeldOut, clients_in_order
 from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches, one_loader
 from fl_lightning.client_data.raw_inputs import NewSamples, Normalize
@@ -39,9 +40,10 @@ class PartitionRecord(TypedDict):
 
     Attributes:
         partition: Description of the partition.
-        num_clients: Number of clients.
+        num_clients: Number of clients that train.
+        held_out: Number of clients that never train, if any. They follow in all lists.
         sizes: Number of training samples of each client.
-        heterogeneity: Measures of class heterogeneity, if the classes are known.
+        heterogeneity: Measures of class heterogeneity of the clients that train, if the classes are known.
         class_histogram: ``[i][c]`` is the number of samples of class c at client i, if the classes
             are known.
         clients: Names of the clients, if they have names.
@@ -54,6 +56,7 @@ class PartitionRecord(TypedDict):
     partition: str
     num_clients: int
     sizes: list[int]
+    held_out: NotRequired[int]
     heterogeneity: NotRequired[dict[str, dict[str, float]]]
     clients: NotRequired[list[str]]
     seed: NotRequired[int]
@@ -141,6 +144,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             with a ``training_step`` is evaluated on each client's own data, and the means over the
             clients are logged.
         seed: Seed for the partition, the order and the augmentation of the data.
+        held_out: Clients that never train: their number, their fraction in [0, 1), or their names.
+            ``ParticipationGap`` evaluates them. A number or fraction is drawn at random.
 
     Attributes:
         fit_split: Evaluation data during training: ``"val"``, or ``"test"`` if there are no
@@ -197,11 +202,17 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         clients: Sequence[L.LightningDataModule] | Mapping[str, L.LightningDataModule] = (),
         server: L.LightningDataModule | None = None,
         seed: int = 0,
+        held_out: HeldOut = 0,
     ) -> None:
         super().__init__()
-        if isinstance(clients, Mapping):
-            self.client_names = list(clients)
-        self._clients = list(clients.values() if isinstance(clients, Mapping) else clients)
+        names = [*clients] if isinstance(clients, Mapping) else []
+        given = [*(clients.values() if isinstance(clients, Mapping) else clients)]
+        order, self._num_held_out = (
+            clients_in_order(held_out, names, len(given), seed) if held_out else (range(len(given)), 0)
+        )
+        self._clients = [given[client] for client in order]
+        if names:
+            self.client_names = [names[client] for client in order]
         named = {f"clients[{number}]": client for number, client in enumerate(self._clients)}
         _refuse_hooks(named | ({"server": server} if server else {}))
         self._batches: dict[int, LoaderBatches] = {}
@@ -221,8 +232,13 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     @property
     def num_clients(self) -> int:
-        """Number of clients in the federation."""
-        return len(self.clients)
+        """Number of clients that train. Their ids are 0 to ``num_clients - 1``."""
+        return len(self.clients) - self._num_held_out
+
+    @property
+    def held_out(self) -> range:
+        """Ids of the clients that never train: ``num_clients`` and the following."""
+        return range(self.num_clients, self.num_clients + self._num_held_out)
 
     def prepare_data(self) -> None:
         """Prepare the data of every client and the data of the server."""
@@ -298,6 +314,9 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         name = f" ({self.client_names[client_id]})" if self.client_names else ""
         return f"client {client_id}{name}"
 
+    def _everyone(self) -> range:
+        return range(self.num_clients + len(self.held_out))
+
     def note_small_clients(self, sizes: Sequence[int], batch_size: int) -> None:
         """Note the clients that train on all their samples as one batch.
 
@@ -314,7 +333,10 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     def describe_partition(self) -> str:
         """Return a short description of the partition, which is shown in tables."""
-        return f"{self.num_clients} clients with data of their own"
+        return f"{self.num_clients} clients with data of their own{self._and_held_out()}"
+
+    def _and_held_out(self) -> str:
+        return f", and {len(self.held_out)} that never train" if self.held_out else ""
 
     def partition_record(self) -> PartitionRecord:
         """Return the record of the partition for the file ``partition.json``.
@@ -324,12 +346,17 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         record: PartitionRecord = {
             "partition": self.describe_partition(),
             "num_clients": self.num_clients,
-            "sizes": [self.num_examples(client_id) for client_id in range(self.num_clients)],
+            "sizes": [self.num_examples(client_id) for client_id in self._everyone()],
         }
+        if self.held_out:
+            record["held_out"] = len(self.held_out)
         if self.client_names:
             record["clients"] = [*self.client_names]
         if histograms := self.class_histograms():
-            record |= {"class_histogram": histograms, "heterogeneity": heterogeneity(histograms)}
+            record |= {
+                "class_histogram": histograms,
+                "heterogeneity": heterogeneity(histograms[: self.num_clients]),
+            }
         return record
 
     def fingerprint(self) -> dict[str, str]:
@@ -343,7 +370,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             Digests of ``"training"`` data, ``"evaluation"`` data and ``"partition"``.
         """
         known: dict[int, str] = {}
-        sources, training = [self._source(client_id) for client_id in range(self.num_clients)], []
+        sources, training = [self._source(client_id) for client_id in self._everyone()], []
         for client_id, source in enumerate(sources):
             loader = source.loader if isinstance(source, LoaderBatches) else None
             dataset = getattr(loader, "dataset", None)
@@ -372,6 +399,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     def facts(self) -> dict[str, Any]:
         """Return what a trained model needs of its data, in plain form. Checkpoints keep it."""
         facts = {name: plain(getattr(self, name)) for name in _FACTS}
+        facts["client_names"] = facts["client_names"][: self.num_clients]
         if self.class_names is None and self.num_classes is not None:
             facts["class_names"] = [*map(str, range(self.num_classes))]
         return facts | {"normalize": self.normalize and self.normalize.settings()}

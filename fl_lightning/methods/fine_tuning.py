@@ -1,5 +1,6 @@
 """Fine-tuning of copies of the server's model on clients' data, for evaluations."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 
-def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[str, Tensor]:
+def fine_tuned(
+    pl_module: "FederatedModule", client: int, epochs: int, only: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """Train a copy of the server's model on a client's data, and return its state.
 
     The client optimizer trains all trainable parameters with the initial learning rate. The setting
@@ -26,6 +29,8 @@ def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[s
         pl_module: The federated module.
         client: Id of the client.
         epochs: Number of passes over the client's training data, at least 0.
+        only: Names of the parameters to train. BN layers then use running statistics. Default: all
+            trainable parameters.
 
     Returns:
         Parameters and buffers by name, on the CPU.
@@ -35,10 +40,12 @@ def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[s
         torch.inference_mode(False),
         torch.enable_grad(),
         seeded(derive_seed(pl_module.seed, "fine-tuning", client)),
-        batch_statistics(pl_module.tracking_layers, track=True),
+        batch_statistics(pl_module.tracking_layers if only is None else [], track=True),
     ):
         state = {
-            name: value.detach().clone().requires_grad_(value.requires_grad)
+            name: value.detach()
+            .clone()
+            .requires_grad_(value.requires_grad and (only is None or name in only))
             for name, value in (*model.named_parameters(), *model.named_buffers())
         }
         optimizer = pl_module.client_optimizer([value for value in state.values() if value.requires_grad])

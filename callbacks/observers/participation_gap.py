@@ -1,0 +1,208 @@
+"""Quality of clients that never train, with BN statistics from several sources."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from fl_lightning import ConfigurationError, FederatedModule, Report, Table
+from fl_lightning.cohort import LAST_LAYER, match_parts
+from fl_lightning.errors import check_choice, check_number
+from fl_lightning.methods import (
+    Adaptation,
+    Drawing,
+    Observer,
+    PersonalEvaluation,
+    Rows,
+    VariantEvaluation,
+    adapt_statistics,
+    adapted_state,
+    entropy_steps,
+    evaluate_client,
+    fine_tuned,
+    moving_statistics,
+    spread_over_clients,
+)
+from fl_lightning.pictures import participation_figure
+from fl_lightning.round import ServerEvaluation
+
+_SOURCES = ("server", "adabn", "mixture", "tent", "fine_tuned")
+
+
+class ParticipationGap(Report, Observer, VariantEvaluation):
+    """Observer that compares clients that never train with clients that train.
+
+    The data module's setting ``held_out`` chooses the clients that never train. Each source makes a
+    model for such a client from the server's model and the client's own training data:
+
+    - ``server``: The server's model, with the server's BN statistics.
+    - ``adabn``: BN statistics of the client's data
+      (:func:`~fl_lightning.methods.own_data.adapt_statistics`).
+    - ``mixture``: The server's statistics, moved towards those of the client's batches
+      (:func:`~fl_lightning.methods.adaptations.moving_statistics`).
+    - ``tent``: A step on gamma and beta per batch, on the entropy of the predictions
+      (:func:`~fl_lightning.methods.adaptations.entropy_steps`).
+    - ``fine_tuned``: Training of the last layer. This source alone uses labels.
+
+    The model is evaluated on the client's own evaluation data, as in ``ClientEvaluation``. Clients
+    that train are evaluated with the model that they use: their own under a method such as FedBN, the
+    server's under all others. Each evaluation logs under ``val/`` or ``test/``:
+
+    - ``trained_accuracy``: Mean over the clients that train.
+    - ``held_out_accuracy_<source>``: Mean over the clients that never train.
+    - ``gap_accuracy_<source>``: The participation gap, the first mean minus the second (Yuan et al.,
+      "What do we mean by generalization in federated learning?", ICLR 2022).
+    - The same with ``_worst`` for the mean over the worst tenth of the clients, at least one.
+
+    Other metrics of the task have the same names with their own name in place of ``accuracy``. After
+    the run, ``held_out.csv`` and ``held_out.png`` have each client's values in the last evaluation.
+
+    Args:
+        sources: List of sources. None selects all that the model allows.
+        tau: Weight of a batch in ``mixture``, in [0, 1].
+        tent_lr: Learning rate of ``tent``.
+        fine_tune_epochs: Passes over the client's training data in ``fine_tuned``.
+
+    Raises:
+        ConfigurationError: A setting is out of range, no client is held out, or a method with models
+            of the clients comes later in ``trainer.callbacks``.
+
+    Attributes:
+        values: Metrics of the last evaluation: by source (``"trained"`` for clients that train), and
+            then by client id.
+    """
+
+    paper = "(an observer: evaluation only)"
+
+    def __init__(
+        self,
+        sources: Sequence[str] | None = None,
+        tau: float = 0.1,
+        tent_lr: float = 1e-3,
+        fine_tune_epochs: int = 1,
+    ) -> None:
+        for source in sources or ():
+            check_choice("ParticipationGap.sources", source, _SOURCES)
+        check_number("ParticipationGap.tau", tau, least=0, most=1)
+        check_number("ParticipationGap.tent_lr", tent_lr, least=0)
+        check_number("ParticipationGap.fine_tune_epochs", fine_tune_epochs, least=0)
+        self.sources, self.tau, self.tent_lr, self.fine_tune_epochs = sources, tau, tent_lr, fine_tune_epochs
+        self.values: dict[str, dict[int, Mapping[str, float]]] = {}
+        self._main = ""
+        self._rows: list[tuple[int, str, int]] = []
+
+    def configure_batch_norm(self, pl_module: FederatedModule) -> None:
+        """Check the order of the callbacks."""
+        callbacks = [x for x in pl_module.trainer.callbacks if isinstance(x, PersonalEvaluation | type(self))]
+        for late in callbacks[callbacks.index(self) + 1 :]:
+            raise ConfigurationError(
+                f"trainer.callbacks: ParticipationGap compares with the clients' models of {type(late).__name__}; put "
+                f"{type(late).__name__} before ParticipationGap"
+            )
+
+    def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return a model for each source and each client that never trains."""
+        if trainer.sanity_checking or not pl_module.data.held_out:
+            return {}
+        if trainer.state.fn != TrainerFn.FITTING:
+            pl_module.data.setup("fit")
+        adapts: dict[str, Adaptation] = {}
+        if pl_module.tracking_layers:
+            mixture, tent = partial(moving_statistics, tau=self.tau), partial(entropy_steps, lr=self.tent_lr)
+            adapts = {"adabn": adapt_statistics, "mixture": mixture}
+            adapts |= {"tent": tent} if pl_module.data.num_classes else {}
+        possible = [x for x in _SOURCES if x in (*adapts, "server", "fine_tuned")]
+        sources = [x for x in self.sources or possible if x in possible]
+
+        def model(name: str) -> tuple[str, Mapping[str, Tensor]]:
+            source, client = name.split()[0], int(name.split()[1])
+            if source == "fine_tuned":
+                head = match_parts(pl_module.model, [LAST_LAYER])
+                return name, fine_tuned(pl_module, client, self.fine_tune_epochs, head)
+            steps = range(pl_module.data.steps_per_epoch(client))
+            batches = (pl_module.data.cohort_batch([client], [step]).batches()[0] for step in steps)
+            return name, adapted_state(pl_module, adapts[source], batches, source, client)
+
+        names = [f"{x} {client}" for x in sources if x != "server" for client in pl_module.data.held_out]
+        return {**({"server": {}} if "server" in sources else {}), **dict(pl_module.ranks.map(model, names))}
+
+    def variant_metrics(
+        self, pl_module: FederatedModule, split: str, evaluations: Mapping[str, ServerEvaluation]
+    ) -> Mapping[str, float]:
+        """Return the means over the clients, and the gap for each source."""
+        if not evaluations:
+            return {}
+        data, task = pl_module.data, pl_module.task
+        held_out, trained = list(data.held_out), range(data.num_clients)
+        methods = pl_module.federated_callbacks
+        personal = next((x for x in methods if isinstance(x, PersonalEvaluation)), None)
+        jobs = [
+            (name.split()[0], client, name)
+            for name in evaluations
+            for client in ([int(name.split()[1])] if " " in name else held_out)
+        ]
+        jobs += [] if personal else [("trained", client, "") for client in trained]
+        pl_module.evaluation.finish()
+
+        def measured(job: tuple[str, int, str]) -> Mapping[str, float]:
+            _, client, name = job
+            if not name:
+                quality = pl_module.evaluation.class_quality
+                with pl_module.trainer.precision_plugin.val_step_context():
+                    return evaluate_client(pl_module, client, split, pl_module.evaluate_batch, quality)[0]
+            evaluate = partial(self.evaluate, pl_module, self._tensors[name])
+            return evaluate_client(pl_module, client, split, evaluate, evaluations[name].class_quality)[0]
+
+        self.values = {"trained": {**personal.own_values} if personal else {}}
+        for (source, client, _), metrics in zip(jobs, pl_module.ranks.map(measured, jobs), strict=True):
+            self.values.setdefault(source, {})[client] = metrics
+        self._main = task.quality
+        self._rows = [
+            (x, data.client_names[x] if data.client_names else str(x), data.num_examples(x))
+            for x in (*trained, *held_out)
+        ]
+        spreads = {
+            source: spread_over_clients([*values.values()], task.best, "{}")
+            for source, values in self.values.items()
+        }
+        found = {f"trained_{name}": value for name, value in spreads["trained"].items()}
+        for source, spread in spreads.items():
+            for metric in task.best if source != "trained" else ():
+                for place in ("", "_worst"):
+                    if (name := metric + place) in spread:
+                        found[f"held_out_{metric}_{source}{place}"] = spread[name]
+                        if name in spreads["trained"]:
+                            found[f"gap_{metric}_{source}{place}"] = spreads["trained"][name] - spread[name]
+        return found
+
+    def tables(self) -> Mapping[str, Table]:
+        """Return the table ``held_out``: the values of each client in the last evaluation."""
+        metrics = sorted(
+            {name for values in self.values.values() for known in values.values() for name in known}
+        )
+        sources = [source for source in self.values if source != "trained"]
+        columns = [
+            "client",
+            "name",
+            "samples",
+            "trains",
+            *(f"{m}_{s}" for s in ("trained", *sources) for m in metrics),
+        ]
+        rows: list[list[float | str]] = []
+        for client, name, samples in self._rows:
+            values = [
+                self.values[s].get(client, {}).get(m, "") for s in ("trained", *sources) for m in metrics
+            ]
+            rows.append([client, name, samples, "yes" if client in self.values["trained"] else "no", *values])
+        return {"held_out": Table(columns, rows)} if rows else {}
+
+    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
+        """Return the figure ``held_out``: the main metric of each client, by source."""
+        known = {
+            source: [x[self._main] for x in values.values() if self._main in x]
+            for source, values in self.values.items()
+        }
+        known = {source: values for source, values in known.items() if values}
+        return {"held_out": partial(participation_figure, known, self._main)} if len(known) > 1 else {}
