@@ -162,8 +162,8 @@ class InMemoryDataModule(InMemorySamples):
         labels = data.train_labels, data.test_labels
         self.loaded = digest(data.train_images, data.test_images, *labels)
         self.distribute(*labels, data.train_groups, data.test_groups, data.group_names)
-        images = data.train_images[self.trained()] if self.held_out else data.train_images
-        mean, std = channel_statistics(images, self.scale)
+        seen = data.train_images[self.trained()] if self.held_out else data.train_images
+        mean, std = channel_statistics(seen, self.scale)
         known = self.mean or mean, self.std or std
         self.normalize = channel_normalization(*known, self.scale, channels_last=len(mean) > 1)
         self.input_shape = data.train_images.shape[1:]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,6 +28,7 @@ from fl_lightning.methods import (
 )
 from fl_lightning.pictures import participation_figure
 from fl_lightning.round import ServerEvaluation
+from fl_lightning.round.tasks import Classification
 
 _SOURCES = ("server", "adabn", "mixture", "tent", "fine_tuned")
 
@@ -95,7 +97,8 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check the order of the callbacks."""
-        callbacks = [x for x in pl_module.trainer.callbacks if isinstance(x, PersonalEvaluation | type(self))]
+        trainer: Any = pl_module.trainer
+        callbacks = [x for x in trainer.callbacks if isinstance(x, PersonalEvaluation | type(self))]
         for late in callbacks[callbacks.index(self) + 1 :]:
             raise ConfigurationError(
                 f"trainer.callbacks: ParticipationGap compares with the clients' models of {type(late).__name__}; put "
@@ -112,7 +115,7 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
         if pl_module.tracking_layers:
             mixture, tent = partial(moving_statistics, tau=self.tau), partial(entropy_steps, lr=self.tent_lr)
             adapts = {"adabn": adapt_statistics, "mixture": mixture}
-            adapts |= {"tent": tent} if pl_module.data.num_classes else {}
+            adapts |= {"tent": tent} if isinstance(pl_module.task, Classification) else {}
         possible = [x for x in _SOURCES if x in (*adapts, "server", "fine_tuned")]
         sources = [x for x in self.sources or possible if x in possible]
 
