@@ -171,7 +171,7 @@ def _meeting_folder() -> Iterator[str]:
     The folder stays locked until the last rank of the run has ended.
     """
     for left in Path(gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError), locked(left, folder=True, wait=False, certain=True) as file:
+        with suppress(OSError), locked(left, folder=True, wait=False) as file:
             state = os.fstat(file)
             if state.st_uid == os.getuid() and time.time() - state.st_mtime > _FRESH:
                 shutil.rmtree(left)
