@@ -130,22 +130,25 @@ class RoundCheckpoint(Recorded, Checkpoint):
             if self.monitor:
                 pl_module.task.learn({self.monitor: None})
             self._best = pl_module.task.best
-        if stage == "fit" and self._active(trainer) and self.monitor and self._best_is() is None:
+        if self.dirpath is None or stage == "fit":
+            self.dirpath = Path(trainer.strategy.broadcast(trainer.default_root_dir)) / "checkpoints"
+        if stage != "fit":
+            return
+        # reset the values of an earlier fit; if the run resumes, the checkpoint sets new values
+        self.best_score, self.best_round, self.best_model_path = None, None, ""
+        if not self._active(trainer):
+            return
+        if self.monitor and self._best_is() is None:
             raise ConfigurationError(
                 f"checkpoint.monitor: it is not known which values of {self.monitor!r} are best; if the run logs it, set checkpoint.mode "
                 f"to max or min; known are those of {', '.join(sorted(self._best)) or 'no metric'}"
             )
-        if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
+        if trainer.max_steps != -1:
             # with max_steps, Lightning would resume inside an epoch, and repeat or omit a round
             raise ConfigurationError(
                 f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
-        if self.dirpath is None or stage == "fit":
-            self.dirpath = Path(trainer.strategy.broadcast(trainer.default_root_dir)) / "checkpoints"
-        if stage == "fit":
-            # reset the values of an earlier fit; if the run resumes, the checkpoint sets new values
-            self.best_score, self.best_round, self.best_model_path = None, None, ""
-        if stage == "fit" and trainer.is_global_zero and self._active(trainer):
+        if trainer.is_global_zero:
             try:
                 self.dirpath.mkdir(parents=True, exist_ok=True)
             except OSError as error:
