@@ -1,7 +1,6 @@
 """Functions for files: atomic writing, locks, checks of users' paths, CSV and JSON."""
 
 import csv
-import errno
 import fcntl
 import json
 import math
@@ -64,48 +63,30 @@ def broken_link(path: Path) -> Path | None:
     return next((part for part in (path, *path.parents) if part.is_symlink() and not part.exists()), None)
 
 
-def no_link(path: str, flags: int) -> int:
-    """Open a file, but refuse a symbolic link, which could lead out of the run's folder.
-
-    Pass this function to ``open`` as ``opener``.
-    """
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise ConfigurationError(
-            f"{path} is a link to {os.readlink(path)}, and files are not written through links; remove the link"
-        ) from error
-
-
 @contextmanager
-def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool = False) -> Iterator[int]:
+def locked(path: Path, *, folder: bool = False, wait: bool = True) -> Iterator[int]:
     """Lock a file or an existing folder until the block or the process ends.
 
     Args:
-        path: The file or the folder. A missing file is created. A symbolic link raises an error.
-        folder: Whether to lock a folder (default False).
+        path: The file or the folder. A missing file is created.
+        folder: Whether to lock a folder (default False). A folder must be lockable; a file need not be
+            if the file system does not support locks.
         wait: Whether to wait while another process holds the lock (default True).
-        certain: Whether to raise an error if the file system does not support locks. If False
-            (default), the block runs without a lock on such a file system.
 
     Yields:
         The file descriptor.
 
     Raises:
         BlockingIOError: Another process holds the lock, and ``wait`` is False.
-        OSError: The path cannot be opened, or ``certain`` is True and the path cannot be locked.
+        OSError: The path cannot be opened, or is a folder that cannot be locked.
     """
-    if folder:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    else:
-        file = no_link(str(path), os.O_RDWR | os.O_CREAT)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW if folder else os.O_RDWR | os.O_CREAT
+    file = os.open(path, flags, 0o666)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
-            if certain or isinstance(error, BlockingIOError):
+            if folder or isinstance(error, BlockingIOError):
                 raise
         yield file
     finally:

@@ -61,12 +61,8 @@ def _started(args: Sequence[str], cli_class: type[FederatedCLI]) -> FederatedCLI
     )
 
 
-class _Made(Exception):
-    """Exception that stops a command line before its command runs."""
-
-    def __init__(self, cli: FederatedCLI) -> None:
-        super().__init__()
-        self.cli = cli
+class _Built(Exception):
+    """Exception that stops a command line after its parser is built. Its argument is the command line."""
 
 
 class _Raising(FederatedCLI):
@@ -80,14 +76,17 @@ class _Reader(_Raising):
     """Command line that only builds its parser. No arguments are parsed, and no command runs."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
-        raise _Made(self)
+        raise _Built(self)
 
 
 class _Builder(_Raising):
     """Command line that builds data, model and callbacks, but no trainer."""
 
-    def instantiate_trainer(self, **kwargs: Any) -> NoReturn:
-        raise _Made(self)
+    def instantiate_trainer(self, **kwargs: Any) -> None:  # type: ignore[override]  # nothing is trained
+        """Return no trainer."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Do nothing, because there is no trainer."""
 
 
 def build(args: Sequence[str]) -> FederatedCLI:
@@ -102,11 +101,8 @@ def build(args: Sequence[str]) -> FederatedCLI:
     Raises:
         ConfigurationError: A setting is invalid.
     """
-    try:
-        with refusals():
-            return _started(["fit", *args], _Builder)
-    except _Made as made:
-        return made.cli
+    with refusals():
+        return _started(["fit", *args], _Builder)
 
 
 @cache
@@ -114,8 +110,9 @@ def _reader() -> FederatedCLI:
     """Return a cached command line, because building a parser is slow."""
     try:
         return _started(["fit"], _Reader)
-    except _Made as made:
-        return made.cli
+    except _Built as built:
+        cli: FederatedCLI = built.args[0]
+        return cli
 
 
 def resolve(args: Sequence[str]) -> Config:

@@ -22,7 +22,7 @@ from fl_lightning.client_data.federated import SIZES
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_trainer, use_threads
-from fl_lightning.experiments.run.training import Prepared, Training, has_progress_bar
+from fl_lightning.experiments.run.training import Training, has_progress_bar
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
@@ -37,7 +37,6 @@ class FederatedCLI(LightningCLI):
     """LightningCLI with run directories, checkpoints after rounds and a result table."""
 
     training: Training | None = None
-    prepared: Prepared | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._asked = next(iter(kwargs.get("args") or ()), None)
@@ -201,14 +200,12 @@ class FederatedCLI(LightningCLI):
         config = self.config_init[self.subcommand]
         settings, ckpt_path = vars(config.trainer), config.ckpt_path
         assert isinstance(self.model, FederatedModule)
-        way_on = "the same command with --ckpt_path last"
-        training = Training(self.model, self.datamodule, self.resolved, config.checkpoint, way_on)
+        training = Training(self.model, self.datamodule, self.resolved, config.checkpoint)
         self.model.accept_data = config.accept_data
         if self.subcommand == "fit":
             self.training = training
-            prepared = training.prepare(settings, config.wandb, ckpt_path, config.weights_only)
-            self.prepared = self.held.enter_context(prepared)
-            return self.prepared.trainer
+            self.held.enter_context(training.prepare(settings, config.wandb, ckpt_path, config.weights_only))
+            return training.trainer
         path = training.found(ckpt_path)
         if path is None:
             raise ConfigurationError(
@@ -228,8 +225,8 @@ class FederatedCLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Train in the run directory; print and write the result."""
-        assert self.prepared is not None
-        self.prepared.run()
+        assert self.training is not None
+        self.training.run()
 
     def predict(self, **kwargs: Any) -> None:
         """Write predictions on the test data to ``predictions_round_N`` in the run directory."""

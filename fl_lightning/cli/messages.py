@@ -18,7 +18,6 @@ import fl_lightning
 from fl_lightning.errors import ConfigurationError, missing_module
 from fl_lightning.experiments.run.interruption import stoppable
 from fl_lightning.experiments.run.training import quiet_host
-from fl_lightning.files import no_link
 from fl_lightning.folders import folder_of
 from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.ranks import is_shared
@@ -184,17 +183,16 @@ def broken_module(error: BaseException | None) -> str:
     return place
 
 
-def _write_traceback(error: Exception, path: Path) -> str:
-    text = "".join(traceback.format_exception(error))
+def _write_traceback(cause: Exception, path: Path) -> str:
+    text = "".join(traceback.format_exception(cause))
     try:
         if path.is_file() and not path.read_bytes().startswith(b"Traceback"):
             raise FileExistsError(errno.EEXIST, "a file of another kind is there")
-        with open(path, "w", opener=no_link, errors="backslashreplace") as file:
+        with open(path, "w", errors="backslashreplace") as file:
             file.write(text)
-    except (OSError, ConfigurationError) as unwritable:
+    except OSError as error:
         print(text, file=_errors())
-        why = f"cannot be written: {unwritable.strerror}" if isinstance(unwritable, OSError) else "is a link"
-        return f"the traceback is above, since {path} {why}"
+        return f"the traceback is above, since {path} cannot be written: {error.strerror}"
     return f"the traceback is in {path}"
 
 

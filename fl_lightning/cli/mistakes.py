@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable as AbstractCallable
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
@@ -54,33 +53,21 @@ class _Settings:
     Args:
         parser: A parser.
         owner: Name of the class whose settings the parser reads; empty for the command's parser.
+
+    Attributes:
+        names: The plain names of the settings that a user can give.
+        kinds: The type of each setting, keyed by plain name. The type of a linked setting is None.
+        required: The settings that a user must give.
     """
 
-    def __init__(self, parser: ArgumentParser, owner: str = "") -> None:
-        self.parser, self.owner = parser, owner
-
-    @cached_property
-    def _actions(self) -> list[Any]:
-        chosen: Any = self.parser
-        parsers = chosen.commands.choices.values() if chosen.commands else [chosen]
-        return [action for parser in parsers for action in parser._actions]
-
-    @cached_property
-    def kinds(self) -> dict[str, Any]:
-        """The type of each setting, keyed by plain name. The type of a linked setting is None."""
-        typed = {plain_name(action.dest): getattr(action, "_typehint", None) for action in self._actions}
+    def __init__(self, parser: Any, owner: str = "") -> None:
+        self.owner, self.names = owner, list(parser.settings())
+        parsers = parser.commands.choices.values() if parser.commands else [parser]
+        actions = [action for parser in parsers for action in parser._actions]
+        typed = {plain_name(action.dest): getattr(action, "_typehint", None) for action in actions}
         inner = {name.rpartition(".")[0] for name in typed if not name.endswith(".help")}
-        return {name: kind for name, kind in typed.items() if name not in inner or kind is not None}
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The plain names of the settings that a user can give."""
-        parser: Any = self.parser
-        return list(parser.settings())
-
-    @property
-    def required(self) -> list[str]:
-        return list(dict.fromkeys(action.dest for action in self._actions if action.required))
+        self.kinds = {name: kind for name, kind in typed.items() if name not in inner or kind is not None}
+        self.required = list(dict.fromkeys(action.dest for action in actions if action.required))
 
     def takes_classes(self, name: str) -> bool:
         """Return whether the setting's value is a class. Each such setting has an option for help."""
@@ -99,7 +86,7 @@ class _Check:
     """
 
     def __init__(self, parser: ArgumentParser) -> None:
-        self.settings = _Settings(parser)
+        self.parser, self.settings = parser, _Settings(parser)
         self.chosen: dict[str, _Settings] = {}
 
     def __call__(self, entry: Given) -> None:
@@ -168,7 +155,7 @@ class _Check:
             raise ConfigurationError(
                 f"{shown}: {text} is no {name}, nor a function annotated to return one; {_remedy(kind)}"
             )
-        parser: Any = type(self.settings.parser)(exit_on_error=False)
+        parser: Any = type(self.parser)(exit_on_error=False)
         try:
             if isinstance(made, type):
                 functions = (get_args(part) for part in _parts(kind) if get_origin(part) is AbstractCallable)
@@ -184,7 +171,7 @@ class _Check:
     def _refuse_unknown(self, name: str, settings: _Settings) -> NoReturn:
         if settings.owner:
             among = ", ".join(settings.names) or "none, or its class_path is missing"
-            near = nearest(name, settings.names) or self._classes_with(name, settings.owner)
+            near = nearest(name, settings.names)
             raise ConfigurationError(f"{settings.owner}: there is no setting {name!r} among {among}{near}")
         parts = name.split(".")
         starts = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
@@ -197,17 +184,6 @@ class _Check:
         near = f"; did you mean {' or '.join(same)}?" if same and "." in name else ""
         near = near or nearest(name, [*known, *sections])
         raise ConfigurationError(f"there is no setting {name!r}{near}")
-
-    def _classes_with(self, name: str, owner: str) -> str:
-        """Return a clause with the classes of the owner's kind that have a setting of this name."""
-        known = [self.settings, *self.chosen.values()]
-        for kind in (x.kinds[setting] for x in known for setting in x.names if x.takes_classes(setting)):
-            classes = _suggested(kind)
-            if owner in classes:
-                others = [x for x, made in classes.items() if name in inspect.signature(made).parameters]
-                if 0 < len(others) < 5:
-                    return f"; {', '.join(sorted(others))} {'has' if len(others) == 1 else 'have'} it"
-        return ""
 
     def missing(self, given: set[str]) -> str:
         """Return a line about required settings that the user has not given; empty if none."""

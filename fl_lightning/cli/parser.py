@@ -19,7 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from fl_lightning.cli.messages import Refusal, broken_module, one_line
-from fl_lightning.cli.mistakes import first_mistake, imported
+from fl_lightning.cli.mistakes import first_mistake
 from fl_lightning.cli.user_settings import Given, plain_name, read_given
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
@@ -58,7 +58,6 @@ class ConciseParser(LightningArgumentParser):
         """Add the settings of a class."""
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
         self._let_links_decide(kwargs.get("linked_targets"))
-        self._refuse_class_defaults(class_type)
         if issubclass(class_type, Metric):
             self._let_data_decide_classes()
         return names
@@ -75,7 +74,6 @@ class ConciseParser(LightningArgumentParser):
         add_instantiator(_make, function, subclasses=False)  # type: ignore[arg-type]  # a function works, too
         names: list[str] = super().add_function_arguments(function, *args, **kwargs)
         self._let_links_decide(linked_targets)
-        self._refuse_class_defaults(function)
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
@@ -99,21 +97,6 @@ class ConciseParser(LightningArgumentParser):
                 action.required = False
                 typed: Any = action  # jsonargparse adds the type of the setting
                 typed._typehint |= None
-
-    def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
-        """Raise an error if a setting's default is a class that cannot be made without arguments.
-
-        For example, ShuffleNetV2 has such a setting.
-        """
-        for action in self._actions:
-            if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
-                path = action.default["class_path"]
-                needed = inspect.signature(imported(path)).parameters.values()
-                if any(p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in needed):
-                    raise ConfigurationError(
-                        f"{made.__name__}: its setting {action.dest} is a class by default ({path}), which a configuration cannot name; "
-                        f"use fl_lightning.models.library_model with function: {made.__module__}.{made.__name__}"
-                    )
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
         """Add the subcommands, and store them, because :meth:`settings` needs them."""

@@ -45,7 +45,10 @@ TABLE = {
         {"dta": {"class_path": "Digits", "init_args": {"num_clients": 3}}},
         ["no setting 'dta'", "did you mean data?"],
     ),
-    "setting of another partition": ("--data.partition.alpha 1", ["Shards", "'alpha'", "Dirichlet has it"]),
+    "setting of another partition": (
+        "--data.partition.alpha 1",
+        ["Shards: there is no setting 'alpha' among class_fraction"],
+    ),
     "abbreviated setting": (
         "--trainer.max_epoch 3",
         ["'trainer.max_epoch'", "did you mean trainer.max_epochs"],

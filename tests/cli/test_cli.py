@@ -57,6 +57,7 @@ def test_fit_ends_with_the_table_that_result_json_holds(finished):
         "executor",
         "reports", "seed",
         "directory", "environment", "computed_by", "continued_from", "provenance", "data", "loaded",
+        "stopped", "diverged_round", "updates_not_finite", "metrics", "arrays",
     } == set(result)  # fmt: skip
     assert result["method"] == "FedAvg + FixBN(freeze_round=2)"
     assert result["partition"] == "Shards(class_fraction=0.4), 3 clients"

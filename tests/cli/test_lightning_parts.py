@@ -36,11 +36,6 @@ REFUSED = {
         "reload_dataloaders_every_n_epochs",
         1,
     ): "1 would reload nothing: the data draw the clients' batches anew in each round; leave it out",
-    ("barebones", True): "True would train without metrics and checkpoints; leave it out",
-    (
-        "enable_checkpointing",
-        False,
-    ): "False contradicts the run's folder, which keeps the last round; leave it out, checkpoint.every_n_seconds says how often",
     ("default_root_dir", "here"): "here would be ignored; use run_root and name",
 }
 AVERAGE = (
@@ -108,6 +103,21 @@ def test_setting_that_would_be_ignored_is_one_line(setting, line, capsys):
     name, value = setting
     message = message_of(capsys, lambda: run(f"--trainer.{name}", value))
     assert message.replace(f"trainer.{name} ", f"trainer.{name}: ") == f"error: trainer.{name}: {line}\n"
+    assert attempts() == []
+
+
+@shows("barebones", "enable_checkpointing")
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("barebones=true", "Trainer(barebones=True, "),
+        ("enable_checkpointing=false", "`enable_checkpointing=False`"),
+    ],
+)
+def test_what_lightning_refuses_itself_is_one_line(setting, words, capsys):
+    message = message_of(capsys, lambda: run(f"--trainer.{setting}"))
+    assert message.startswith("error: trainer (accelerator: cpu, devices: 1): ")
+    assert words in message
     assert attempts() == []
 
 

@@ -88,20 +88,6 @@ def test_inputs_that_a_model_refuses_are_named_with_its_first_layer(model, layer
     assert "in_channels" in message
 
 
-@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "ShuffleNetV2"])
-def test_a_setting_that_is_a_class_by_default_names_the_way_out(name, capsys):
-    model = f"torchvision.models.{name}"
-    for changes, arguments in (({}, ["--model.model", model]), ({"model.model": {"class_path": model}}, [])):
-        write_config(changes)
-        message = message_of(capsys, lambda arguments=arguments: run(*arguments))
-        words = (
-            f"model.model: {name}",
-            "inverted_residual",
-            "library_model with function: torchvision.models.",
-        )
-        assert [word for word in words if word not in message] == []
-
-
 @pytest.mark.slow
 def test_resnet18_of_torchvision_is_trained_and_resumed_from_a_yaml():
     write_cifar10_folders()

@@ -171,15 +171,6 @@ def test_traceback_is_shown_where_no_file_takes_it(capsys):
     assert shown.endswith("; the traceback is above, since error.txt cannot be written: Is a directory)\n")
 
 
-def test_traceback_is_not_written_through_a_link(capsys):
-    write_config(data(table="data.csv"))
-    os.symlink("elsewhere", "error.txt")
-    with pytest.raises(SystemExit):
-        run()
-    assert capsys.readouterr().err.endswith("; the traceback is above, since error.txt is a link)\n")
-    assert not Path("elsewhere").exists()
-
-
 def test_images_that_are_not_numbers_are_not_blamed_on_the_learning_rate(capsys):
     write_config(data(client="nan") | net())
     message = message_of(capsys, run, status=2)

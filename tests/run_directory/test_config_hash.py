@@ -236,5 +236,5 @@ def test_the_class_of_a_module_of_ones_own_names_a_run():
     for kind in (FederatedModule, type("Mine", (FederatedModule,), {"__module__": "mine"})):
         module = object.__new__(kind)
         config = {**CONFIG, "model": CONFIG["model"]["init_args"], "data": {}, "run_root": "runs"}
-        found.append(training.Training(module, None, config, None, "").directory.stem)
+        found.append(training.Training(module, None, config, None).directory.stem)
     assert found[0] != found[1]

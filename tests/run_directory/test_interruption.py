@@ -1,8 +1,6 @@
 import os
 import signal
 import sys
-import time
-import weakref
 from pathlib import Path
 
 import pytest
@@ -85,34 +83,6 @@ def test_a_second_signal_stops_at_once(number, expected, capsys):
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2]
     kept = f"{attempt.path} keeps round 1; the same command with --ckpt_path last resumes the run"
     assert capsys.readouterr().err.endswith(f"\nstopped by {WAYS[number]}; {kept}\n")
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("place", ["destructor", "callback of a weakref"])
-def test_a_second_signal_that_comes_where_python_drops_exceptions_stops_at_once(place, capsys, monkeypatch):
-    class Deleted:
-        pass
-
-    def drop(callback, *_):
-        callback.at = 0
-        gone = Deleted()
-        kept = weakref.finalize(gone, os.kill, os.getpid(), callback.signal)
-        if place == "destructor":
-            kept.detach()
-            Deleted.__del__ = lambda own: os.kill(os.getpid(), callback.signal)
-        del gone
-        time.sleep(60)
-
-    import ctrl_c
-
-    monkeypatch.setattr(ctrl_c.Press, "press", drop)
-    attempt, status = interrupted(signal.SIGTERM, times=2)
-    assert status == 143
-    _, asked, stopped = capsys.readouterr().err.splitlines()
-    assert asked == "stopping after this round; SIGTERM again stops at once"
-    assert stopped.startswith(f"stopped by SIGTERM; {attempt.path} keeps round")
-    monkeypatch.setattr(ctrl_c.Press, "on_after_local_backward", lambda *_: None)
-    assert rows(run("--ckpt_path", "last").attempt)[-1]["round"] == 8
 
 
 @pytest.mark.parametrize("number", WAYS)

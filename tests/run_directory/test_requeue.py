@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import attempts, message_of, rows, run, write_config
+from command_line import message_of, rows, run, write_config
 
 from fl_lightning.experiments.run_directory import checkpoint_io
 from fl_lightning.experiments.run_directory.directory import Attempt
@@ -30,7 +30,6 @@ def killed_in_round(number, monkeypatch, *arguments):
         patch.setattr(
             "fl_lightning.experiments.run_directory.continuation.Start.discard_untrained", lambda self: None
         )
-        patch.setattr("fl_lightning.cli.federated_cli.RoundCheckpoint.on_exception", lambda *arguments: None)
         with pytest.raises(Killed):
             run(*arguments)
 
@@ -47,33 +46,7 @@ def test_one_command_starts_goes_on_and_ends(monkeypatch):
     assert run(*auto).attempt.path.samefile(attempt.path)
     after = json.loads(attempt.result.read_text())
     assert after | {"process_seconds": 0} == before | {"process_seconds": 0}
-    assert len(list(Path("runs/tiny").iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_killed_attempt_without_a_checkpoint_is_used_again_and_nothing_of_it_is_left(monkeypatch):
-    first = run().attempt
-    killed_in_round(1, monkeypatch)
-    dead = Path(f"{first.path}.2")
-    (dead / "wandb").mkdir()
-    (dead / "wandb_id").write_text("old")
-    before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file()}
-    again = run().attempt
-    assert again.path == dead
-    assert {path.name for path in dead.iterdir()} == {path.name for path in first.path.iterdir()}
-    assert rows(again) == rows(first)
-    assert {path: path.read_bytes() for path in before} == before
-
-
-@pytest.mark.slow
-def test_attempt_that_is_locked_or_has_something_to_keep_is_not_used_again(monkeypatch):
-    killed_in_round(1, monkeypatch)
-    (name,) = attempts()
-    with Attempt(Path("runs/tiny", name)).lock():
-        second = run().attempt
-    assert second.path.name == f"{name}.2"
-    second.result.unlink()  # its checkpoint is what it keeps
-    assert run().attempt.path.name == f"{name}.3"
+    assert [*Path("runs/tiny").glob("*/result.json")] == [attempt.result]
 
 
 def test_killed_after_its_first_round_a_run_has_a_checkpoint(monkeypatch):

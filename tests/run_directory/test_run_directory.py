@@ -3,7 +3,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from fl_lightning.experiments.run_directory.directory import (
     Attempt,
     RunDirectory,
 )
-from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger
 from fl_lightning.files import atomic_write, write_json, write_text
 
 
@@ -46,15 +44,6 @@ def test_new_attempts_count_up_and_never_take_an_existing_folder(run):
     names = [run.new_attempt().path.name for _ in range(11)]
     assert names == ["0123abcd-s0", *(f"0123abcd-s0.{number}" for number in range(2, 12))]
     assert run.attempts()[0].path.name == "0123abcd-s0.11"
-
-
-def test_the_result_of_a_single_round_is_kept_also_without_its_checkpoints(run):
-    first = run.new_attempt()
-    first.metrics.write_text('{"round": 1, "train/loss": 0.5}\n')
-    first.result.write_text("{}")
-    with ExitStack() as held:
-        assert run.next_attempt(held) != first
-    assert first.result.read_text() == "{}"
 
 
 def test_new_attempt_is_newest_even_where_older_ones_were_removed(run):
@@ -209,27 +198,6 @@ def test_planted_link_in_the_place_of_a_temporary_file_is_not_followed(tmp_path)
     (tmp_path / ".result.json.tmp").symlink_to(victim)
     write_text(path, "new")
     assert (path.read_text(), path.is_symlink(), victim.read_text()) == ("new", False, "mine")
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda attempt: attempt.lock().__enter__(),
-        lambda attempt: JSONLinesLogger(attempt.path).log_metrics({"round": 1}),
-    ],
-)
-@pytest.mark.parametrize("there", [True, False])
-def test_planted_link_in_the_place_of_a_file_that_grows_is_refused(write, there, tmp_path):
-    victim, attempt = tmp_path / "victim", Attempt(tmp_path / "run")
-    attempt.path.mkdir()
-    if there:
-        victim.write_text("mine")
-    for name in (LOCK, attempt.metrics.name):
-        (attempt.path / name).symlink_to(victim)
-    with pytest.raises(ConfigurationError, match=f"is a link to {victim}"):
-        write(attempt)
-    assert not attempt.is_locked()
-    assert (victim.read_text() if there else victim.exists()) == ("mine" if there else False)
 
 
 def test_content_is_on_disk_before_its_name_and_the_name_before_the_return(tmp_path, monkeypatch):

@@ -18,12 +18,10 @@ from cells import (
     wait_until,
     write_study,
 )
-from command_line import message_of, rows
+from command_line import rows
 
-from fl_lightning import ConfigurationError
 from fl_lightning.cli import study, study_cell
 from fl_lightning.experiments.studies.cells import State
-from fl_lightning.experiments.studies.engines.base import run_command
 from fl_lightning.experiments.studies.engines.local import LocalEngine
 from fl_lightning.experiments.studies.running import Runner
 from fl_lightning.round.module import FederatedModule
@@ -123,9 +121,6 @@ def strike(monkeypatch, number):
     monkeypatch.setattr(
         "fl_lightning.experiments.run_directory.continuation.Start.discard_untrained", lambda self: None
     )
-    monkeypatch.setattr(
-        "fl_lightning.cli.federated_cli.RoundCheckpoint.on_exception", lambda *arguments: None
-    )
     return pytest.raises(Killed)
 
 
@@ -221,23 +216,3 @@ def test_a_failed_cell_is_told_by_what_its_last_try_said(tmp_path):
     assert runner._error(cell, -9, cell.state()) == f"killed by signal 9; its output: {log}"
     older = State("stale", why="torch 1, now 2")  # what it left before, not what ended it now
     assert runner._error(cell, -9, older) == f"killed by signal 9; its output: {log}"
-
-
-def test_a_link_in_the_place_of_a_lock_or_a_log_is_refused_and_leads_nowhere(tmp_path, capsys):
-    write_study(through={})
-    (cell,), engine, victim = study_cells().values(), Recorder(), tmp_path / "victim"
-    victim.write_text("mine\n")
-    runner = Runner(Path("study"), engine, 1)
-    job = runner._job(cell)
-    lock = cell.key.parent / f".{cell.key.name}.lock"
-    lock.parent.mkdir(parents=True)
-    lock.symlink_to(victim)
-    line = message_of(capsys, lambda: study_cell.main(job.arguments))
-    assert f"{lock} is a link to {victim}" in line
-    job.log.symlink_to(victim)
-    with pytest.raises(ConfigurationError, match=f"{job.log} is a link to {victim}"):
-        LocalEngine().submit([job])
-    with pytest.raises(OSError, match="symbolic links"):
-        run_command(["true"], str(job.log), ".", {})
-    assert victim.read_text() == "mine\n"
-    assert attempts_of(cell) == []

@@ -1,6 +1,5 @@
 """Handling of Ctrl-C, SIGTERM and SIGHUP: a run stops after its current round."""
 
-import os
 import signal
 import sys
 import threading
@@ -16,7 +15,6 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # seconds until a signal is sent again, in case Python has discarded the exception
 _ECHO = 2.0  # seconds within which torchrun may repeat a signal from the terminal
 
 
@@ -40,21 +38,7 @@ def stoppable() -> Iterator[None]:
 
     If blocks are nested, only the outermost block prints a message.
     """
-    previous, unraisable = _listen(_stop), sys.unraisablehook
-    left = threading.Event()
-
-    def send_again(number: int) -> None:
-        if not left.wait(_AGAIN):
-            os.kill(os.getpid(), number)
-
-    def hear_lost(lost: Any) -> None:
-        if isinstance(lost.exc_value, Stopped):
-            # Python discards an exception that is raised in a destructor
-            threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
-        else:
-            unraisable(lost)
-
-    sys.unraisablehook = hear_lost
+    previous = _listen(_stop)
     try:
         yield
     except Stopped as stopped:
@@ -64,10 +48,8 @@ def stoppable() -> Iterator[None]:
             stopped.kept = ""
         raise
     finally:
-        left.set()
         for number, handler in previous.items():
             signal.signal(number, handler)
-        sys.unraisablehook = unraisable
 
 
 class FinishRound(L.Callback):

@@ -1,9 +1,7 @@
 """Progress line of a run: rounds, local steps, loss, accuracy, speed and remaining time."""
 
 import time
-from collections import deque
 from datetime import timedelta
-from statistics import median
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
@@ -15,7 +13,6 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
 
 _REFRESH_SECONDS = 0.1
-_RECENT = 20  # number of recent rounds whose median time is used to predict the remaining time
 
 
 class RoundProgress(Recorded, ProgressBar):
@@ -27,8 +24,8 @@ class RoundProgress(Recorded, ProgressBar):
     The line shows the metrics of the newest complete round. The total number of rounds is the
     trainer's ``max_epochs``. The module calls :meth:`local_step` after each local step.
 
-    The remaining time is computed from the median times of recent rounds and evaluations. The first
-    round of a process does not count, because it may include compilation.
+    The remaining time is computed from the mean time of a round with its evaluation. The first round
+    of a process does not count, because it may include compilation.
 
     Args:
         every_n_seconds: Minimum time in seconds between two lines of a pipe or log file, at least 0
@@ -50,9 +47,8 @@ class RoundProgress(Recorded, ProgressBar):
         self.every_n_seconds = every_n_seconds
         self.is_enabled = True  # Lightning's method LightningModule.print reads this attribute
         self._live: Live | None = None
-        self._next_time = self._started_at = self._round_started_at = self._evaluation_started_at = 0.0
+        self._next_time = self._started_at = self._second_round_at = 0.0
         self._first_round = 0
-        self._rounds, self._evaluations = deque[float](maxlen=_RECENT), deque[float](maxlen=_RECENT)
         # newest value of each metric, as some rounds have no evaluation
         self._metrics: dict[str, float] = {}
 
@@ -62,25 +58,6 @@ class RoundProgress(Recorded, ProgressBar):
         Lightning calls this method on all ranks except the first.
         """
         self.is_enabled = False
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Discard the measured times of an earlier fit."""
-        self._rounds.clear()
-        self._evaluations.clear()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock of an evaluation."""
-        self._evaluation_started_at = time.monotonic()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock of an evaluation.
-
-        The time of an evaluation is not part of the round's time.
-        """
-        seconds = time.monotonic() - self._evaluation_started_at
-        self._round_started_at += seconds
-        if not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf"):
-            self._evaluations.append(seconds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the progress line. In a resumed run, it starts at the checkpoint's round."""
@@ -98,10 +75,8 @@ class RoundProgress(Recorded, ProgressBar):
         The metrics of a round are complete only after the hook ``on_train_epoch_end``.
         """
         self._metrics |= getattr(pl_module, "metrics", {})
-        now = time.monotonic()
-        if trainer.current_epoch > self._first_round + 1:
-            self._rounds.append(now - self._round_started_at)
-        self._round_started_at = now
+        if trainer.current_epoch == self._first_round + 1:
+            self._second_round_at = time.monotonic()
         if self._live or trainer.current_epoch > self._first_round:
             self._show()
 
@@ -149,7 +124,7 @@ class RoundProgress(Recorded, ProgressBar):
         texts = [
             f"round {done:{len(str(total))}}/{total}",
             *(text.format(float(value)) for text, value in values),
-            self._clock(now - self._started_at, done + fraction, total),
+            self._clock(now, done + fraction, total),
             steps,
         ]
         line = "  ".join(filter(None, texts))
@@ -158,13 +133,11 @@ class RoundProgress(Recorded, ProgressBar):
         else:
             print(line, flush=True)
 
-    def _clock(self, elapsed: float, done: float, total: int) -> str:
+    def _clock(self, now: float, done: float, total: int) -> str:
         if done >= total:
-            return f"in {timedelta(seconds=round(elapsed))}"
-        if not self._rounds:
+            return f"in {timedelta(seconds=round(now - self._started_at))}"
+        measured = done - self._first_round - 1
+        if measured <= 0:
             return ""
-        seconds = median(self._rounds) * (total - done)
-        if self._evaluations and (every := self.trainer.check_val_every_n_epoch):
-            # the last round always has an evaluation
-            seconds += median(self._evaluations) * ((total - 1) // every + 1 - int(done) // every)
+        seconds = (now - self._second_round_at) / measured * (total - done)
         return f"ETA {timedelta(seconds=round(seconds))}"

@@ -123,9 +123,7 @@ class Run:
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
         root = folder_below(self._place["run_root"], self._place["name"])
         directory = RunDirectory(root, f"s{self.module.seed}")
-        header = "# built in Python; only the class is named of objects that have no plain form\n"
-        way_on = "fit(resume=True)"
-        training = Training(self.module, self.data, self.config, self.checkpoint, way_on, header, directory)
+        training = Training(self.module, self.data, self.config, self.checkpoint, directory)
         ckpt_path = "last" if resume is True else resume or None
         if ckpt_path == "auto":
             ckpt_path = "last" if directory.newest_checkpoint() is not None else None
@@ -134,9 +132,9 @@ class Run:
             if (threads := self._place["threads"]) is not None:
                 held.callback(torch.set_num_threads, torch.get_num_threads())
                 settings["devices"] = use_threads(threads, settings["devices"])
-            with training.prepare(settings, self.wandb, ckpt_path) as run:
-                self.attempt = run.start.attempt
-                return run.run()
+            with training.prepare(settings, self.wandb, ckpt_path):
+                self.attempt = training.start.attempt
+                return training.run()
 
     @property
     def path(self) -> Path:

@@ -25,19 +25,6 @@ _WORTH_RANKS = 20
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""
 
-_OF_THE_RUN = {
-    "barebones": ((False,), "would train without metrics and checkpoints; leave it out"),
-    "enable_checkpointing": (
-        (None, True),
-        "contradicts the run's folder, which keeps the last round; leave it out, checkpoint.every_n_seconds says how often",
-    ),
-    "default_root_dir": ((None,), "would be ignored; use run_root and name"),
-}
-"""Trainer settings that the run itself determines.
-
-Each setting has the accepted values, and the error message for all other values.
-"""
-
 
 def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Trainer:
     """Return a trainer with this project's checkpoint plugin.
@@ -53,10 +40,10 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
     Raises:
         ConfigurationError: The trainer refuses an argument.
     """
-    for name, (accepted, remedy) in _OF_THE_RUN.items():
-        value = settings.get(name, accepted[0])
-        if value not in accepted:
-            raise ConfigurationError(f"trainer.{name}: {value} {remedy}")
+    if (folder := settings.get("default_root_dir")) is not None:
+        raise ConfigurationError(
+            f"trainer.default_root_dir: {folder} would be ignored; use run_root and name"
+        )
     plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
     if not is_launched(settings):  # processes that a scheduler has started may be independent runs
         plugins.append(OneMachine())

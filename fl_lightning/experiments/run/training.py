@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,75 +55,6 @@ TRAINER_DEFAULTS: Config = {
 """Default values of the trainer's settings in a run."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A run that is ready to start: its folder is locked and its trainer is built.
-
-    Attributes:
-        module: The module.
-        data: The module's data.
-        start: The folder, and the checkpoint to resume from.
-        trainer: The trainer.
-        arguments: Arguments of the trainer's ``fit``: ``ckpt_path`` and ``weights_only``.
-        chooses_ranks: Whether the run chooses the number of ranks, as with ``devices: auto``.
-        interruption: Callback that handles the signals that stop a run.
-    """
-
-    module: FederatedModule
-    data: FederatedDataModule
-    start: Start
-    trainer: L.Trainer
-    arguments: Mapping[str, Any]
-    chooses_ranks: bool
-    interruption: FinishRound
-
-    def run(self) -> Result:
-        """Train the server model, and evaluate the final model; print and write the result.
-
-        Returns:
-            The content of ``result.json``.
-
-        Raises:
-            ConfigurationError: The checkpoint already has all rounds, so that nothing is left to
-                train.
-            Stopped: A signal stopped the run before its last round.
-        """
-        start, trainer, signal = self.start, self.trainer, self.interruption
-        try:
-            self._limit_ranks()
-            trainer.fit(self.module, datamodule=self.data, **self.arguments)
-            if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
-                raise ConfigurationError(
-                    f"trainer.max_epochs: {trainer.max_epochs}, but {start.checkpoint} is of round {start.round}: nothing is left "
-                    "to train; use more rounds or a larger model.budget_epochs, or python -m fl_lightning test"
-                )
-            if signal.signal and trainer.global_step != trainer.max_epochs:
-                draw_pictures(start.attempt, self.module)
-                raise Stopped(signal.signal)
-        except Exception:  # Stopped is a SystemExit and is not caught here
-            if trainer.global_step > start.round:  # this fit has trained a round
-                draw_pictures(start.attempt, self.module)
-            raise
-        stopped = stop_reason(trainer) if trainer.global_step < (trainer.max_epochs or 0) else None
-        if stopped is not None:
-            print(
-                f"stopped after round {trainer.global_step} of {trainer.max_epochs} by {stopped}", flush=True
-            )
-        return finish_run(self.module, start.attempt, stopped)
-
-    def _limit_ranks(self) -> None:
-        """Set up the data before the strategy forks the ranks.
-
-        With ``devices: auto``, limit the number of ranks to the useful number.
-        """
-        strategy = self.trainer.strategy
-        if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
-            self.data.trainer = self.trainer  # Lightning sets it later, in fit
-            ranks = useful_ranks(self.module, self.data)
-            if self.chooses_ranks and strategy.num_nodes == 1:
-                strategy.limit(ranks)
-
-
 class Training:
     """The objects of a run, and the run's folder.
 
@@ -133,16 +63,15 @@ class Training:
         data: The module's data.
         config: The resolved configuration.
         keeper: Callback that writes the run's checkpoints.
-        way_on: Command or call that resumes the run, for the message of a stopped run.
-        header: Comment at the top of ``config.yaml``.
-        directory: The folders of all attempts at the run. Default: the folders that the digest of
-            the configuration names. If the folders are given, their name does not depend on the
-            settings; a run that is resumed by its name must then have the same settings.
+        directory: The folders of all attempts at a run of a Python script. Their name does not depend
+            on the settings; a run that is resumed by its name must have the same settings. Default:
+            the folders that the digest of the configuration names.
 
     Attributes:
         directory: The folders of all attempts at the run.
         start: The folder, and the checkpoint to resume from. Before :meth:`prepare`, ``start`` has
             no folder.
+        trainer: The run's trainer, once :meth:`prepare` has made it.
     """
 
     def __init__(
@@ -151,20 +80,18 @@ class Training:
         data: FederatedDataModule,
         config: Config,
         keeper: RoundCheckpoint,
-        way_on: str,
-        header: str = "",
         directory: RunDirectory | None = None,
     ) -> None:
-        self.module, self.data, self.config, self.header = module, data, config, header
-        self.keeper, self.way_on = keeper, way_on
+        self.module, self.data, self.config, self.keeper = module, data, config, keeper
         kind = type(module)
         self._complete = config
         if kind is not FederatedModule and "class_path" not in config["model"]:
             model = {"class_path": full_name(kind), "init_args": config["model"]}
             self._complete = {**config, "model": model}
-        self._is_named_by_settings = directory is None
+        self._of_script = directory is not None
         self.directory = directory_of(self._complete) if directory is None else directory
         self.start = Start()
+        self._interruption = FinishRound()
         self._wandb: RoundWandbLogger | None = None
 
     @contextmanager
@@ -174,7 +101,7 @@ class Training:
         wandb: WandbSettings,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
-    ) -> Iterator[Prepared]:
+    ) -> Iterator[None]:
         """Choose and lock the run's folder, and make the trainer.
 
         The end of the ``with`` block also ends the run at W&B. If an error occurs before the first
@@ -204,8 +131,7 @@ class Training:
                 path = self.found(ckpt_path, rounds)
                 self._find_start(path, weights_only, settings, held, by_name=ckpt_path in ("last", "best"))
             self.keeper.weights_only = weights_only
-            interruption = FinishRound()
-            trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb, interruption))
+            trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb))
             strategy = trainer.strategy
             if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
                 strategy.meet()
@@ -216,15 +142,56 @@ class Training:
             if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
                 profiler.dirpath = profiler.dirpath or self.start.attempt.path
                 profiler.filename = profiler.filename or "profile"
-            yield Prepared(
-                self.module,
-                self.data,
-                self.start,
-                trainer,
-                {"ckpt_path": path, "weights_only": weights_only},
-                settings.get("devices", "auto") == "auto",
-                interruption,
+            self.trainer = trainer
+            self._arguments: dict[str, Any] = {"ckpt_path": path, "weights_only": weights_only}
+            self._chooses_ranks = settings.get("devices", "auto") == "auto"
+            yield
+
+    def run(self) -> Result:
+        """Train the server model, and evaluate the final model; print and write the result.
+
+        Returns:
+            The content of ``result.json``.
+
+        Raises:
+            ConfigurationError: The checkpoint already has all rounds, so that nothing is left to
+                train.
+            Stopped: A signal stopped the run before its last round.
+        """
+        start, trainer, signal = self.start, self.trainer, self._interruption
+        try:
+            self._limit_ranks()
+            trainer.fit(self.module, datamodule=self.data, **self._arguments)
+            if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
+                raise ConfigurationError(
+                    f"trainer.max_epochs: {trainer.max_epochs}, but {start.checkpoint} is of round {start.round}: nothing is left "
+                    "to train; use more rounds or a larger model.budget_epochs, or python -m fl_lightning test"
+                )
+            if signal.signal and trainer.global_step != trainer.max_epochs:
+                draw_pictures(start.attempt, self.module)
+                raise Stopped(signal.signal)
+        except Exception:  # Stopped is a SystemExit and is not caught here
+            if trainer.global_step > start.round:  # this fit has trained a round
+                draw_pictures(start.attempt, self.module)
+            raise
+        stopped = stop_reason(trainer) if trainer.global_step < (trainer.max_epochs or 0) else None
+        if stopped is not None:
+            print(
+                f"stopped after round {trainer.global_step} of {trainer.max_epochs} by {stopped}", flush=True
             )
+        return finish_run(self.module, start.attempt, stopped)
+
+    def _limit_ranks(self) -> None:
+        """Set up the data before the strategy forks the ranks.
+
+        With ``devices: auto``, limit the number of ranks to the useful number.
+        """
+        strategy = self.trainer.strategy
+        if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
+            self.data.trainer = self.trainer  # Lightning sets it later, in fit
+            ranks = useful_ranks(self.module, self.data)
+            if self._chooses_ranks and strategy.num_nodes == 1:
+                strategy.limit(ranks)
 
     def found(self, ckpt_path: str | os.PathLike[str] | None, rounds: int | None = None) -> Path | None:
         """Return the checkpoint file for the setting ``--ckpt_path``; None for a new run.
@@ -291,7 +258,7 @@ class Training:
             differs: dict[str, list[Any]] = {"settings": ["unknown", "those of config.yaml"]}
             if before:  # empty if a trainer wrote the checkpoint without a run
                 differs = differences(before, deciding_settings(self._complete))
-            if by_name and not self._is_named_by_settings:
+            if by_name and self._of_script:
                 planned, rounds = checkpoint["fl_lightning"]["total_rounds"], settings.get("max_epochs")
                 plans = {"trainer.max_epochs": [planned, rounds]}
                 _refuse_changes(path, differs | (plans if self._is_other_plan(planned, rounds) else {}))
@@ -304,15 +271,15 @@ class Training:
         if writes:
             self.start = find_start(self.directory, path, checkpoint, differs, resumed, held)
 
-    def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
+    def _equipment(self, settings: Config, wandb: WandbSettings) -> dict[str, Any]:
         callbacks = as_list(settings.get("callbacks"))
         # True stands for Lightning's default logger, which the run replaces by metrics.jsonl
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
         # RunStart is the first callback, so that it prints before the progress bar opens its line
-        beginning = RunStart(self.start, self.config, self._complete, self.header)
-        callbacks = [beginning, *callbacks, interruption, self.keeper]
+        beginning = RunStart(self.start, self.config, self._complete, self._of_script)
+        callbacks = [beginning, *callbacks, self._interruption, self.keeper]
         attempt = self.start.attempt
         if attempt is None:
             return {"callbacks": callbacks, "logger": loggers or False}
@@ -351,7 +318,8 @@ class Training:
             write_text(attempt.error, f"Diverged: {error}\n")
         saved = self.keeper.saved_round or self.start.round
         if isinstance(error, Stopped) and saved and attempt.path.exists():
-            error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} resumes the run"
+            way_on = "fit(resume=True)" if self._of_script else "the same command with --ckpt_path last"
+            error.kept = f"{attempt.path} keeps round {saved}; {way_on} resumes the run"
         if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
             print(self._wandb.place, flush=True)
 

@@ -133,16 +133,13 @@ def differences(before: Config, after: Config) -> dict[str, list[Any]]:
     return {
         name: [old, new]
         for name, (old, new) in pairs.items()
-        if old != new and repr(old) != repr(new) and not (_is_content(old) and _is_removed(new))
+        if old != new and repr(old) != repr(new) and not _is_removed(old, new)
     }
 
 
-def _is_content(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("content ")
-
-
-def _is_removed(value: Any) -> bool:
-    return isinstance(value, str) and not _is_content(value) and not Path(value).expanduser().exists()
+def _is_removed(old: Any, new: Any) -> bool:
+    old_is_file, new_is_file = (str(value).startswith("content ") for value in (old, new))
+    return old_is_file and not new_is_file and not Path(str(new)).expanduser().exists()
 
 
 def _callbacks(config: Config) -> dict[str, Any]:

@@ -7,10 +7,9 @@ trained round.
 """
 
 import re
-import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from fl_lightning.files import broken_link, locked, unwritable, user_path
 
 Config = dict[str, Any]
 """Settings of a run as in its YAML file, including defaults."""
+
+_SECTIONS = {"name", "seed_everything", "model", "data", "trainer"}
 
 LOCK = ".lock"
 """Name of the lock file in a run's folder. A process that trains in the folder locks the file."""
@@ -77,7 +78,7 @@ class Attempt:
             config = yaml.safe_load(self.config.read_text())
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             config = None
-        if not isinstance(config, dict):
+        if not isinstance(config, dict) or not _SECTIONS.issubset(config):
             raise ConfigurationError(
                 f"{self.config} is no resolved configuration of a run; restore the file or leave its folder out"
             )
@@ -89,12 +90,8 @@ class Attempt:
         return (lines or ["no message"])[-1]
 
     @contextmanager
-    def lock(self, certain: bool = False) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Lock this folder against other training processes until the block or the process ends.
-
-        Args:
-            certain: Whether to raise an error if the file system does not support locks. Some
-                network file systems do not.
 
         Raises:
             ConfigurationError: Another process holds the lock.
@@ -104,13 +101,11 @@ class Attempt:
         with ExitStack() as held:
             try:
                 try:
-                    held.enter_context(locked(file, wait=False, certain=certain))
+                    held.enter_context(locked(file, wait=False))
                 except BlockingIOError:
                     time.sleep(_GLANCE)
-                    held.enter_context(locked(file, wait=False, certain=certain))
-            except OSError as error:
-                if not certain and not isinstance(error, BlockingIOError):
-                    raise
+                    held.enter_context(locked(file, wait=False))
+            except BlockingIOError as error:
                 raise ConfigurationError(
                     f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
                 ) from error
@@ -133,16 +128,6 @@ class Attempt:
         except OSError:
             # the folder was removed in the meantime, or the file belongs to a different user
             return False
-
-    def kept_nothing(self) -> bool:
-        """Return whether the folder has no result, no checkpoint and no metrics of a trained round.
-
-        A single row of metrics may be that of the initial model.
-        """
-        if self.result.exists():
-            return False
-        rows = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
-        return rows <= 1 and not any([*self.checkpoints.glob("*.ckpt"), *self.path.rglob("*.ckpt")])
 
 
 @dataclass(frozen=True)
@@ -188,28 +173,14 @@ class RunDirectory:
                 return Attempt(path)
 
     def next_attempt(self, held: ExitStack) -> Attempt:
-        """Return an attempt for a new run, and lock its folder.
-
-        If the newest attempt has no trained round and no process trains in its folder, the folder
-        is emptied and reused. Otherwise a new folder is made.
+        """Create the folder of the next attempt, and lock the folder.
 
         Args:
             held: Exit stack that holds the lock.
         """
-        for newest in self.attempts()[:1]:
-            with ExitStack() as tried, suppress(ConfigurationError, FileNotFoundError):
-                tried.enter_context(newest.lock(certain=True))
-                if newest.kept_nothing():
-                    for path in (path for path in newest.path.iterdir() if path.name != LOCK):
-                        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-                    held.push(tried.pop_all())
-                    return newest
-        while True:
-            new = self.new_attempt()
-            with suppress(ConfigurationError, FileNotFoundError):
-                # another process has locked this folder in the meantime
-                held.enter_context(new.lock())
-                return new
+        attempt = self.new_attempt()
+        held.enter_context(attempt.lock())
+        return attempt
 
     def newest_checkpoint(self, name: str = "last.ckpt") -> Path | None:
         """Return the checkpoint from the newest attempt that has a checkpoint of this name."""

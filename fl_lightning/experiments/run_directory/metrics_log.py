@@ -16,7 +16,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import no_link, plain, restored, unwritable
+from fl_lightning.files import plain, restored, unwritable
 
 
 def joined(write: Callable[..., None]) -> Callable[..., None]:
@@ -78,7 +78,7 @@ class JSONLinesLogger(Logger):
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab", opener=no_link) as file:
+            with open(self.path, "ab") as file:
                 file.write(line)
         except OSError as error:
             raise unwritable(self.path, error) from error
@@ -90,7 +90,7 @@ class JSONLinesLogger(Logger):
     def save(self) -> None:
         """Sync the file to the disk."""
         if self.path.exists():
-            with open(self.path, "ab", opener=no_link) as file:
+            with open(self.path, "ab") as file:
                 os.fsync(file.fileno())
 
 

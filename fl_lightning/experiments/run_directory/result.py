@@ -39,9 +39,7 @@ def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | 
         The content of ``result.json``.
     """
     metrics = final_metrics(module)
-    result = _collect(module, attempt, metrics)
-    if stopped is not None:
-        result["stopped"] = stopped
+    result = _collect(module, attempt, metrics, stopped)
     if attempt is not None:
         write_json(attempt.result, result)
     _print(result)
@@ -49,7 +47,9 @@ def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | 
     return result
 
 
-def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]) -> Result:
+def _collect(
+    module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float], stopped: str | None
+) -> Result:
     """Return the content of ``result.json``.
 
     The metrics of the clients' own models come first.
@@ -81,23 +81,18 @@ def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[
         "environment": {**describe_environment()},
         "provenance": record.provenance,
         "data": record.data,
+        "stopped": stopped,
+        "diverged_round": record.diverged_round,
+        "updates_not_finite": {str(client): count for client, count in record.not_finite.items()},
+        "learning_rates": {x: rate for x, rate in record.metrics.items() if x.startswith(_RATES)},
+        "metrics": [name for name in metrics if "/" not in name],
+        "arrays": module.evaluation.arrays,
+        "loaded": module.data.loaded,
     }
     if (seconds := process_seconds()) is not None:
         result["process_seconds"] = seconds
-    if record.diverged_round is not None:
-        result["diverged_round"] = record.diverged_round
-    if record.not_finite:
-        result["updates_not_finite"] = {str(client): count for client, count in record.not_finite.items()}
-    if rates := {x: rate for x, rate in record.metrics.items() if x.startswith(_RATES)}:
-        result["learning_rates"] = rates
     if any(best_is(name) != best for name, best in module.task.best.items()):
         result["best"] = module.task.best
-    if listed := [name for name in metrics if "/" not in name]:
-        result["metrics"] = listed
-    if arrays := module.evaluation.arrays:
-        result["arrays"] = arrays
-    if module.data.loaded is not None:
-        result["loaded"] = module.data.loaded
     named: dict[str, object] = {name: metrics[name] for name in order}
     named[f"class_{module.task.by_class}"] = final_classes(module, metrics)
     for report in reports:
@@ -136,8 +131,7 @@ def _extended(result: Result) -> str:
 
 
 def _diverged(result: Result) -> str:
-    first = f", first in round {result['diverged_round']}" if "diverged_round" in result else ""
-    return f"  (diverged{first})" if result["diverged"] else ""
+    return f"  (diverged, first in round {result['diverged_round']})" if result["diverged"] else ""
 
 
 def _not_finite(updates: Mapping[str, int]) -> str:

@@ -80,8 +80,11 @@ def _row(attempt: Attempt, config: Config, settings: Sequence[str]) -> dict[str,
     every, trainer = dict(settings_of(config) if settings else ()), config["trainer"] or {}
     metrics = {name: str(shown.get("best")) for name, shown in (facts.get("metrics") or {}).items()}
     main, direction = next(iter(metrics.items()), ("accuracy", "max"))
-    lines = attempt.metrics.read_bytes().split(b"\n")[:-1] if attempt.metrics.is_file() else []
-    logged = {name: _logged(lines, name) for name in (f"val/{main}", f"test/{main}", main)}
+    rows = _rows(attempt.metrics)
+    logged = {
+        name: {row["round"]: float(row[name]) for row in rows if name in row and row["round"] > 0}
+        for name in (f"val/{main}", f"test/{main}", main)
+    }
     metric = next((name for name, values in logged.items() if values), None)
     values = logged.get(metric or "", {})
     finite = {number: value for number, value in values.items() if isfinite(value)}
@@ -93,7 +96,7 @@ def _row(attempt: Attempt, config: Config, settings: Sequence[str]) -> dict[str,
         "method": facts.get("method") or result.get("method") or names or None,
         "data": _class(config["data"]),
         "seed": config.get("seed_everything"),
-        "rounds": result.get("rounds", int(_last(lines).get("round", 0))),
+        "rounds": result.get("rounds", rows[-1]["round"] if rows else 0),
         "planned": facts.get("planned_rounds", result.get("planned_rounds", trainer.get("max_epochs"))),
         "state": _state(attempt, result),
         "metric": metric,
@@ -123,24 +126,11 @@ def _content(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _last(lines: Sequence[bytes]) -> dict[str, Any]:
-    with suppress(ValueError, IndexError):
-        return dict(json.loads(lines[-1]))
-    return {}
-
-
-def _logged(lines: Sequence[bytes], metric: str) -> dict[int, float]:
-    """Return a metric of trained models by round.
-
-    Only lines with the metric are parsed, because files may be long.
-    """
-    found = json.dumps(metric).encode()
-    values: dict[int, float] = {}
-    for line in (line for line in lines if found in line):
-        with suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            values[int(row["round"])] = float(row[metric])
-    return {number: value for number, value in values.items() if number > 0}
+def _rows(path: Path) -> list[dict[str, Any]]:
+    with suppress(OSError, ValueError):
+        lines = path.read_bytes().split(b"\n")[:-1]  # the last line of a killed run may be incomplete
+        return [restored(json.loads(line)) for line in lines]
+    return []
 
 
 def _class(node: Any) -> str:

@@ -2,21 +2,23 @@
 
 import ast
 import hashlib
+import inspect
 import platform
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache
-from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from typing import Any, NamedTuple
+from pydoc import ErrorDuringImport, locate
+from typing import Any
 
 import lightning as L
 import torch
 
+from fl_lightning.experiments.run_directory.config_digest import class_path
 from fl_lightning.experiments.run_directory.directory import Config
 
 _HOME = Path(__file__).resolve().parents[2]
@@ -71,7 +73,7 @@ def provenance(config: Config) -> dict[str, str]:
     for path, method_files in methods.items():
         files |= method_files
         computes[path] = _digest(method_files)
-    names |= {name for module, path in files.items() for name in _bindings(path, module).imports}
+    names |= {name for module, path in files.items() for name in _imports(path, module)}
     roots = {name.partition(".")[0] for name in names}
     return computes | {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
 
@@ -92,36 +94,32 @@ def _files(names: Iterable[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     waiting, seen = [*names], set[str]()
     while waiting:
-        name = waiting.pop()
-        if name in seen:
+        if (name := waiting.pop()) in seen:
             continue
         seen.add(name)
-        module, path, attribute = _module_of(name)
-        if path is None:
-            continue
-        bound = _bindings(path, module)
-        home = module
-        if attribute.isidentifier() and attribute not in bound.defined:
-            home = bound.exports.get(attribute) or _lazy_home(module, path, attribute)
-        if home != module:
-            waiting.append(home)
-        elif module not in files:
+        module = _home(name)
+        path = _file(module)
+        if path is not None and module not in files:
             files[module] = path
-            waiting += bound.imports
+            waiting += _imports(path, module)
     return files
 
 
-def _module_of(name: str) -> tuple[str, Path | None, str]:
-    """Split a full name into the module, the module's file and the name inside the module.
+def _home(name: str) -> str:
+    """Return the module that defines the object with this full name.
 
-    The file is None if the name is not defined in a file that counts.
+    This function imports nothing, because a module may be a script.
     """
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        module = ".".join(parts[:length])
-        if (path := _file(module)) is not None:
-            return module, path, parts[length] if length < len(parts) else ""
-    return name, None, ""
+    module, *rest = name.split(".")
+    while rest and module in sys.modules and _found(f"{module}.{rest[0]}"):
+        module = f"{module}.{rest.pop(0)}"
+    made = getattr(sys.modules.get(module), rest[0], None) if rest else None
+    return made.__module__ if isinstance(made, type) or inspect.isfunction(made) else module
+
+
+def _found(module: str) -> Any:
+    with suppress(ImportError):
+        return sys.modules.get(module) or find_spec(module)
 
 
 def _file(module: str) -> Path | None:
@@ -129,9 +127,8 @@ def _file(module: str) -> Path | None:
 
     The place of the file decides, not its name: a user may have a module ``trace``.
     """
-    spec = _spec(module) if module not in sys.modules else None
-    origin = getattr(sys.modules.get(module), "__file__", None) if spec is None else spec.origin
-    path = Path(origin or "")
+    found = _found(module)
+    path = Path(getattr(found, "__file__", None) or getattr(found, "origin", None) or "")
     if path.suffix != ".py" or not path.is_file():
         return None
     if module.partition(".")[0] == _HOME.name:
@@ -140,67 +137,22 @@ def _file(module: str) -> Path | None:
     return None if is_installed or path.is_relative_to(_STANDARD) else path
 
 
-def _spec(module: str) -> ModuleSpec | None:
-    """Find a module. Do not import the packages around it, because an import runs code."""
-    if (parent := module.rpartition(".")[0]) == "":
-        return find_spec(module)
-    package = sys.modules.get(parent) or _spec(parent)
-    folders = getattr(package, "__path__", None) or getattr(package, "submodule_search_locations", None)
-    return PathFinder.find_spec(module, folders) if folders else None
-
-
-def _lazy_home(module: str, path: Path, attribute: str) -> str:
-    """Return the module that defines an object which a package imports at its first use."""
-    if path.name != "__init__.py":
-        return module  # do not import other modules: a script would start
-    try:
-        made = getattr(import_module(module), attribute, None)
-    except Exception:  # noqa: BLE001  # the error is reported when the run is built
-        return module
-    return getattr(made, "__module__", None) or module
-
-
-class _Bindings(NamedTuple):
-    """Names that a module imports and defines.
-
-    Attributes:
-        imports: Full names of all imported modules and objects, also inside functions.
-        exports: Full name of each imported object, by the object's name in the module.
-        defined: Names that the module itself defines.
-    """
-
-    imports: tuple[str, ...]
-    exports: Mapping[str, str]
-    defined: frozenset[str]
-
-
-def _bindings(path: Path, module: str) -> _Bindings:
+def _imports(path: Path, module: str) -> tuple[str, ...]:
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return _bindings_of(path.read_bytes(), package)
+    return _imports_of(path.read_bytes(), package)
 
 
 @cache
-def _bindings_of(content: bytes, package: str) -> _Bindings:
-    imports: list[str] = []
-    exports: dict[str, str] = {}
-    defined: set[str] = set()
+def _imports_of(content: bytes, package: str) -> tuple[str, ...]:
+    """Return the full names of all imported modules and objects, also inside functions."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(content)):
-        names: list[tuple[str, str]] = []
         if isinstance(node, ast.Import):
-            imports += (alias.name for alias in node.names)
-            names += ((alias.asname, alias.name) for alias in node.names if alias.asname)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            around = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            source = tuple(filter(None, (around, node.module)))
-            names += ((alias.asname or alias.name, ".".join((*source, alias.name))) for alias in node.names)
-            imports += (full for _, full in names)
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            defined.add(node.id)
-        # a name with two sources, as in try and except, counts like a name that the module defines
-        defined |= {name for name, full in names if exports.setdefault(name, full) != full}
-    return _Bindings(tuple(imports), exports, frozenset(defined))
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            names += (f"{source}.{alias.name}" for alias in node.names)
+    return tuple(names)
 
 
 def _dotted_names(tree: Any) -> set[str]:
@@ -208,6 +160,8 @@ def _dotted_names(tree: Any) -> set[str]:
     names, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()
+        with suppress(ErrorDuringImport):  # the error is reported when the run is built
+            locate(class_path(node))  # import the module, so that it is known where the class is defined
         if isinstance(node, str) and "." in node and all(part.isidentifier() for part in node.split(".")):
             names.add(node)
         elif isinstance(node, dict):

@@ -36,12 +36,12 @@ class RunStart(L.Callback):
         start: The run's folder, and the checkpoint to resume from.
         config: The resolved configuration.
         complete: The configuration with the class of the module.
-        header: Comment at the top of ``config.yaml``.
+        of_script: Whether a Python script has built the run, which a comment in ``config.yaml`` says.
     """
 
-    def __init__(self, start: Start, config: Config, complete: Config, header: str = "") -> None:
+    def __init__(self, start: Start, config: Config, complete: Config, of_script: bool = False) -> None:
         self.start, self.attempt = start, start.attempt
-        self.config, self.complete, self.header = config, complete, header
+        self.config, self.complete, self.of_script = config, complete, of_script
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write ``config.yaml``, ``run.json``, the partition and the policy; draw the partition."""
@@ -64,7 +64,9 @@ class RunStart(L.Callback):
             settings = yaml.safe_dump(self.config, sort_keys=False)
             sizes = {name: getattr(pl_module.data, name) for name in (*SIZES, "num_clients")}
             decided = ", ".join(f"{name}: {x}" for name, x in sizes.items() if x is not None)
-            header = f"# decided by the data: {decided}\n{self.header}"
+            header = f"# decided by the data: {decided}\n"
+            if self.of_script:
+                header += "# built in Python; only the class is named of objects that have no plain form\n"
             write_text(self.attempt.config, origin + header + settings)
             write_json(self.attempt.partition, pl_module.data.partition_record())
             write_json(self.attempt.policy, policy)
@@ -88,9 +90,8 @@ class RunStart(L.Callback):
         record, start = module.record, self.start
         record.description, computes = deciding_settings(self.complete), provenance(self.complete)
         last = record.provenance[-1] if record.provenance else {}
-        changed = [f"{x} {last[x]} -> {now}" for x, now in computes.items() if last.get(x, now) != now]
-        if changed:
-            print(f"code or versions changed after round {start.round}: {', '.join(changed)}", flush=True)
+        if changed := _changes(last, computes):
+            print(f"code or versions changed after round {start.round}: {changed}", flush=True)
         elif last.keys() <= computes.keys():
             # delete the last entry, because the new entry contains the same digests
             del record.provenance[-1:]
@@ -98,20 +99,19 @@ class RunStart(L.Callback):
             record.provenance.append(computes)
         if start.differs is not None:
             record.continue_from(start.checkpoint, start.round, start.differs)
-        before, now = record.computed_by, describe_computing(module)
+        now = describe_computing(module)
         # ignore the executor's name: only block_size affects rounding errors
-        other = [
-            f"{name} {before[name]} -> {now.get(name)}"
-            for name in before
-            if name != "executor" and before[name] != now.get(name)
-        ]
-        if other:
+        if changed := _changes(record.computed_by, {**now, "executor": record.computed_by.get("executor")}):
             print(
-                f"computed differently after round {start.round}: {', '.join(other)}; results agree up to rounding, which "
-                "grows with the rounds",
+                f"computed differently after round {start.round}: {changed}; results agree up to rounding, which grows with the rounds",
                 flush=True,
             )
         record.computed_by = now
+
+
+def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    return ", ".join(f"{name} {before[name]} -> {now[name]}" for name in changed)
 
 
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:

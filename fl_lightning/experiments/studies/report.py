@@ -17,7 +17,6 @@ from fl_lightning import __version__
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
-from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.experiments.studies.axis_labels import in_words, short
 from fl_lightning.experiments.studies.figures import pictures
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
@@ -108,7 +107,7 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
     configs: dict[str, Config] = {}
     for label, attempt in ((label, Attempt(Path(run["directory"]))) for label, run in runs):
         if label not in configs and attempt.config.is_file():
-            configs[label] = resolved(attempt)
+            configs[label] = attempt.read_config()
     rounds = "trainer.max_epochs"
     settings = {x: {**deciding_settings(c), rounds: c["trainer"]["max_epochs"]} for x, c in configs.items()}
     shown = {

@@ -16,7 +16,6 @@ from fl_lightning.experiments.run_directory.describe import origin_in_words
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.run_directory.resolved_config import resolved
 from fl_lightning.experiments.studies.cells import State
 from fl_lightning.experiments.studies.collecting import run_row
 from fl_lightning.experiments.studies.study_frame import (
@@ -71,7 +70,7 @@ def runs_as_study(directories: Sequence[Path]) -> StudyFrame:
 
 
 def _described(attempt: Attempt) -> dict[str, object]:
-    config, state = resolved(attempt), state_of(attempt)
+    config, state = attempt.read_config(), state_of(attempt)
     number = attempt.path.suffix[1:]
     run = attempt.path.with_suffix("") if number.isdigit() else attempt.path
     return {

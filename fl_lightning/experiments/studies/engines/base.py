@@ -87,8 +87,7 @@ def run_command(command: Sequence[str], log: str, folder: str, environment: Mapp
     signals: list[int] = []
     # without this handler, SIGINT could raise KeyboardInterrupt before the process exists
     signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
-    # copy of fl_lightning.files.no_link, because a worker may lack fl_lightning
-    with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as output:
+    with open(log, "ab") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -15,7 +15,6 @@ import torch
 
 from fl_lightning.execution.choice import usable_cores
 from fl_lightning.experiments.studies.engines.base import CELL, Engine, Job
-from fl_lightning.files import no_link
 
 _GPU = "CUDA_VISIBLE_DEVICES"
 _SERVER = "fl_lightning.experiments.studies.engines.fork_server"
@@ -52,8 +51,6 @@ class LocalEngine(Engine):
         A job with GPUs runs on the GPU with the fewest jobs.
         """
         for job in jobs:
-            with open(job.log, "ab", opener=no_link):
-                pass  # raises an error if the log is a link
             before, environment = dict(os.environ), {**os.environ, **job.environment}
             if job.gpus:
                 taken = [*self._on_gpu.values()]
@@ -98,7 +95,7 @@ def _run(
     and the job does not begin.
     """
     os.setpgid(0, 0)
-    with open(log, "ab", opener=no_link) as output:
+    with open(log, "ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.environ.clear()

@@ -9,7 +9,6 @@ import ray
 
 from fl_lightning.experiments.studies.engines import base
 from fl_lightning.experiments.studies.engines.base import Engine, Job
-from fl_lightning.files import no_link
 
 
 class RayEngine(Engine):
@@ -57,7 +56,7 @@ class RayEngine(Engine):
                 statuses[job.name] = ray.get(task)
             except ray.exceptions.RayError as error:
                 statuses[job.name] = 1
-                with open(job.log, "a", opener=no_link) as log:
+                with open(job.log, "a") as log:
                     print(error, f"error: Ray: {type(error).__name__}", sep="\n", file=log)
         return statuses
 

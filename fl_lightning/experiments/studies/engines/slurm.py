@@ -13,7 +13,6 @@ import submitit
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.engines.base import Engine, Job, run_command
-from fl_lightning.files import no_link
 
 _MINUTES = 60  # time limit of a job in minutes; a longer cell is requeued and resumes
 _TIMES = 10_000  # largest number of times that a job is requeued at its time limit
@@ -90,7 +89,7 @@ class SlurmEngine(Engine):
                 reason = str(trouble).rpartition("\n")[2] or type(trouble).__name__
                 if isinstance(trouble, submitit.core.utils.UncompletedJobError):
                     reason = f"job {job.job_id} is {job.state} and has left no result"
-                with open(path, "a", opener=no_link) as log:
+                with open(path, "a") as log:
                     print(trouble, f"error: Slurm: {reason}", sep="\n", file=log)
         return statuses
 
