@@ -1,7 +1,8 @@
 """Evaluation of one training run with BN statistics from several sources."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -18,6 +19,8 @@ from fl_lightning.methods import (
     Mode,
     Observer,
     VariantEvaluation,
+    adapted_state,
+    balanced_statistics,
     client_statistics,
     evenly_spaced,
     mean_metrics,
@@ -39,6 +42,7 @@ _MEASURED: dict[str, Mode | Literal["evaluation"]] = {
 }
 _KEPT = "StatisticsSources"  # key in ``cohort.extra`` of the statistics before an attack
 _AGGREGATED = ("moment_matching", *_IMPORTANCES)
+_BALANCED = ("balanced", "balanced_labels")
 _SOURCES = (*_AGGREGATED, *_MEASURED, "silobn", "batch")
 
 
@@ -63,6 +67,10 @@ class StatisticsSources(Observer, VariantEvaluation):
       because a batch of sorted data would have one class.
     - ``test_set``: Statistics from a pass over the evaluation data, without labels, at each
       evaluation (AdaBN: Li et al., arXiv 1603.04779).
+    - ``balanced``, ``balanced_labels``: Class-balanced statistics of the evaluation data
+      (:func:`~fl_lightning.methods.adaptations.balanced_statistics`), with classes that the model
+      predicts, or with the true labels. The latter answer what evaluation would be if label skew did
+      not touch the statistics. Both need logits of classes, and must be named in ``sources``.
 
     ``moment_matching``, the FedDNA sources and ``silobn`` are hypothetical: the run does not use
     these statistics. A run of FedAvg is enough to compute such statistics. After E local steps with
@@ -77,7 +85,7 @@ class StatisticsSources(Observer, VariantEvaluation):
     all sources except ``batch`` are the initial statistics.
 
     Args:
-        sources: List of sources. None selects all.
+        sources: List of sources. None selects all except the class-balanced ones.
         evaluate_clients: Number of clients that ``silobn`` evaluates, with evenly spaced ids. None
             selects all clients.
 
@@ -99,8 +107,8 @@ class StatisticsSources(Observer, VariantEvaluation):
         self.sources, self.evaluate_clients = sources, evaluate_clients
         self._chosen = list(_SOURCES if sources is None else sources)
         for source in self._chosen:
-            check_choice("StatisticsSources.sources", source, _SOURCES)
-        self._followed = not {*_MEASURED, "batch"}.issuperset(self._chosen)
+            check_choice("StatisticsSources.sources", source, (*_SOURCES, *_BALANCED))
+        self._followed = not {*_MEASURED, *_BALANCED, "batch"}.issuperset(self._chosen)
         if evaluate_clients is not None:
             check_number("StatisticsSources.evaluate_clients", evaluate_clients, " (or null)", least=1)
         self.server: dict[str, Tensor] = {}
@@ -180,6 +188,8 @@ class StatisticsSources(Observer, VariantEvaluation):
         for source in self._chosen:
             if source == "batch":
                 variants[source] = BATCH_STATISTICS
+            elif source in _BALANCED:
+                variants[source] = _balanced(pl_module, source, trainer.testing)
             elif source in _MEASURED:
                 variants[source] = measured_statistics(trainer, pl_module, _MEASURED[source])
             elif source == "silobn":
@@ -246,6 +256,19 @@ def _server_share(model: nn.Module, cohort: Cohort, before: Mapping[str, Tensor]
         share = (1 - (layer.momentum or 0.0)) ** (cohort.buffers[counter] - before[counter]).double()
         shares.append(share.unsqueeze(1).expand(-1, layer.num_features))
     return torch.cat(shares, 1)
+
+
+def _balanced(pl_module: FederatedModule, source: str, testing: bool) -> dict[str, Tensor]:
+    """Return class-balanced statistics of the server's evaluation data, as buffers by name."""
+    loader: Any = pl_module.data.test_dataloader() if testing else pl_module.data.val_dataloader()
+    classes = pl_module.data.num_classes or 10
+    adapt = partial(balanced_statistics, rate=0.01 if classes <= 10 else 0.05 if classes <= 100 else 0.5)
+    if source == "balanced_labels":
+        adapt = partial(adapt, labels=(pl_module.on_device(labels) for _, labels in loader))
+    state = adapted_state(pl_module, adapt, loader, source)
+    return {
+        name: state[name] for name, kind in buffer_kinds(pl_module.model).items() if kind in ("mean", "var")
+    }
 
 
 def _by_name(pl_module: FederatedModule, statistics: Tensor | None) -> dict[str, Tensor]:

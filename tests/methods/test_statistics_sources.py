@@ -1,5 +1,6 @@
 """The evaluation-only family: equal parameters, and one run that shows the accuracy under every source of statistics."""
 
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 
@@ -29,6 +30,7 @@ from fl_lightning.callbacks import (
     StaticBN,
     StatisticsSources,
 )
+from fl_lightning.methods import balanced_statistics
 from fl_lightning.round.record import RunRecord
 
 FAMILY = {
@@ -309,3 +311,20 @@ def test_mistakes_are_named():
         train(small_cnn(), federation(), 2, [FixBN(), StatisticsSources()])
     with pytest.raises(ConfigurationError, match="BN layer '4' is local"):
         train(small_cnn(), federation(), 1, [FedPer(["8", "4"]), StatisticsSources()])
+
+
+def test_balanced_sources_are_class_balanced_statistics_of_the_evaluation_data():
+    observer = StatisticsSources(["balanced", "balanced_labels"])
+    finished = run(observer, rounds=2)
+    server = small_cnn().double().eval()
+    server.load_state_dict({name: x.double() for name, x in finished.states[-1].items()})
+    batches = list(federation().val_dataloader())
+    for source, labels in (("balanced", None), ("balanced_labels", [y for _, y in batches])):
+        balanced_statistics(model := deepcopy(server), [x for x, _ in batches], labels=labels)
+        right = torch.cat([model(x).argmax(1) == y for x, y in batches])
+        found = float(finished.trainer.callback_metrics[f"val/accuracy_{source}"])
+        assert found == pytest.approx(float(right.double().mean()), abs=1e-6)
+    accuracy = [
+        float(finished.trainer.callback_metrics[f"val/accuracy{x}"]) for x in ("", "_balanced_labels")
+    ]
+    assert accuracy[0] != accuracy[1]
