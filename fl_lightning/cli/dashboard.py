@@ -1,12 +1,12 @@
 """``python -m fl_lightning dashboard``: make a Weights & Biases workspace with panels for runs."""
 
+import json
 import os
 from collections.abc import Sequence
 
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import CommandParser
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.dashboard.contents import run_facts
 from fl_lightning.experiments.dashboard.workspace import Metrics, publish
 from fl_lightning.experiments.run_directory.describe import shown_metrics
 from fl_lightning.experiments.run_directory.directory import Attempt
@@ -45,6 +45,6 @@ def _metrics(folders: Sequence[str]) -> Metrics:
             raise ConfigurationError(
                 f"dashboard: {attempt.path} is no run: it has no {attempt.identity.name}; give folders such as runs/NAME/HASH-s0"
             )
-        shown = run_facts(attempt)["metrics"]
+        shown = json.loads(attempt.identity.read_text())["metrics"]
         metrics |= {name: metric for name, metric in shown.items() if name not in metrics}
     return metrics or shown_metrics(Classification())

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from fl_lightning.pictures.series import Rows, Series, draw_curve
 from fl_lightning.pictures.style import (
@@ -15,11 +15,8 @@ from fl_lightning.pictures.style import (
     literal,
     new_figure,
     paper_style,
-    qualities,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from fl_lightning.round.tasks import QUALITIES
 
 
 def has_communication(rows: Rows) -> bool:
@@ -28,7 +25,7 @@ def has_communication(rows: Rows) -> bool:
 
 
 @paper_style()
-def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[str]) -> "Figure":
+def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[str]) -> Figure:
     """Draw accuracy against bytes, exchanges and simulated time. Without accuracy, draw the loss.
 
     For several runs, the horizontal axes are logarithmic. The initial model is then omitted, since
@@ -54,9 +51,9 @@ def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[st
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(label.format(unit=units[scale], link=link) + (" (log scale)" if several else ""))
-        axes.set_ylabel(f"{SPLITS[split][0]}\n{qualities().get(metric, metric)}")
+        axes.set_ylabel(f"{SPLITS[split][0]}\n{QUALITIES.get(metric, metric)}")
         axes.grid(color="0.9")
-    if metric in qualities():
+    if metric in QUALITIES:
         panels[0].set_ylim(0, 1.02)
     if several:
         legend_above(panels[0])
@@ -64,7 +61,7 @@ def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[st
 
 
 def _quality(rows: Rows) -> str | None:
-    names = [f"{split}/{name}" for name in (*qualities(), "loss") for split in ("val", "test")]
+    names = [f"{split}/{name}" for name in (*QUALITIES, "loss") for split in ("val", "test")]
     return next((name for name in names if any(name in row for row in rows)), None)
 
 

@@ -1,9 +1,12 @@
 """Figures of BN statistics and gradients over the rounds, for the whole model and per layer."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from fl_lightning.pictures.series import (
     Rows,
@@ -27,10 +30,6 @@ from fl_lightning.pictures.style import (
     paper_style,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 ByLayer = Mapping[str, Mapping[int, Mapping[str, float]]]
 """Measured values, indexed as ``values[quantity][round][layer]``."""
 
@@ -47,7 +46,7 @@ def has_drift(rows: Rows) -> bool:
 
 
 @paper_style()
-def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
+def drift_figure(rows: Rows, title: Sequence[str]) -> Figure:
     """Draw the measurements of BN over the rounds, with a panel for each measured quantity.
 
     The quantities include the change, variance and bias of statistics, the gradient deviation, and
@@ -82,7 +81,7 @@ def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
 
 
 @paper_style()
-def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
+def layers_figure(values: ByLayer, title: Sequence[str]) -> Figure:
     """Draw a heat map for each quantity that ``LAYERS`` lists.
 
     In a heat map, each row is a layer, and each column is a round.
@@ -112,15 +111,12 @@ def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[
     return rounds, names, np.array(cells)
 
 
-def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) -> None:
+def _draw_map(axes: Axes, rounds: Sequence[int], cells: Series, reach: float) -> None:
     """Draw a heat map, in which missing values are white.
 
     If the largest value is more than 20 times the smallest, the scale is logarithmic. Zeros are
     then white, too.
     """
-    from matplotlib.colors import LogNorm, Normalize
-    from matplotlib.ticker import NullFormatter
-
     shown = with_gaps(cells)
     positive = shown[shown > 0]
     highest = max(positive.max(initial=0), reach) or 1.0

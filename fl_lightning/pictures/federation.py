@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 
 from fl_lightning.pictures.style import BLACK, GREY, SKY, VERMILLION, literal, new_figure, paper_style
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from fl_lightning.client_data.federated import PartitionRecord
 
 _MAX_NAMED = 25  # largest number of clients or classes for which the axis shows each name
@@ -20,7 +20,7 @@ _MAX_BARS = 200  # largest number of classes for which bars have labels
 
 def clients_figure(
     record: "PartitionRecord", class_names: Sequence[str] | None, title: Sequence[str]
-) -> "Figure":
+) -> Figure:
     """Draw the number of samples of each client, by class if the data have classes."""
     if record.get("class_histogram"):
         return partition_figure(record["class_histogram"], class_names, title, record.get("clients", ()))
@@ -33,7 +33,7 @@ def partition_figure(
     class_names: Sequence[str] | None,
     title: Sequence[str],
     client_names: Sequence[str] = (),
-) -> "Figure":
+) -> Figure:
     """Draw a heat map of the number of samples, with a row per client and a column per class.
 
     Bars beside the heat map show each client's total number of samples.
@@ -49,8 +49,6 @@ def partition_figure(
         client_names: Names of the clients; empty to show client ids. More than 25 clients have no
             names in the picture.
     """
-    from matplotlib.colors import PowerNorm
-
     counts = np.asarray(histogram)
     clients, classes = counts.shape
     label, first = "client", np.arange(clients + 1)  # index of the first client in each row
@@ -91,7 +89,7 @@ def partition_figure(
 @paper_style()
 def client_sizes_figure(
     sizes: Sequence[int], title: Sequence[str], client_names: Sequence[str] = ()
-) -> "Figure":
+) -> Figure:
     """Draw a bar with each client's number of training samples, for data without classes."""
     figure = new_figure(2.4, title)
     axes = figure.subplots()
@@ -107,7 +105,7 @@ def client_sizes_figure(
 @paper_style()
 def class_quality_figure(
     quality: Sequence[float | None], class_names: Sequence[str] | None, what: str, title: Sequence[str]
-) -> "Figure":
+) -> Figure:
     """Draw the server model's quality for each class, and the mean of all classes.
 
     Args:
@@ -139,7 +137,7 @@ def class_quality_figure(
 @paper_style()
 def client_quality_figure(
     values: Mapping[str, Sequence[float | None]], names: Sequence[str], what: str, title: Sequence[str]
-) -> "Figure":
+) -> Figure:
     """Draw each client's values of a metric, one mark for each model. The last model sorts the clients.
 
     Args:

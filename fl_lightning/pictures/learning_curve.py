@@ -2,9 +2,10 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS, state_label
 from fl_lightning.pictures.series import Rows, Series, draw_curve, frozen_from, scale_values, series
@@ -15,12 +16,8 @@ from fl_lightning.pictures.style import (
     legend_above,
     new_figure,
     paper_style,
-    qualities,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from fl_lightning.round.tasks import QUALITIES
 
 Policy = Mapping[str, Sequence[Sequence[Any]]]
 """Treatments of each kind of state, as in ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.
@@ -32,7 +29,7 @@ method's name replaces the number."""
 @paper_style()
 def learning_curve_figure(
     rows: Rows, policy: Policy, title: Sequence[str], quality: str = "", further: Sequence[str] = ()
-) -> "Figure":
+) -> Figure:
     """Draw the loss and the quality metrics, such as accuracy or mean IoU, over the rounds.
 
     A vertical line marks each round in which the policy changes. The legend names the change. The
@@ -52,7 +49,7 @@ def learning_curve_figure(
     """
     known = {part for row in rows for name in row for part in (name, name.partition("/")[2])}
     words = {quality: quality.replace("_", " ")} if quality else {}
-    words |= qualities()
+    words |= QUALITIES
     further = [name for name in further if name not in words]
     metrics = [*dict.fromkeys([*(name for name in (*words, *further) if name in known), "loss"])]
     figure = new_figure(0.8 + 1.8 * len(metrics), title)
@@ -67,11 +64,7 @@ def learning_curve_figure(
             lines = axes.vlines(list(changes), 0, 1, transform=axes.get_xaxis_transform(), colors=BLACK)
             lines.set(linewidth=1, linestyle="-.", label=label if axes is panels[0] else "_")
         drawn = _draw_metric(axes, rows, metric, metric in words)
-        every = np.concatenate([*drawn, []])
-        if metric in words and every.min(initial=0) >= 0 and every.max(initial=0) <= 1:
-            axes.set_ylim(0, min(1.15 * every.max(initial=0), 1.03) or 1.03)
-        else:
-            scale_values(axes, drawn)
+        scale_values(axes, drawn, share=metric in words)
         legend_above(axes)
     panels[-1].set(xlabel="communication round", xlim=(-0.01 * max(last, 1), 1.01 * max(last, 1)))
     panels[-1].locator_params(axis="x", integer=True)
@@ -104,7 +97,7 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     return {start: f"{'; '.join(texts)} from round {start}" for start, texts in changes.items()}
 
 
-def _draw_metric(axes: "Axes", rows: Rows, metric: str, is_quality: bool) -> list[Series]:
+def _draw_metric(axes: Axes, rows: Rows, metric: str, is_quality: bool) -> list[Series]:
     """Draw a metric's curve for each split that has the metric. Return the drawn values."""
     if any(metric in row for row in rows):  # the full name of a LightningModule's metric
         rounds, values = series(rows, metric)

@@ -1,14 +1,14 @@
 """Figure of predicted segmentations beside the ground truth."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from fl_lightning.pictures.style import literal, new_figure, paper_style
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def colours(labels: Any, palette: Sequence[tuple[int, int, int]]) -> Any:
@@ -20,8 +20,6 @@ def colours(labels: Any, palette: Sequence[tuple[int, int, int]]) -> Any:
 
 def default_palette(classes: int) -> list[tuple[int, int, int]]:
     """Return a colour for each class, for data sets without a palette."""
-    from matplotlib import colormaps
-
     colors = colormaps["tab20"](np.arange(classes) % 20)[:, :3]
     return [(int(r * 255), int(g * 255), int(b * 255)) for r, g, b in colors]
 
@@ -34,7 +32,7 @@ def overlay_figure(
     palette: Sequence[tuple[int, int, int]],
     class_names: Sequence[str] | None,
     title: Sequence[str],
-) -> "Figure":
+) -> Figure:
     """Draw images, labels and predictions, one row per image; ignored pixels are black.
 
     Args:
@@ -45,8 +43,6 @@ def overlay_figure(
         class_names: Name of each class; None to show class numbers.
         title: Lines of the title.
     """
-    from matplotlib.patches import Patch
-
     height, width = np.asarray(images[0]).shape[:2]
     figure = new_figure(len(images) * 2.2 * height / width + 0.9, title)
     panels = figure.subplots(len(images), 3, squeeze=False)

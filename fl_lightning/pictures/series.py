@@ -1,13 +1,10 @@
 """Metrics of a run as arrays, and curves of metrics over the rounds."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Rows = Sequence[Mapping[str, float]]
 """Rows of ``metrics.jsonl``."""
@@ -42,9 +39,7 @@ def with_gaps(values: Series) -> Series:
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
-def draw_curve(
-    axes: "Axes", places: Series, values: Series, look: tuple[str, str, str], label: str
-) -> Series:
+def draw_curve(axes: Axes, places: Series, values: Series, look: tuple[str, str, str], label: str) -> Series:
     """Draw a curve and return its finite values.
 
     The curve has a gap at each value that is above 1e30 or not finite. A cross at the upper edge
@@ -75,7 +70,7 @@ def draw_curve(
     return values[~gaps]
 
 
-def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> None:
+def scale_values(axes: Axes, drawn: Sequence[Series], reach: float = 0.0, share: bool = False) -> None:
     """Make the y-axis logarithmic if the largest value is more than 50 times the smallest.
 
     Values of 0 do not count as the smallest, but are shown. If a value is negative, the axis stays
@@ -85,8 +80,13 @@ def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> N
         axes: Panel of the curves.
         drawn: Values of each curve.
         reach: Value that a logarithmic axis includes in any case (default 0).
+        share: Whether the axis of values in [0, 1], such as accuracies, starts at 0 and is linear
+            (default False).
     """
     values = np.concatenate([*drawn, []])
+    if share and values.min(initial=0) >= 0 and values.max(initial=0) <= 1:
+        axes.set_ylim(0, min(1.15 * values.max(initial=0), 1.03) or 1.03)
+        return
     positive = values[values > 0]
     if not len(positive) or values.min() < 0:
         return

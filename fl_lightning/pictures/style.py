@@ -1,19 +1,18 @@
-"""Style of figures: colours, labels, legends, files. The first figure imports matplotlib."""
+"""Style of figures: colours, labels, legends, files."""
 
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from fl_lightning.files import write_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WIDTH = 7.0
 """Width of every figure in inches: the usual width of text in a paper."""
@@ -43,15 +42,6 @@ SPLITS = {
     "test": ("test", (VERMILLION, "--", "s")),
 }
 """Label, colour, line style and marker of the curves for each split, keyed by split."""
-
-
-@cache
-def qualities() -> Mapping[str, str]:
-    """Return the label of each quality metric of the shipped tasks, keyed by metric."""
-    # imported late, because torchmetrics imports pyplot
-    from fl_lightning.round.tasks import QUALITIES
-
-    return QUALITIES
 
 
 PERSONAL = {
@@ -166,19 +156,15 @@ _STYLE = {
 @contextmanager
 def paper_style() -> Iterator[None]:
     """Draw figures in this project's style. The user's settings of matplotlib have no effect."""
-    from matplotlib import style
-
     with style.context(["default", _STYLE]):
         yield
 
 
-def new_figure(height: float, title: Sequence[str] = ()) -> "Figure":
+def new_figure(height: float, title: Sequence[str] = ()) -> Figure:
     """Return a figure whose height is ``height`` inches plus the title.
 
     If a line of the title is too long, it is broken into at most three lines.
     """
-    from matplotlib.figure import Figure
-
     lines = [
         line for text in title for line in textwrap.wrap(text, 92, max_lines=3, placeholder=" …") or [""]
     ]
@@ -187,7 +173,7 @@ def new_figure(height: float, title: Sequence[str] = ()) -> "Figure":
     return figure
 
 
-def legend_above(axes: "Axes", heading: str | None = None) -> None:
+def legend_above(axes: Axes, heading: str | None = None) -> None:
     """Put a legend with a heading above the data, if at least one curve has a label."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
@@ -218,7 +204,7 @@ _METADATA = {
 """Settings that remove matplotlib's name and the time from files."""
 
 
-def rendered(figure: "Figure", form: str) -> bytes:
+def rendered(figure: Figure, form: str) -> bytes:
     """Return a figure as the bytes of a ``png``, ``pdf`` or ``svg`` file.
 
     Equal figures give equal bytes. Text in a ``pdf`` or ``svg`` is selectable.
@@ -231,7 +217,7 @@ def rendered(figure: "Figure", form: str) -> bytes:
     return content.getvalue()
 
 
-def write_figure(path: Path, figure: "Figure") -> None:
+def write_figure(path: Path, figure: Figure) -> None:
     """Write a figure atomically in the format of its suffix: ``.png``, ``.pdf`` or ``.svg``.
 
     Raises:

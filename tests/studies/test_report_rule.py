@@ -7,8 +7,8 @@ import pytest
 from untrained_cells import finish, study_cells
 
 from fl_lightning import ConfigurationError
-from fl_lightning.experiments.studies.collecting import collect
-from fl_lightning.experiments.studies.report_rule import check_rule, reported
+from fl_lightning.experiments.studies.collecting import collect, reported
+from fl_lightning.experiments.studies.report_rule import check_rule
 from fl_lightning.experiments.studies.tables import caption, whole_table, write_tables
 
 ROWS = [

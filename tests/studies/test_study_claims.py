@@ -9,9 +9,8 @@ from study_frames import study_frame
 
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies import verdicts
-from fl_lightning.experiments.studies.claims import difference
 from fl_lightning.experiments.studies.study_frame import Chosen, Verdict
-from fl_lightning.experiments.studies.verdicts import Comparison, holm
+from fl_lightning.experiments.studies.verdicts import Comparison, difference, holm
 
 
 def study(values, failed=None, **more):

@@ -16,16 +16,6 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import stages_in_words
 
 
-def run_facts(attempt: Attempt) -> dict[str, Any]:
-    """Return a run's name, tags and metrics, and facts that its configuration lacks.
-
-    Each of ``metrics`` is a dict with ``label`` and ``best`` (``"max"`` or ``"min"``). The first
-    metric is the task's quality, such as accuracy.
-    """
-    facts: dict[str, Any] = json.loads(attempt.identity.read_text())
-    return facts
-
-
 def names(facts: Config, settings: WandbSettings, group: str) -> dict[str, Any]:
     """Return the arguments of ``wandb.init`` that name a run.
 
@@ -34,7 +24,7 @@ def names(facts: Config, settings: WandbSettings, group: str) -> dict[str, Any]:
     ``WANDB_RUN_GROUP`` override the name and the group.
 
     Args:
-        facts: The run's facts, see :func:`run_facts`.
+        facts: Content of ``run.json``.
         settings: The run's W&B settings.
         group: The run's W&B group, shared by all runs that differ only in the seed.
     """

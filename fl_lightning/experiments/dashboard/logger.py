@@ -1,5 +1,6 @@
 """Logger for Weights & Biases. It logs a row per round, online or to files for ``wandb sync``."""
 
+import json
 import os
 import shutil
 import sys
@@ -110,7 +111,7 @@ class RoundWandbLogger(WandbLogger):
         attempt, id_file = self.attempt, self.attempt.wandb_id
         for earlier in attempt.path.glob("wandb/offline-run-*"):
             shutil.rmtree(earlier, ignore_errors=True)
-        config, facts = yaml.safe_load(attempt.config.read_text()), contents.run_facts(attempt)
+        config, facts = yaml.safe_load(attempt.config.read_text()), json.loads(attempt.identity.read_text())
         config_hash = hash_of_run(attempt, config)
         # this group is the same for all seeds of a configuration
         names = contents.names(facts, self.settings, group=f"{config['name']}-{config_hash}")

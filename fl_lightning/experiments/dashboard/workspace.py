@@ -1,14 +1,11 @@
 """Workspace of a Weights & Biases project. The module defines the panels and uploads them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings, in_one_line, session_mode
 from fl_lightning.round.clock import RoundClock
-
-if TYPE_CHECKING:
-    from wandb_workspaces.workspaces import Workspace
 
 _SENT = ("parameters", "means", "variances")
 _SECONDS = (*RoundClock.PARTS, "evaluation", "logging")
@@ -130,7 +127,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str:
         ) from error
 
 
-def make_workspace(project: str, entity: str, metrics: Metrics) -> "Workspace":
+def make_workspace(project: str, entity: str, metrics: Metrics) -> Any:
     """Return a workspace of line plots over the rounds and bar charts of final metrics.
 
     The plots show the mean and standard deviation over seeds.

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fl_lightning.experiments.studies.study_frame import StudyFrame
+from fl_lightning.experiments.studies.study_frame import StudyFrame
 
 
-def varied(results: "StudyFrame") -> list[str]:
+def varied(results: StudyFrame) -> list[str]:
     """Return the axes with two or more labels, except axes chosen on validation data."""
     labels = results.cells.index
     return [
@@ -18,7 +16,7 @@ def varied(results: "StudyFrame") -> list[str]:
     ]
 
 
-def compared(results: "StudyFrame", along: str | None = None) -> list[str]:
+def compared(results: StudyFrame, along: str | None = None) -> list[str]:
     """Return a list with the axis to compare; it is empty if no axis has several labels.
 
     The axis to compare is the first axis with several labels, preferably with words as labels.

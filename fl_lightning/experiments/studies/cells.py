@@ -145,7 +145,7 @@ class Cell:
             stale = stale or State("stale", attempt, result, why)
         if not attempts:
             return State("missing", why=origin)
-        newest, last = attempts[0], _last_round(attempts[0])
+        newest, last = attempts[0], last_round(attempts[0])
         if newest.is_locked():
             return State("running", newest, round=last)
         if stale is not None and stale.attempt is newest:
@@ -271,7 +271,8 @@ def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[C
     return [cell for cell in cells if cell.state().phase != "done"]
 
 
-def _last_round(attempt: Attempt) -> int:
+def last_round(attempt: Attempt) -> int:
+    """Return the last logged round of an attempt; 0 if no round is logged."""
     try:
         with attempt.metrics.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))

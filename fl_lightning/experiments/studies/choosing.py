@@ -150,7 +150,7 @@ def with_wider_grids(study: Study, choices: Sequence[Chosen]) -> Study:
         known = study.axes[axis].keys() - {label for name, label in study.added if name == axis}
         if of_values and grid[0] > 0 and f"{value:g}" not in known and value not in map(float, known):
             wider = study.extended(axis, value, by)
-            study = wider if wider.has({**by, axis: f"{value:g}"}) else study
+            study = wider if any(wider.combinations({**by, axis: f"{value:g}"})) else study
     return study
 
 

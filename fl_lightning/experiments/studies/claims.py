@@ -1,4 +1,4 @@
-"""Syntax of claims, and the runs that a claim compares.
+"""Syntax of claims.
 
 Examples of claims:
 
@@ -9,15 +9,11 @@ Examples of claims:
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fl_lightning.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
 
 
 class Claim(NamedTuple):
@@ -99,57 +95,6 @@ def _comparable(
                 f"{key}: {words!r} compares {sides[0]} with {side}, labels of different axes; "
                 "name labels of the same axes"
             )
-
-
-def difference(results: "StudyFrame") -> "StudyFrame":
-    """Return results whose values are differences, for example of GN and BN.
-
-    Each difference is between two runs with the same seed.
-
-    Args:
-        results: Results of a study that has a ``difference``.
-
-    Raises:
-        ConfigurationError: The difference cannot be read.
-    """
-    from fl_lightning.experiments.studies.study_frame import VALUE_COLUMNS, labelled
-
-    assert results.difference is not None
-    metric = results.first
-    sides, (more, less), *_ = read_difference(results.difference, results.known)
-    pairs = [*paired(more, less, results)]
-    values = [
-        {"labels": row.labels, "seed": seed, "metric": metric, "value": value}
-        for row, other in pairs
-        for seed, value in (row.of(metric) - other.of(metric)).dropna().items()
-    ]
-    kept = {tuple(row.labels.values()) for row, _ in pairs}
-    return replace(
-        results,
-        cells=results.cells[[labels in kept for labels in results.cells.index]].assign(published=None),
-        values=labelled(values, results.axes, VALUE_COLUMNS),
-        metrics={metric: f"{sides[0]} \N{MINUS SIGN} {sides[1]}, {results.metrics[metric]}"},
-    )
-
-
-def paired(
-    more: Mapping[str, str], less: Mapping[str, str], results: "StudyFrame"
-) -> Iterator[tuple["Row", "Row"]]:
-    """Yield the pairs of rows that a claim compares.
-
-    The first row has the labels ``more``, the second has the labels ``less``. A pair has equal
-    labels on each axis that ``less`` does not name. Labels chosen on validation data may differ.
-
-    Args:
-        more: Labels by axis.
-        less: Labels by axis.
-        results: The results of the study.
-    """
-    for row in results.rows:
-        if more.items() <= row.labels.items():
-            labels = {**row.labels, **less}
-            wanted = {axis: label for axis, label in labels.items() if axis not in results.choose}
-            yield from [(row, x) for x in results.rows if wanted.items() <= x.labels.items()][:1]
 
 
 def _labels(text: str, claim: str, known: Mapping[str, Sequence[str]], key: str = "claims") -> dict[str, str]:

@@ -1,15 +1,19 @@
 """Collection of a study's results from the run directories of its cells."""
 
 import json
+import re
+import statistics
 from collections.abc import Collection, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.finished import metric_values
+from fl_lightning.experiments.run_directory.directory import Config
+from fl_lightning.experiments.run_directory.finished import Result, metric_values
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.definition import Study
-from fl_lightning.experiments.studies.report_rule import reported
+from fl_lightning.experiments.studies.report_rule import LAST, MEAN
 from fl_lightning.experiments.studies.study_frame import (
     CELL_COLUMNS,
     COSTS,
@@ -22,6 +26,7 @@ from fl_lightning.experiments.studies.study_frame import (
 from fl_lightning.experiments.studies.table_columns import SERVER, local_metrics, models_of, of_same_models
 from fl_lightning.experiments.studies.verdicts import with_verdicts
 from fl_lightning.methods import formatted
+from fl_lightning.round.tasks import best_is
 
 
 def collect(
@@ -53,15 +58,13 @@ def collect(
         local[server] = local_metrics(definition.metrics)[server]
     for cell, state in states.items():
         published: Mapping[str, object] = study.published(cell.labels) or {}
-        optimizer = cell.config["model"].get("client_optimizer") or {}
         rows.append(
             {
                 "labels": cell.labels,
                 "metric": own[cell],
                 "published": published.get("value"),
                 "published_deviation": published.get("deviation"),
-                "learning_rate": (optimizer.get("init_args") or {}).get("lr"),
-                **run_row(cell.seed, state, cell.key, failed.get(cell.key, "")),
+                **run_row(cell.config, state, cell.key, failed.get(cell.key, "")),
             }
         )
         if (result := results.get(cell)) is not None and state.attempt is not None:
@@ -122,17 +125,56 @@ def _read(
     return {name: of_run for name, of_run in read.items() if of_run in metrics}
 
 
-def run_row(seed: int, state: State, place: Path, error: str = "") -> dict[str, object]:
+def reported(rule: str, name: str, result: Result, rows: Sequence[Mapping[str, float]]) -> float:
+    """Return a metric of a finished run, computed by a report rule.
+
+    Args:
+        rule: Report rule: ``"last"``, ``"best"``, or for example ``"mean of the last 5"``.
+        name: Name of a metric in the result.
+        result: Result of the run.
+        rows: Rows of ``metrics.jsonl``.
+
+    Raises:
+        ConfigurationError: Training has evaluated the metric too rarely, or the rule is ``"best"``
+            and the metric's direction is unknown.
+    """
+    last = metric_values(result)[name]
+    if rule == LAST:
+        return last
+    by_round = {row["round"]: row[name] for row in rows if name in row and row["round"] > 0}
+    # the value of the last evaluation is in the result
+    values = [*{**by_round, result["rounds"]: last}.values()]
+    mean = re.fullmatch(MEAN, rule)
+    wanted = int(mean[1]) if mean else 2
+    if len(values) < wanted:
+        raise ConfigurationError(
+            f"report: {rule!r} needs {wanted} evaluations of {name} in a run, but a run has only {len(values)}; reduce "
+            "trainer.check_val_every_n_epoch and set data.val_fraction to 0, or write 'last'"
+        )
+    if mean:
+        return statistics.mean(values[-wanted:])
+    direction = best_is(name, known=result.get("best", {}))
+    if direction is None:
+        raise ConfigurationError(
+            f"report: {name} has no best value, as it is not known whether large values are good; write 'last' or 'mean of the last 5'"
+        )
+    finite = [value for value in values if isfinite(value)]
+    return (min if direction == "min" else max)(finite or values)
+
+
+def run_row(config: Config, state: State, place: Path, error: str = "") -> dict[str, object]:
     """Return the columns of ``StudyFrame.cells`` that describe a run: its state and costs.
 
     Args:
-        seed: Seed of the run.
+        config: Resolved configuration of the run.
         state: State of the cell.
         place: Folder of the first attempt. It is named if no attempt exists.
         error: Error that ended the run in this study.
     """
+    optimizer = config["model"].get("client_optimizer") or {}
     row = {
-        "seed": seed,
+        "seed": config["seed_everything"],
+        "learning_rate": (optimizer.get("init_args") or {}).get("lr"),
         "directory": str(state.attempt.path if state.attempt else place),
         "phase": "failed" if error else state.phase,
         "why": error or state.why,

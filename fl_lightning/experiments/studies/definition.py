@@ -283,26 +283,20 @@ class Study:
             for axis, at_scale in (labels | dict(self.axes)).items()
         }
 
-    def has(self, *fixed: Mapping[str, object]) -> bool:
-        """Return whether a combination of the study has all labels in ``fixed``."""
-        return next(self.combinations(*fixed), None) is not None
-
-    def combinations(self, *fixed: Mapping[str, object]) -> Iterator[Labels]:
+    def combinations(self, fixed: Mapping[str, object] | None = None) -> Iterator[Labels]:
         """Yield the combinations that have all labels in ``fixed``.
 
         A combination has one label for each axis.
         """
-        labels = [
-            [x for x in every if all(matches({axis: x}, {axis: wanted.get(axis, x)}) for wanted in fixed)]
-            for axis, every in self.axes.items()
-        ]
-        for row in product(*labels):
-            combination = dict(zip(self.axes, row, strict=True))
-            rows = [self.added[label] for label in combination.items() if label in self.added]
-            if not any(matches(combination, omitted) for omitted in self.definition.without) and all(
-                any(matches(combination, by) for by in of_label) for of_label in rows
+        for row in product(*self.axes.values()):
+            labels = dict(zip(self.axes, row, strict=True))
+            rows = [self.added[label] for label in labels.items() if label in self.added]
+            if (
+                matches(labels, fixed or {})
+                and not any(matches(labels, omitted) for omitted in self.definition.without)
+                and all(any(matches(labels, by) for by in of_label) for of_label in rows)
             ):
-                yield combination
+                yield labels
 
     def extended(self, axis: str, value: float, by: Labels) -> "Study":
         """Return the study with an additional value on an axis.

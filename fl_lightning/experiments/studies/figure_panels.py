@@ -5,15 +5,16 @@ combination of labels of the other axes has a panel.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from fl_lightning.experiments.studies.axis_labels import compared, in_words, varied
 from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
 from fl_lightning.pictures.style import GREY, LOOKS, literal, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PUBLISHED = "published"
 """Text in a figure's legend for values that a paper has published."""
@@ -57,13 +58,13 @@ class Panels:
         for axes in grid.flat[count:]:
             axes.remove()
 
-    def curves(self) -> Iterator[tuple["Axes", Look, str, list[Row]]]:
+    def curves(self) -> Iterator[tuple[Axes, Look, str, list[Row]]]:
         """Yield each curve as a tuple (axes, look, label, rows). The rows are the curve's points."""
         for axes, curves in zip(self.axes, self._rows.values(), strict=True):
             for label, rows in curves.items():
                 yield axes, look_of(self._labels.index(label)), literal(label), rows
 
-    def finished(self, across: str, up: str, band: str = "", bars: str = "") -> "Figure":
+    def finished(self, across: str, up: str, band: str = "", bars: str = "") -> Figure:
         """Add axis labels and a legend; return the figure.
 
         Args:
@@ -72,9 +73,6 @@ class Panels:
             band: Text for a band in the legend (default: the legend has no band).
             bars: Text for bars in the legend (default: the legend has no bars).
         """
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
-
         handles: dict[str, Any] = {}
         for number, axes in enumerate(self.axes):
             if number + self.columns >= len(self.axes):

@@ -7,23 +7,21 @@ from functools import partial
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.axis_labels import in_words, is_number, short, varied
-from fl_lightning.experiments.studies.claims import difference
 from fl_lightning.experiments.studies.figure_panels import BAND, PUBLISHED, Panels, look_of, range_in_words
 from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
+from fl_lightning.experiments.studies.verdicts import difference
 from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
 from fl_lightning.pictures.style import SPLITS, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
 from fl_lightning.round.tasks import QUALITIES, best_is
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _BYTES = {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "bytes"}
 _FORMS = ("png", "pdf")
@@ -42,7 +40,7 @@ class Picture(NamedTuple):
 
     name: str
     caption: str
-    draw: Callable[[], "Figure"]
+    draw: Callable[[], Figure]
 
 
 def write_figures(folder: Path, results: StudyFrame) -> None:
@@ -87,7 +85,8 @@ def pictures(results: StudyFrame) -> list[Picture]:
         drawable += _maps(results, "heat_map")
         if results.difference:
             drawable += _maps(difference(results), "difference", signed=True)
-    logs = read_logs(results)
+    files = {directory: Path(directory, "metrics.jsonl") for directory in results.cells["directory"]}
+    logs = {directory: read_metrics(file) for directory, file in files.items() if file.is_file()}
     if (logged := _logged(results, logs)) is not None:
         band = "mean over seeds; band from the smallest to the largest value"
         words = f"{_in_words(logged)} over communication rounds: {band}"
@@ -117,16 +116,10 @@ def _maps(results: StudyFrame, name: str, signed: bool = False) -> list[Picture]
     return [Picture(name, words, partial(heat_figure, results, down, across, signed=signed))]
 
 
-def read_logs(results: StudyFrame) -> dict[str, Rows]:
-    """Read the rows of each existing ``metrics.jsonl``, keyed by run directory."""
-    files = {directory: Path(directory, "metrics.jsonl") for directory in results.cells["directory"]}
-    return {directory: read_metrics(file) for directory, file in files.items() if file.is_file()}
-
-
 @paper_style()
 def curves_figure(
     results: StudyFrame, logs: Mapping[str, Rows], metric: str, *, cost: bool = False
-) -> "Figure":
+) -> Figure:
     """Draw a metric over communication rounds, with a curve for each label of one axis.
 
     Each combination of labels of the study's other axes has a panel.
@@ -149,27 +142,19 @@ def curves_figure(
         shown.append(draw_curve(axes, places, band.mean(axis=1, skipna=False).to_numpy(), look, label))
         if len(band.columns) > 1:
             seeds.append(len(band.columns))
-            low, high = (
-                with_gaps(x.to_numpy())
-                for x in (band.min(axis=1, skipna=False), band.max(axis=1, skipna=False))
-            )
+            low, high = (with_gaps(band.agg(end, axis=1, skipna=False).to_numpy()) for end in ("min", "max"))
             axes.fill_between(places, low, high, color=look[0], alpha=BAND, linewidth=0)
             shown += [low[~np.isnan(low)], high[~np.isnan(high)]]
-    every = np.concatenate([*shown, []])
-    lowest, highest = every.min(initial=0), every.max(initial=0)
-    for axes in panels.axes:
-        if best_is(metric) != "min" and lowest >= 0 and highest <= 1:
-            axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
-        elif axes is panels.axes[0]:
-            scale_values(axes, shown)
-        if cost and ends and max(ends) >= 10 * min(ends):
-            axes.set_xscale("log")
+    # all panels share both scales
+    scale_values(panels.axes[0], shown, share=best_is(metric) != "min")
+    if cost and ends and max(ends) >= 10 * min(ends):
+        panels.axes[0].set_xscale("log")
     across = f"sent and received, {_BYTES[unit]}" if cost else "communication round"
     return panels.finished(across, _in_words(metric), band=range_in_words("band", seeds))
 
 
 @paper_style()
-def against_figure(results: StudyFrame, axis: str) -> "Figure":
+def against_figure(results: StudyFrame, axis: str) -> Figure:
     """Draw the study's first metric against the labels of one axis of the study.
 
     If the labels are numbers, lines join the values. Labels that are words have the colours and
@@ -225,7 +210,7 @@ def against_figure(results: StudyFrame, axis: str) -> "Figure":
 
 
 @paper_style()
-def heat_figure(results: StudyFrame, down: str, across: str, *, signed: bool = False) -> "Figure":
+def heat_figure(results: StudyFrame, down: str, across: str, *, signed: bool = False) -> Figure:
     """Draw a heat map of the first metric over the labels of two axes.
 
     Each combination of labels of the study's other axes has a panel.

@@ -44,12 +44,10 @@ def escaped(text: str) -> str:
 def _letter(letter: str) -> str:
     if letter in _ESCAPED or (letter.isascii() and letter.isprintable()):
         return _ESCAPED.get(letter, letter)
-    name = unicodedata.name(letter, "").lower()
-    greek = name.removeprefix("greek small letter ").replace("lamda", "lambda")
-    if greek in _GREEK.split():
+    name = unicodedata.name(letter, "").lower().replace("lamda", "lambda")
+    if (greek := name.removeprefix("greek small letter ")) in _GREEK.split():
         return f"$\\{greek}$"
-    capital = name.removeprefix("greek capital letter ").replace("lamda", "lambda")
-    if capital in _CAPITALS.split():
+    if (capital := name.removeprefix("greek capital letter ")) in _CAPITALS.split():
         return f"$\\{capital.capitalize()}$"
     if name.startswith("latin ") and ord(letter) < 0x100 and letter not in "ÐðÞþ":
         return letter

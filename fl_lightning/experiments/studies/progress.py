@@ -1,9 +1,9 @@
 """Progress of a running study on the terminal. The progress is read from run directories."""
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Self
 
+import pandas as pd
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -107,17 +107,14 @@ def time_left(
         jobs: Number of cells that run at a time.
         cell_seconds: Expected seconds of a cell, used until a cell is done; None if unknown.
     """
-    took: dict[str, list[float]] = {}
-    for cell, state in cells:
-        if state.phase == "done" and (result := state.result) is not None:
-            seconds = max(result["train_seconds"], result.get("process_seconds", 0.0))
-            took.setdefault(str(cell.labels), []).append(seconds)
-    medians = {labels: statistics.median(seconds) for labels, seconds in took.items()}
-    each = statistics.mean(medians.values()) if medians else cell_seconds
+    results = [(str(cell.labels), state.result) for cell, state in cells if state.phase == "done"]
+    took = [(labels, max(x["train_seconds"], x.get("process_seconds", 0.0))) for labels, x in results if x]
+    medians = pd.DataFrame(took, columns=["labels", "seconds"]).groupby("labels")["seconds"].median()
+    each: float | None = medians.mean() if len(medians) else cell_seconds
     if each is None:
         return None
     unfinished = [(cell, state) for cell, state in cells if state.phase != "done"]
-    parts = [
+    parts: list[float] = [
         medians.get(str(cell.labels), each) * (1 - (state.round / cell.rounds if cell.rounds else 0))
         for cell, state in unfinished
     ]

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import combinations
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fl_lightning.experiments.studies.definition import (
     Study,
     labels_of,
     listed,
+    matches,
     rows_of,
 )
 from fl_lightning.yaml_file import Lined, read_yaml, reason
@@ -31,10 +32,7 @@ _NO_KEYS = ("[key]", "(values)", "(labels)")
 _WORDS = {
     "dataclass_type": "must be a mapping",
     "dict_type": "must be a mapping",
-    "finite_number": "must be a finite number",
-    "float_type": "must be a number",
     "int_type": "must be a whole number",
-    "list_type": "must be a list",
     "string_type": "must be a text; write it in quotes",
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
@@ -117,7 +115,8 @@ def _in_words(error: Any, tree: Any) -> str:
         return f"{within}there is no key {last!r}{nearest(str(last), names)}; use {', '.join(names)}{line}"
     shown = repr(error["input"])
     words = _WORDS.get(
-        error["type"], error["msg"].removeprefix("Value error, ").replace("Input should", "must")
+        error["type"],
+        error["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("a valid", "a"),
     )
     where = ".".join(map(str, [*place, last]))
     return f"{where}{': ' * bool(where)}{shown if len(shown) < 80 else shown[:77] + '...'} {words}{line}"
@@ -220,14 +219,13 @@ def _contradictions(study: Study) -> Iterator[str]:
                 )
     for words in {*definition.headline} & {*definition.claims}:
         yield f"headline: {words!r} is in claims too; keep it in headline"
-    for first, second in combinations(definition.published, 2):
-        if study.has({axis: [*map(str, listed(x))] for axis, x in rows_of(first).items()}, rows_of(second)):
+    for row in study.combinations():
+        for first, second in pairwise(x for x in definition.published if matches(row, rows_of(x))):
             yield f"published: {first} and {second} are values of the same row; keep one"
-    for key in ("metric", "seeds"):
-        rows = [(axis, label, x) for axis, labels in study.axes.items() for label, x in labels.items()]
-        given: list[tuple[dict[str, str], Any]] = [
-            ({axis: label}, x[key]) for axis, label, x in rows if key in x
-        ]
-        for (row, value), (other_row, other_value) in combinations(given, 2):
-            if value != other_value and row.keys() != other_row.keys() and study.has(row, other_row):
-                yield f"{key}: {value} of {row} and {other_value} of {other_row} are for the same row; keep one"
+        for key in ("metric", "seeds"):
+            given = [(x, own[key]) for x in row.items() if key in (own := study.axes[x[0]][x[1]])]
+            for ((axis, label), value), ((other, other_label), second) in pairwise(given):
+                if value != second:
+                    yield (
+                        f"{key}: {value} of {axis}={label} and {second} of {other}={other_label} are for the same row; keep one"
+                    )

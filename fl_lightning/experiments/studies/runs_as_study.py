@@ -13,10 +13,9 @@ import pandas as pd
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.config_digest import hash_of_run
 from fl_lightning.experiments.run_directory.describe import origin_in_words
-from fl_lightning.experiments.run_directory.directory import Attempt, Config
+from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.finished import metric_values, read_result
-from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.studies.cells import State
+from fl_lightning.experiments.studies.cells import State, last_round
 from fl_lightning.experiments.studies.collecting import run_row
 from fl_lightning.experiments.studies.study_frame import (
     CELL_COLUMNS,
@@ -47,8 +46,8 @@ def runs_as_study(directories: Sequence[Path]) -> StudyFrame:
     results = [state.result for state in runs["state"] if state.result is not None]
     metrics, cells, values = _metrics(map(metric_values, results)), [], []
     for run in runs.itertuples():
-        row = {"labels": {"run": run.label}, "learning_rate": run.rate, "origin": run.origin}
-        cells.append({**row, **run_row(run.seed, run.state, run.attempt.path)})
+        row = {"labels": {"run": run.label}, "origin": run.origin}
+        cells.append(row | run_row(run.config, run.state, run.attempt.path))
         values += [
             {"labels": {"run": run.label}, "seed": run.seed, "metric": metric, "value": value}
             for metric, value in (metric_values(run.state.result) if run.state.result else {}).items()
@@ -79,7 +78,7 @@ def _described(attempt: Attempt) -> dict[str, object]:
         "rounds": f"{config['trainer']['max_epochs']} rounds",
         "seed": config["seed_everything"],
         "method": str(state.result["method"]) if state.result else None,
-        "rate": _learning_rate(config),
+        "config": config,
         "origin": _origin(state, attempt),
         "folder": str(run.parent),
         "run": str(run),
@@ -127,11 +126,10 @@ def state_of(attempt: Attempt) -> State:
     except ConfigurationError as error:
         if attempt.result.is_file():
             return State("failed", attempt, why=str(error))
-        rounds = read_metrics(attempt.metrics)[-1:] if attempt.metrics.is_file() else []
-    last = int(rounds[0]["round"]) if rounds else 0
+    last = last_round(attempt)
     if attempt.error.is_file():
         return State("failed", attempt, why=attempt.last_error(), round=last)
-    why = f"no result.json; the last logged round is {last}" if rounds else "no round is logged"
+    why = f"no result.json; the last logged round is {last}" if last else "no round is logged"
     return State("running" if attempt.is_locked() else "stopped", attempt, why=why)
 
 
@@ -142,13 +140,6 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
     with suppress(OSError, ValueError, AttributeError, TypeError):
         return [*json.loads(attempt.identity.read_text()).get("continued_from", [])]
     return []
-
-
-def _learning_rate(config: Config) -> float | None:
-    try:
-        return float(config["model"]["client_optimizer"]["init_args"]["lr"])
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:

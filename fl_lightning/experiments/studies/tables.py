@@ -290,10 +290,9 @@ def diverged_in_words(row: Row) -> str:
 
 def as_text(table: pd.DataFrame, form: str = "simple") -> str:
     """Format a table in a format of ``tabulate``, such as ``simple`` or ``github``."""
-    cells = [[*table.columns], *table.to_numpy().tolist()]
-    if form == "github":
-        cells = [[x.replace("|", "\\|") for x in row] for row in cells]
-    return tabulate(cells[1:], cells[0], tablefmt=form, disable_numparse=True)
+    bar = "\\|" if form == "github" else "|"
+    shown = table.map(lambda x: x.replace("|", bar)).rename(columns=lambda x: x.replace("|", bar))
+    return tabulate(shown, "keys", tablefmt=form, showindex=False, disable_numparse=True)
 
 
 def caption(results: StudyFrame) -> str:

@@ -9,16 +9,17 @@ have at least :data:`HEADLINE_SEEDS` seeds.
 """
 
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf, isclose, isfinite
 from typing import NamedTuple
 
 import pandas as pd
+from scipy.stats import t
 
-from fl_lightning.experiments.studies.claims import Claim, paired, read_claim
-from fl_lightning.experiments.studies.study_frame import Row, StudyFrame, Verdict
+from fl_lightning.experiments.studies.claims import Claim, read_claim, read_difference
+from fl_lightning.experiments.studies.study_frame import VALUE_COLUMNS, Row, StudyFrame, Verdict, labelled
 
 FAMILY_ERROR = 0.05
 """Largest probability of one or more wrong verdicts in a family of claims."""
@@ -82,12 +83,9 @@ class Comparison(NamedTuple):
         return min(self._p_above(self.high), 1 - self._p_above(self.low))
 
     def _p_above(self, bound: float) -> float:
-        """Return the p-value of Student's t-test for a mean above a bound."""
-        if self.error in (0, inf):
-            above = (self.mean > bound) - (self.mean < bound) if self.error == 0 else 0
-            return (1 - above) / 2
-        from scipy.stats import t
-
+        """Return the p-value of Student's t-test for a mean above a bound. One pair has none."""
+        if self.error == 0:
+            return (1 - (self.mean > bound) + (self.mean < bound)) / 2
         return float(t.sf((self.mean - bound) / self.error, self.pairs - 1))
 
     def half_width(self, level: float) -> float:
@@ -98,8 +96,6 @@ class Comparison(NamedTuple):
         """
         if self.pairs < 2:
             return ONE_PAIR
-        from scipy.stats import t
-
         return self.error * float(t.isf(level / 2, self.pairs - 1))
 
     def kind(self, level: float, tests: int = 1) -> str:
@@ -169,6 +165,55 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
     return [tested[index] for index in range(len(values))]
 
 
+def difference(results: StudyFrame) -> StudyFrame:
+    """Return results whose values are differences, for example of GN and BN.
+
+    Each difference is between two runs with the same seed.
+
+    Args:
+        results: Results of a study that has a ``difference``.
+
+    Raises:
+        ConfigurationError: The difference cannot be read.
+    """
+    assert results.difference is not None
+    metric = results.first
+    sides, (more, less), *_ = read_difference(results.difference, results.known)
+    pairs = [*paired(more, less, results)]
+    values = [
+        {"labels": row.labels, "seed": seed, "metric": metric, "value": value}
+        for row, other in pairs
+        for seed, value in (row.of(metric) - other.of(metric)).dropna().items()
+    ]
+    kept = {tuple(row.labels.values()) for row, _ in pairs}
+    return replace(
+        results,
+        cells=results.cells[[labels in kept for labels in results.cells.index]].assign(published=None),
+        values=labelled(values, results.axes, VALUE_COLUMNS),
+        metrics={metric: f"{sides[0]} \N{MINUS SIGN} {sides[1]}, {results.metrics[metric]}"},
+    )
+
+
+def paired(
+    more: Mapping[str, str], less: Mapping[str, str], results: StudyFrame
+) -> Iterator[tuple[Row, Row]]:
+    """Yield the pairs of rows that a claim compares.
+
+    The first row has the labels ``more``, the second has the labels ``less``. A pair has equal
+    labels on each axis that ``less`` does not name. Labels chosen on validation data may differ.
+
+    Args:
+        more: Labels by axis.
+        less: Labels by axis.
+        results: The results of the study.
+    """
+    for row in results.rows:
+        if more.items() <= row.labels.items():
+            labels = {**row.labels, **less}
+            wanted = {axis: label for axis, label in labels.items() if axis not in results.choose}
+            yield from [(row, x) for x in results.rows if wanted.items() <= x.labels.items()][:1]
+
+
 def with_verdicts(results: StudyFrame, claims: Sequence[str], headline: Collection[str] = ()) -> StudyFrame:
     """Return the results with verdicts on all claims whose labels exist at this scale.
 
@@ -187,21 +232,16 @@ def with_verdicts(results: StudyFrame, claims: Sequence[str], headline: Collecti
     """
     read = {text: read_claim(text, results.known) for text in claims}
     tests = {text: _tests(claim, results) for text, claim in read.items() if _has_labels(claim, results)}
-    verdicts, families = dict[str, Verdict](), {True: dict[str, float](), False: dict[str, float]()}
-    for text, either in tests.items():
-        if isinstance(either, str):
-            verdicts[text] = Verdict(text, "undecided", either)
-            continue
-        verdicts[text] = _verdict(text, either, FAMILY_ERROR)
-        if (p := p_of(either)) is not None:
-            first = text in headline and min(test.pairs for test in either) >= HEADLINE_SEEDS
+    verdicts = {text: _verdict(text, *tested, FAMILY_ERROR) for text, tested in tests.items()}
+    families: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for text, (compared, _) in tests.items():
+        if (p := p_of(compared)) is not None:
+            first = text in headline and min(test.pairs for test in compared) >= HEADLINE_SEEDS
             families[first][text] = p
     for first, family in families.items():
+        what = f"{len(family)} {'headline ' * first}claim{'s' * (len(family) > 1)}"
         for (text, p), (adjusted, level) in zip(family.items(), holm([*family.values()]), strict=True):
-            either = tests[text]
-            assert not isinstance(either, str)
-            verdict = _verdict(text, either, level)
-            what = f"{len(family)} {'headline ' * first}claim{'s' * (len(family) > 1)}"
+            verdict = _verdict(text, *tests[text], level)
             words = f"{verdict.words}; p {_shown(p)}, {_shown(adjusted)} corrected for {what}"
             verdicts[text] = replace(
                 verdict, words=words, p=p, adjusted=adjusted, family=len(family), headline=first
@@ -218,7 +258,9 @@ def _has_labels(claim: Claim, results: StudyFrame) -> bool:
     return all(label in results.axes[axis] for axis, label in named)
 
 
-def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
+def _verdict(text: str, tests: Sequence[Comparison], reason: str, level: float) -> Verdict:
+    if reason:
+        return Verdict(text, "undecided", reason)
     kinds = [test.kind(level, len(tests)) for test in tests]
     worst = ("does not hold", CONTRADICTS, "undecided", AGREES, "holds")
     words = tests[0].in_words(level)
@@ -237,8 +279,8 @@ def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
     return replace(verdict, words=words, decides=decides)
 
 
-def _tests(claim: Claim, results: StudyFrame) -> list[Comparison] | str:
-    """Return the tests of a claim, or the reason why the claim cannot be tested."""
+def _tests(claim: Claim, results: StudyFrame) -> tuple[list[Comparison], str]:
+    """Return the tests of a claim, or no test and the reason why the claim cannot be tested."""
     for choice in results.choices:
         concerned = (
             all({**claim.fixed, **side}.get(axis, label) == label for axis, label in choice.by.items())
@@ -246,18 +288,18 @@ def _tests(claim: Claim, results: StudyFrame) -> list[Comparison] | str:
         )
         if choice.chosen is None and any(concerned):
             words = f"{choice.axis} of {' '.join(f'{axis}={label}' for axis, label in choice.by.items())}"
-            return f"{words.removesuffix(' of ')} was not chosen"
+            return [], f"{words.removesuffix(' of ')} was not chosen"
     tests: list[Comparison] = []
     for number, (more, less) in enumerate(pairwise(claim.constraints)):
         pairs = [*paired({**claim.fixed, **more}, less, results)]
         if not pairs:
-            return f"no pair of runs of {claim.sides[number]} and {claim.sides[number + 1]}"
+            return [], f"no pair of runs of {claim.sides[number]} and {claim.sides[number + 1]}"
         for row, other in pairs:
             values, others = row.of(results.first), other.of(results.first)
             for reason in _reasons((row, values), (other, others)):
-                return reason
+                return [], reason
             tests.append(Comparison.of([*(values - others).dropna()], claim.margin))
-    return tests
+    return tests, ""
 
 
 def _reasons(*sides: tuple[Row, pd.Series]) -> Iterator[str]:
