@@ -57,11 +57,8 @@ class RenormalizedBatchNorm(SwappedBatchNorm):
             # in evaluation, sqrt(running_var + self.eps) is the running deviation
             self.running_var = (running + momentum * (deviation - running)).square() - self.eps
             self.num_batches_tracked = steps + 1
-        scale, shift = r / deviation, d - mean * r / deviation
-        if self.affine:
-            scale, shift = scale * self.weight, shift * self.weight + self.bias
-        shape = (-1, *(1,) * (inputs.dim() - 2))
-        return inputs * scale.to(inputs.dtype).view(shape) + shift.to(inputs.dtype).view(shape)
+        scale = r / deviation
+        return self.scaled(inputs, scale, d - mean * scale)
 
 
 class BatchRenormalization(FederatedCallback):

@@ -47,11 +47,7 @@ class CorrectedBatchNorm(SwappedBatchNorm):
         self.running_mean = buffers["running_mean"].lerp(mean.detach(), rate)
         self.running_var = buffers["running_var"].lerp(var.detach() * unbias, rate)
         scale = (var + self.eps).rsqrt()
-        shift = -mean * scale
-        if self.affine:
-            scale, shift = scale * self.weight, shift * self.weight + self.bias
-        shape = (-1, *(1,) * (inputs.dim() - 2))
-        return inputs * scale.to(inputs.dtype).view(shape) + shift.to(inputs.dtype).view(shape)
+        return self.scaled(inputs, scale, -mean * scale)
 
 
 class BNSCAFFOLD(SCAFFOLD):

@@ -45,11 +45,7 @@ class HybridBatchNorm(SwappedBatchNorm):
         self.sent_mean, self.sent_var = (mean.detach(), var.detach()) if mixed else (u.detach(), s.detach())
         self.num_batches_tracked = steps + 1
         scale = (var + self.eps).rsqrt()
-        shift = -mean * scale
-        if self.affine:
-            scale, shift = scale * self.weight, shift * self.weight + self.bias
-        shape = (-1, *(1,) * (inputs.dim() - 2))
-        return inputs * scale.to(inputs.dtype).view(shape) + shift.to(inputs.dtype).view(shape)
+        return self.scaled(inputs, scale, -mean * scale)
 
 
 class HybridBN(VariantEvaluation):

@@ -49,6 +49,19 @@ class SwappedBatchNorm(_BatchNorm):
         for name in self.scratch:
             self.register_buffer(name, torch.zeros_like(self.running_mean), persistent=False)
 
+    def scaled(self, inputs: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """Return ``gamma (inputs * scale + shift) + beta``.
+
+        Args:
+            inputs: Inputs ``[b, channels, ...]``.
+            scale: Factor of each channel, ``[channels]``.
+            shift: Term of each channel, ``[channels]``.
+        """
+        if self.affine:
+            scale, shift = scale * self.weight, shift * self.weight + self.bias
+        shape = (-1, *(1,) * (inputs.dim() - 2))
+        return inputs * scale.to(inputs.dtype).view(shape) + shift.to(inputs.dtype).view(shape)
+
 
 def swap_batch_norm(
     model: nn.Module, forward: type[SwappedBatchNorm], *, momentum: bool = False
