@@ -130,7 +130,7 @@ class StudyCells:
     def __init__(self, study: Study, fit_options: Sequence[str], accept_stale: bool = False) -> None:
         self.study, self._options, self._accept_stale = study, list(fit_options), accept_stale
         self._made: dict[tuple[Any, ...], Cell] = {}
-        if not any(study.combinations()):
+        if next(study.combinations(), None) is None:
             raise ConfigurationError(
                 f"study: {study.name} omits all of its cells at scale {study.scale_name}; change 'without'"
             )
@@ -267,20 +267,18 @@ def dry_run(cells: StudyCells, jobs: int) -> None:
 
 def print_results(results: StudyFrame, folder: Path) -> None:
     """Print the tables and the verdicts."""
-    tables = [as_text(x) for x in (spread_table(results), whole_table(results)) if x is not None]
-    columns = f"columns for 'report {folder} --columns': {', '.join([*results.metrics.values(), *FURTHER])}"
-    choices = map(choice_in_words, results.choices)
-    claims = [f"{claim.claim}: {claim.verdict} ({claim.words})" for claim in results.claims]
-    parts = [
-        caption(results),
-        *tables,
-        *remark_lines(results),
-        columns,
-        *choices,
-        *claims,
-        f"files  {folder}",
-    ]
-    print("\n\n".join(parts))
+    print(caption(results))
+    for table in (spread_table(results), whole_table(results)):
+        if table is not None:
+            print(f"\n{as_text(table)}")
+    for line in remark_lines(results):
+        print(f"\n{line}")
+    print(f"\ncolumns for 'report {folder} --columns': {', '.join([*results.metrics.values(), *FURTHER])}")
+    for choice in results.choices:
+        print(f"\n{choice_in_words(choice)}")
+    for claim in results.claims:
+        print(f"\n{claim.claim}: {claim.verdict} ({claim.words})")
+    print(f"\nfiles  {folder}")
 
 
 def make_engine(name: str) -> Engine:

@@ -85,6 +85,11 @@ def test_a_result_that_no_run_writes_is_named_and_its_cell_runs_again(content):
     assert state.why.isprintable()
 
 
+def test_a_study_without_axes_has_a_cell_for_each_seed():
+    cells = study_cells(axes={}, choose=[])
+    assert [(one.labels, one.seed) for one in cells.table([])] == [({}, 0), ({}, 1)]
+
+
 def test_runs_of_other_lengths_are_other_cells():
     """A stopped run of many rounds is nothing that a shorter one goes on from, in one study or in two."""
     cells = study_cells(axes={"trainer.max_epochs": [3, 6]}, choose=[])
