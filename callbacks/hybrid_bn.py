@@ -56,10 +56,11 @@ class HybridBN(VariantEvaluation):
     factor ``a = sigmoid(w)`` of each channel is trained, starts from 1/2, and stays at the client.
 
     Each client makes a pass over its first samples of the round, before its local steps, with the
-    broadcast weights and its own a. The pass uses complete batches of the round's local steps. It sends the mixed statistics of the pass. The server computes
-    their total variance with divisor N - 1, where N is the number of samples, and moves m and v by
-    ``rate``. This follows the authors' code. The code also averages w, and gives the average to new
-    clients; here, new clients start from the initial w.
+    broadcast weights and its own a. The pass uses complete batches of the round's local steps. The
+    client sends the mixed statistics of the pass. The server computes their total variance with
+    divisor N - 1, where N is the number of samples, and moves m and v by ``rate``. This follows the
+    authors' code. The code also averages w, and gives the average to new clients; here, new clients
+    start from the initial w.
 
     Evaluation normalises with m and v. The authors evaluate after another pass of the round's
     clients, with the new weights and the rate 1: ``val/accuracy_pass``. The pass is not counted in
