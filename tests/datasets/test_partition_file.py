@@ -208,6 +208,18 @@ def test_a_partition_of_fl_bench_is_exported_as_the_page_says(monkeypatch):
     assert origin["settings"] == {"alpha": 0.1, "client_num": 2}
 
 
+def test_a_partition_of_fedwsq_is_exported_as_the_page_says(monkeypatch):
+    datasets = SimpleNamespace(CIFAR10=lambda root, train: SimpleNamespace(targets=[*LABELS_OF[train]]))
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(datasets=datasets))
+    order = np.random.default_rng(0).permutation(TRAIN).tolist()
+    parts = {1: order[:30], 0: order[30:45], 2: order[45:]}
+    folder = Path("client_data/CIFAR10/balanced")
+    folder.mkdir(parents=True)
+    (folder / "dirichlet0.3_clients100.txt").write_text(f"{parts}\n")
+    data = exported(blocks("docs/data.md", "python")[2])
+    assert trained(data) == [sorted(parts[client]) for client in range(3)]
+
+
 def test_a_partition_of_flwr_datasets_is_exported_as_the_page_says(monkeypatch):
     hugging_face = pytest.importorskip("datasets")
     flwr = pytest.importorskip("flwr_datasets")

@@ -34,6 +34,7 @@ COMPANIONS = {
     "FedProx",
     "FedRep",
     "MaintainedMomentum",
+    "ParticipationGap",
     "SCAFFOLD",
 }
 REFUSED = {
@@ -70,8 +71,8 @@ def ids(pair):
 
 
 def methods(pair):
-    """The methods of a pair, clipping last: FedRep must come before it."""
-    order = sorted(pair, key=lambda name: (name == "ClientGradientClipping", name))
+    """The methods of a pair; clipping comes after FedRep, and the gap after methods with models of the clients."""
+    order = sorted(pair, key=lambda name: (name in ("ClientGradientClipping", "ParticipationGap"), name))
     return [getattr(callbacks, name)(**SETTINGS[name]) for name in order]
 
 
