@@ -10,7 +10,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fl_lightning import Cohort, FederatedModule, SwappedBatchNorm, swap_batch_norm
-from fl_lightning.batch_norm import batch_norm_layers, evaluating, require_batch_norm, total_variance
+from fl_lightning.batch_norm import (
+    batch_norm_layers,
+    evaluating,
+    require_batch_norm,
+    restore_batch_norm,
+    total_variance,
+)
 from fl_lightning.cohort import ClientMemory, StateSlots
 from fl_lightning.errors import check_choice, check_number
 from fl_lightning.methods import VariantEvaluation
@@ -87,7 +93,7 @@ class HybridBN(VariantEvaluation):
     paper = "Chen et al., arXiv 2505.21877 (HBN)"
     claims = ("equal_passes",)
     examples = ({"samples": 16}, {"samples": 8, "mix": 0.5, "collect": "batch", "rate": 0.5})
-    saved = ("memory", "clients")
+    saved = ("memory", "clients", "last_round")
 
     def __init__(
         self,
@@ -101,7 +107,8 @@ class HybridBN(VariantEvaluation):
         check_number("HybridBN.samples", samples, least=2)
         check_choice("HybridBN.collect", collect, ("mixed", "batch"))
         self.mix, self.rate, self.samples, self.collect = mix, rate, samples, collect
-        self.memory, self.clients, self._parts = ClientMemory(), list[int](), list[str]()
+        self.memory, self.clients, self.last_round = ClientMemory(), list[int](), 0
+        self._parts: list[str] = []
 
     def extend_model(self, model: nn.Module) -> None:
         """Add the parameter w of each BN layer."""
@@ -140,7 +147,8 @@ class HybridBN(VariantEvaluation):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Move the server's statistics towards those of the passes."""
-        self.clients, counts = list(cohort.client_ids), cohort.extra["HybridBN samples"]
+        self.clients, self.last_round = list(cohort.client_ids), cohort.round
+        counts = cohort.extra["HybridBN samples"]
         for name, layer in batch_norm_layers(pl_module.model).items():
             mean, variance = _pooled(cohort.extra[f"HybridBN {name}"], counts)
             layer.get_buffer("running_mean").lerp_(mean, self.rate)
@@ -148,16 +156,22 @@ class HybridBN(VariantEvaluation):
 
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the statistics of another pass of the round's clients as the variant ``pass``."""
-        if trainer.state.fn != TrainerFn.FITTING:
+        if not self.clients:
+            return {"pass": {}}
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if not fitting:  # a test has neither clients nor layers that mix statistics
             pl_module.data.setup("fit")
+            self.configure_batch_norm(pl_module)
 
         def sent(client: int) -> tuple[int, Statistics]:
             own = self.memory.get(client, {})
             state = {part: own[f"batch_norm@{part}"].to(pl_module.device) for part in self._parts if own}
-            return self._pass(pl_module, client, max(pl_module.round, 1), state)
+            return self._pass(pl_module, client, self.last_round, state)
 
         passes, tensors = pl_module.ranks.map(sent, self.clients), dict[str, Tensor]()
-        for name in passes[0][1] if passes else ():
+        if not fitting:
+            restore_batch_norm(pl_module.model)
+        for name in passes[0][1]:
             rows = torch.stack([torch.stack(statistics[name]) for _, statistics in passes])
             mean, variance = _pooled(rows, torch.tensor([float(n) for n, _ in passes]).to(rows))
             tensors |= {f"{name}.running_mean": mean, f"{name}.running_var": variance}

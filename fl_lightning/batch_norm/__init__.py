@@ -14,6 +14,7 @@ from fl_lightning.batch_norm.swapping import (
     SwappedBatchNorm,
     batch_statistics,
     evaluating,
+    restore_batch_norm,
     swap_batch_norm,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "moments",
     "parameter_kinds",
     "require_batch_norm",
+    "restore_batch_norm",
     "swap_batch_norm",
     "total_variance",
     "watching_inputs",
