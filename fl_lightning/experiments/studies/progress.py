@@ -31,7 +31,7 @@ class StudyProgress:
     ) -> None:
         self.needed, self.jobs, self.cell_seconds = needed, jobs, cell_seconds
         self._known: dict[Cell, str] = {}
-        self._missing: set[str] = set()
+        self._known_metrics: set[str] = set()
         self._console = Console(emoji=False, markup=False, highlight=False, soft_wrap=True)
         # without a terminal, only printed lines are shown
         self._live = Live(
@@ -65,9 +65,10 @@ class StudyProgress:
             self._console.print(
                 f"[{len(done)}/{len(cells)}] {state.phase}: {cell.name}  {', '.join(numbers) or state.why}{words}"
             )
+            self._known_metrics.update(metrics)
             for name in self.needed(cell) if metrics else ():
-                if name not in metrics and name not in self._missing:
-                    self._missing.add(name)
+                if name not in self._known_metrics:
+                    self._known_metrics.add(name)  # a metric is told once
                     known = ", ".join(metrics)
                     self._console.print(
                         f"metrics: {cell.name} has no {name}{nearest(name, metrics)}; there are {known}"
