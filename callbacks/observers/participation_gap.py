@@ -27,8 +27,7 @@ from fl_lightning.methods import (
     spread_over_clients,
 )
 from fl_lightning.pictures import participation_figure
-from fl_lightning.round import ServerEvaluation
-from fl_lightning.round.tasks import Classification
+from fl_lightning.round import Classification, ServerEvaluation
 
 _SOURCES = ("server", "adabn", "mixture", "tent", "fine_tuned")
 
