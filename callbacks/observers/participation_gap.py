@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -67,8 +68,8 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
         fine_tune_epochs: Passes over the client's training data in ``fine_tuned``.
 
     Raises:
-        ConfigurationError: A setting is out of range, no client is held out, or a method with models
-            of the clients comes later in ``trainer.callbacks``.
+        ConfigurationError: A setting is out of range, or a method with models of the clients comes
+            later in ``trainer.callbacks``.
 
     Attributes:
         values: Metrics of the last evaluation: by source (``"trained"`` for clients that train), and
@@ -178,6 +179,21 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
                         if name in spreads["trained"]:
                             found[f"gap_{metric}_{source}{place}"] = spreads["trained"][name] - spread[name]
         return found
+
+    def result_lines(self) -> Mapping[str, str]:
+        """Return lines for the result table: the mean of the main metric over each group of clients."""
+        if not self._rows:
+            return {"never train": "no client; set data.held_out to a number, a fraction or names"}
+        means = {
+            source: f"{fmean(known):.4f}"
+            for source, values in self.values.items()
+            if (known := [x[self._main] for x in values.values() if self._main in x])
+        }
+        own = means.pop("trained", "unknown")
+        return {
+            "clients that train": own,
+            "never train": ", ".join(f"{x} {mean}" for x, mean in means.items()),
+        }
 
     def tables(self) -> Mapping[str, Table]:
         """Return the table ``held_out``: the values of each client in the last evaluation."""

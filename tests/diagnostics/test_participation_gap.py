@@ -81,6 +81,17 @@ def test_the_gap_of_six_clients_is_that_by_hand(method):
         assert logged[f"val/gap_accuracy_{source}_worst"] == pytest.approx(min(trained) - min(held_out))
 
 
+def test_the_result_table_has_the_means_or_says_what_to_set():
+    federated_run(gap := ParticipationGap(["server"]), data=federation(), rounds=2, trainer=EVALUATED)
+    means = [fmean(x["accuracy"] for x in gap.values[group].values()) for group in ("trained", "server")]
+    lines = {"clients that train": f"{means[0]:.4f}", "never train": f"server {means[1]:.4f}"}
+    assert gap.result_lines() == lines
+    federated_run(gap := ParticipationGap(), data=federation(0), rounds=2, trainer=EVALUATED)
+    assert gap.result_lines() == {
+        "never train": "no client; set data.held_out to a number, a fraction or names"
+    }
+
+
 def test_clients_that_never_train_do_not_change_training():
     data = federation()
     four = FederatedDataModule([*data.clients][:4], data.server, seed=0)
