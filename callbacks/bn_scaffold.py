@@ -102,10 +102,11 @@ class BNSCAFFOLD(SCAFFOLD):
             layer.floor = self.floor
 
     def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
-        """Print that the method is a reading."""
-        pl_module.print(
-            "BNSCAFFOLD: our reading of the paper's abstract, because its text was not available."
-        )
+        """Print that the correction of statistics is a reading."""
+        if self.statistics:
+            pl_module.print(
+                "BNSCAFFOLD: our reading of the abstract, because the paper's text was not available."
+            )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Load the control variates, and tell the layers ``k - k_i``."""

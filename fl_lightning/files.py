@@ -69,8 +69,7 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True) -> Iterator[i
 
     Args:
         path: The file or the folder. A missing file is created.
-        folder: Whether to lock a folder (default False). A folder must be lockable; a file need not be
-            if the file system does not support locks.
+        folder: Whether to lock a folder (default False).
         wait: Whether to wait while another process holds the lock (default True).
 
     Yields:
@@ -78,7 +77,7 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True) -> Iterator[i
 
     Raises:
         BlockingIOError: Another process holds the lock, and ``wait`` is False.
-        OSError: The path cannot be opened, or is a folder that cannot be locked.
+        OSError: The path cannot be opened. A file system without locks is no error.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW if folder else os.O_RDWR | os.O_CREAT
     file = os.open(path, flags, 0o666)
@@ -86,7 +85,7 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True) -> Iterator[i
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
-            if folder or isinstance(error, BlockingIOError):
+            if isinstance(error, BlockingIOError):
                 raise
         yield file
     finally:

@@ -15,7 +15,7 @@ def contents(attempt: Path) -> dict[str, Any]:
     checkpoint = load_checkpoint(attempt / "checkpoints/last.ckpt")
     record = checkpoint["fl_lightning"]["record"]
     del record["seconds"]
-    record["row"] = _without_times(record["row"])
+    record["metrics"] = _without_times(record["metrics"])
     for origin in record["continued_from"]:  # keep only the path below runs/: folders may differ
         origin["checkpoint"] = origin["checkpoint"].rpartition("/runs/")[2]
     result = json.loads((attempt / "result.json").read_text())

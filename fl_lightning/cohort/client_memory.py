@@ -266,6 +266,22 @@ def keep_listed(path: Path, tree: Any) -> None:
                 file.unlink()
 
 
+def copy_listed(source: Path, target: Path) -> None:
+    """Copy the memory files that a checkpoint lists, for a copy of the checkpoint.
+
+    Args:
+        source: The checkpoint.
+        target: The copy of the checkpoint.
+    """
+    for notes in source.parents[1].glob(f"memory/*/{_NOTES}"):
+        name = os.path.relpath(source, notes.parent)
+        names = json.loads(notes.read_text()).get(name, [[]])[-1]
+        folder = target.parents[1] / notes.parent.relative_to(source.parents[1])
+        if folder != notes.parent:
+            copy_files(notes.parent, folder, names)
+        _note(folder, target, names)
+
+
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
     """Copy memory files to another folder.
 

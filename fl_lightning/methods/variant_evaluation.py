@@ -232,8 +232,8 @@ def mixed_batches(loader: Any, count: int) -> Iterable[Any]:
                 collate_fn=loader.collate_fn,
                 num_workers=loader.num_workers,
             )
-        if sampler is None and all(isinstance(indices, slice) for indices in loader.sampler):
-            given = [torch.arange(indices.start, indices.stop) for indices in islice(loader.sampler, count)]
+        if sampler is None and all(isinstance(indices, Tensor) for indices in loader.sampler):
+            given = [*islice(loader.sampler, count)]
             return DataLoader(loader.dataset, sampler=_mixed(given), batch_size=None)
     return islice(loader, count)
 

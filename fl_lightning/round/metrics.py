@@ -81,8 +81,10 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
     try:
         return make()
     except (TypeError, ValueError) as error:
-        if num_classes is None or "num_classes" not in str(error):
+        if "num_classes" not in str(error):
             raise
+        if num_classes is None:
+            raise ValueError(f"{error} The data have no classes (integer targets).") from None
     return make(num_classes=num_classes)
 
 

@@ -47,7 +47,12 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
     now, later = f"in round {round_number}", "from some round on"
     wishes = []
     for callback in callbacks:
-        wishes += [(callback, now, *wish) for wish in callback.policy(round_number, total_rounds).items()]
+        declared = callback.policy(round_number, total_rounds)
+        if not isinstance(declared, Mapping):
+            raise ConfigurationError(
+                f"{type(callback).__name__}.policy() returns {declared!r}; return a treatment by kind or part, {{}} for the defaults"
+            )
+        wishes += [(callback, now, *wish) for wish in declared.items()]
     wishes += [(cb, later, *wish) for cb in callbacks for wish in cb.undecided().items()]
     for index, (callback, when, kind, treatment) in enumerate(wishes):
         name = type(callback).__name__

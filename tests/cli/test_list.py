@@ -10,12 +10,12 @@ from fl_lightning.cli.listing import FILES, KINDS, files, named
 from fl_lightning.round.policy import treatment_table
 
 NAMES = {
-    "methods": "AdaBN AggregationDiagnostics BatchNormDiagnostics Byzantine ClassifierBias ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBABU FedBN FedDNA FedDyn FedExFixBN FedNova FedPer FedProx FedRep FedTAN FixBN "
-    "MaintainedMomentum MomentMatching MTFL SCAFFOLD SiloBN SlidingWindowFixBN StaticBN StatisticsSources",
+    "methods": "AdaBN AggregationDiagnostics BatchNormDiagnostics BatchRenormalization BNSCAFFOLD Byzantine ClassifierBias ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBABU FedBN FedDNA FedDyn FedExFixBN FedNova FedPer FedProx FedRep FedTAN FixBN "
+    "HybridBN MaintainedMomentum MomentMatching MTFL ParticipationGap SCAFFOLD SiloBN SlidingWindowFixBN StaticBN StatisticsSources",
     "models": "BNProbe CIFARResNet fl_lightning.models.deeplab_v3_plus FBNCNN LeNet fl_lightning.models.library_model ResNet18 ResNet20 ResNet32 ResNet8 SmallDeepLab TabularMLP",
     "data": "CIFAR10 CIFAR100 Cityscapes Digits FashionMNIST FEMNIST Gaussians HuggingFaceImages ImageDomains ImageFolder ImageNet ScikitLearn StreamedImages TensorData TinyImageNet TorchvisionImages",
-    "partitions": "Dirichlet FromFile GammaSimilarity HonestOnly IID Natural Shards",
-    "norms": "bn gn ln in gn_ws weight_norm scaled_ws none",
+    "partitions": "Dirichlet ExtendedDirichlet FromFile GammaSimilarity HonestOnly IID Natural Shards",
+    "norms": "bn gn ln in gn_ws fed_ws weight_norm scaled_ws fn none",
     "aggregators": "CenteredClipping GeometricMedian Krum MeanAroundMedian Median MultiKrum TrimmedMean WeightedMean",
     "attacks": "ALittleIsEnough Backdoor FallOfEmpires Gaussian GradientAscent LabelFlip Mimic ModelReplacement NonFinite SignFlip",
 }

@@ -161,7 +161,7 @@ def sorted_loaders():
     return [DataLoader(own, batch_size=5), table.test_dataloader()]
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["list of indices", "slices"])
+@pytest.mark.parametrize("which", [0, 1], ids=["list of indices", "tensors of indices"])
 def test_batches_of_sorted_samples_are_mixed(which):
     loader = sorted_loaders()[which]
     assert max(len(labels.unique()) for _, labels in loader) == 2

@@ -9,7 +9,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from fl_lightning.errors import ConfigurationError
@@ -21,10 +22,11 @@ from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, 
 class Rounds(L.LightningModule):
     """One manual optimizer step per epoch that depends on the round; records what Lightning asks of it."""
 
-    def __init__(self, scores=None):
+    def __init__(self, scores=None, steps_per_round=1):
         super().__init__()
         self.automatic_optimization = False
         self.scores = scores
+        self.steps_per_round = steps_per_round
         self.weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
         self.events = []
 
@@ -32,8 +34,9 @@ class Rounds(L.LightningModule):
         self.events.append(("start", self.current_epoch, self.global_step))
 
     def training_step(self, batch):
-        self.weight.grad = self.weight.detach() / (self.current_epoch + 2)
-        self.optimizers().step()
+        for _ in range(self.steps_per_round):
+            self.weight.grad = self.weight.detach() / (self.current_epoch + 2)
+            self.optimizers().step()
         self.events.append(("step", self.current_epoch, self.global_step))
 
     def validation_step(self, batch):
@@ -67,6 +70,14 @@ class RaiseAt(Callback):
     def strike(self, trainer, *args):
         if trainer.current_epoch == self.epoch:
             raise self.error("stop here")
+
+
+class RaiseAfterRound(Checkpoint):
+    """A checkpoint callback, so that it runs after RoundCheckpoint in on_train_epoch_end."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.global_step == 4:
+            raise RuntimeError("stop here")
 
 
 def fit(root, checkpoint, *, module=None, rounds=6, ckpt_path=None, callbacks=(), **settings):
@@ -204,6 +215,20 @@ def test_resumed_run_compares_with_the_best_score_before_the_break(tmp_path, las
     assert round_of(tmp_path / "new" / "checkpoints" / "best.ckpt") == 4
 
 
+@pytest.mark.parametrize("best", [1, 2])
+def test_what_was_best_until_a_kept_round_is_kept_where_a_later_one_is_better(tmp_path, last, best):
+    scores = {**dict.fromkeys((1, 2, 3), 0.3), best: 0.5, 4: 0.9, 5: 0.4}
+    monitored = {"module": Rounds(scores), "check_val_every_n_epoch": 1}
+    fit(tmp_path, RoundCheckpoint(monitor="val/accuracy", keep_rounds=[2, 3]), **monitored)
+    assert round_of(last.with_name("best.ckpt")) == 4
+    scores[4] = 0.45
+    for kept in (2, 3):
+        checkpoint = RoundCheckpoint(monitor="val/accuracy")
+        fit(tmp_path / f"{kept}", checkpoint, ckpt_path=last.with_name(f"round_{kept}.ckpt"), **monitored)
+        assert (checkpoint.best_round, checkpoint.best_score) == (best, pytest.approx(0.5))
+        assert round_of(tmp_path / f"{kept}" / "checkpoints" / "best.ckpt") == best
+
+
 def test_monitor_that_only_some_rounds_log_is_judged_in_those_rounds(tmp_path, last):
     fit(tmp_path, RoundCheckpoint(monitor="val/accuracy"), module=Rounds({2: 0.3, 4: 0.9, 6: 0.5}))
     assert round_of(last.with_name("best.ckpt")) == 4
@@ -243,6 +268,28 @@ def test_round_whose_row_is_not_written_is_not_saved(tmp_path, last):
     assert round_of(last) == 2
 
 
+def test_complete_round_is_saved_when_an_exception_follows_it(tmp_path, last):
+    whole, _ = fit(tmp_path / "whole", RoundCheckpoint())
+    checkpoint = RoundCheckpoint()
+    after = RaiseAfterRound()
+    with pytest.raises(RuntimeError, match="stop here"):
+        fit(tmp_path, after, callbacks=[checkpoint])
+    assert round_of(last) == 4
+    resumed, _ = fit(tmp_path, RoundCheckpoint(), ckpt_path=last)
+    assert torch.equal(resumed.weight, whole.weight)
+
+
+def test_termination_signal_saves_the_round_that_it_let_finish(tmp_path, last):
+    class Terminate(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.current_epoch == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, RoundCheckpoint(), callbacks=[Terminate()])
+    assert round_of(last) == 3
+
+
 def test_fast_dev_run_and_sanity_check_write_nothing(tmp_path):
     fit(tmp_path, RoundCheckpoint(every_n_rounds=1, monitor="val/x"), fast_dev_run=True)
     assert not (tmp_path / "checkpoints").exists()
@@ -257,6 +304,11 @@ def test_fast_dev_run_and_sanity_check_write_nothing(tmp_path):
 def test_trainer_that_counts_steps_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"trainer\.max_steps 3 .* set trainer\.max_epochs"):
         fit(tmp_path, RoundCheckpoint(), max_steps=3)
+
+
+def test_module_that_steps_its_optimizer_twice_a_round_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="stepped 2 times in 1 rounds"):
+        fit(tmp_path, RoundCheckpoint(), module=Rounds(steps_per_round=2))
 
 
 def test_state_holds_plain_numbers_and_differs_between_metrics():

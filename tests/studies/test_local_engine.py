@@ -235,7 +235,7 @@ def test_gpus_are_filled_evenly(engine, monkeypatch):
         code = f"print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\nwhile not Path('go{number}').exists(): time.sleep(0.02)\nsys.exit({number})"
         one = job(str(number), code, gpus=0.5)
         engine.submit([one])
-        wait_until(one.log.read_text)
+        wait_until(lambda: one.log.is_file() and one.log.read_text())
         return one.log.read_text()
 
     assert [start(number) for number in range(7)] == [f"{gpu}\n" for gpu in (0, 1, 2, 0, 1, 2, 0)]

@@ -1,7 +1,9 @@
 """Checkpoints of the last round, of the best round, and of rounds that the user chooses."""
 
+import contextlib
 import io
 import math
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +14,10 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.cohort.client_memory import copy_listed
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import unwritable
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.files import atomic_write, unwritable
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.tasks import best_is
@@ -26,6 +30,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     - The first or the last round of a fit has ended.
     - A round has ended, and ``every_n_seconds`` or ``every_n_rounds`` have passed.
+    - An exception or a termination signal stops the fit between two rounds.
 
     The files are in the folder ``checkpoints`` of the trainer's ``default_root_dir``, which is the
     run's folder. An interrupted round is not saved; a resumed fit computes the round again.
@@ -36,12 +41,12 @@ class RoundCheckpoint(Recorded, Checkpoint):
             disables saving by time.
         every_n_rounds: Period of saving in rounds, >= 1; None disables saving by rounds.
         monitor: Name of a logged metric, such as ``"val/accuracy"``. ``best.ckpt`` is from the
-            first round with the best value among the rounds trained in this folder. Rounds without a
-            value and rounds with NaN are ignored.
+            first round with the best value. Rounds without a value and rounds with NaN are ignored.
         mode: Whether the largest (``"max"``) or the smallest value (``"min"``) is best. Default:
             smallest for a loss, largest for a quality such as accuracy
             (:func:`~fl_lightning.round.tasks.best_is`).
-        keep_rounds: Rounds, >= 1, whose checkpoints are kept as ``round_<r>.ckpt``.
+        keep_rounds: Rounds, >= 1, whose checkpoints are kept as ``round_<r>.ckpt``. If ``monitor``
+            is set, ``round_<r>_best.ckpt`` is a copy of ``best.ckpt`` after round r.
 
     Attributes:
         dirpath: Folder of the checkpoints; None before the trainer has set up the callback.
@@ -101,13 +106,51 @@ class RoundCheckpoint(Recorded, Checkpoint):
         The key contains the name of the monitored metric, because scores of different metrics
         cannot be compared.
         """
-        return self._generate_state_key(monitor=self.monitor, mode=self._best_is())
+        # older checkpoints have "max" in the key if no metric is monitored
+        return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best score and its round; an empty dict if no metric is monitored."""
         if self.monitor is None:
             return {}
         return {"best_score": self.best_score, "best_round": self.best_round}
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Copy the best checkpoint of earlier rounds to a new folder.
+
+        If the checkpoint is missing, print that the best checkpoint is chosen from new rounds only.
+        """
+        if trainer.state.fn != "fit" or self.monitor is None or trainer.ckpt_path is None:
+            return
+        assert self.dirpath is not None
+        path, target = Path(trainer.ckpt_path), self.dirpath / "best.ckpt"
+        # None if the checkpoint's run monitored a different metric
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        missing = not target.is_file() and (state is None or state["best_round"] is not None)
+        if missing and trainer.is_global_zero and self._active(trainer):
+            source = self._best_until(path, state) if state and _same_data(checkpoint, pl_module) else None
+            if source is not None:
+                _copy(source, target)
+            else:
+                print(
+                    f"best.ckpt: the best checkpoint before {path} is missing; only rounds after {checkpoint['global_step']} count",
+                    flush=True,
+                )
+        # barrier: all ranks wait for the copy before they look for the file
+        trainer.strategy.broadcast(None)
+
+    def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
+        """Return the checkpoint that was the best when ``path`` was written; None if missing.
+
+        Only the folder of ``path`` is searched.
+        """
+        for candidate in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
+            with contextlib.suppress(ConfigurationError):  # ignore a missing or damaged file
+                if AtomicCheckpointIO().load_checkpoint(candidate)["callbacks"].get(self.state_key) == state:
+                    return candidate
+        return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best score if the folder has ``best.ckpt``.
@@ -202,16 +245,24 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """Save the checkpoints that are due after this round.
 
         Raises:
-            ConfigurationError: A file cannot be written.
+            ConfigurationError: The server optimizer did not take exactly one step per round, or a
+                file cannot be written.
         """
         if not self._active(trainer):
             return
         rounds = trainer.current_epoch + 1
+        if trainer.global_step != rounds:
+            raise ConfigurationError(
+                f"the server optimizer stepped {trainer.global_step} times in {rounds} rounds; "
+                "checkpoints need a module whose training_step steps it exactly once"
+            )
         self._complete_round = rounds
         if self._reached_best(trainer):
             self.best_model_path = self._save(trainer, "best.ckpt")
         if rounds in self.keep_rounds:
-            self._save(trainer, kept_name(rounds))
+            path = Path(self._save(trainer, kept_name(rounds)))
+            if self.best_round is not None and trainer.is_global_zero:
+                _copy(Path(self.best_model_path), path.with_name(_best_name(path.stem)))
         if self._due(trainer):
             self._save_last(trainer)
 
@@ -224,6 +275,17 @@ class RoundCheckpoint(Recorded, Checkpoint):
         if self._active(trainer):
             self._save_last(trainer)
             self._require_monitor(trainer)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Save the last complete round after an exception, unless the next round has begun."""
+        between_rounds = trainer.fit_loop.epoch_progress.current.ready == self._complete_round
+        # saving needs all ranks; if only one rank has failed, its save would wait forever
+        if between_rounds and self._active(trainer) and trainer.world_size == 1:
+            with contextlib.suppress(ConfigurationError):
+                # an error while saving must not replace the original exception
+                self._save_last(trainer)
 
     def _best_is(self) -> Literal["max", "min"] | None:
         return self.mode or best_is(self.monitor or "", self._best)
@@ -275,3 +337,23 @@ class RoundCheckpoint(Recorded, Checkpoint):
 def kept_name(round_number: int) -> str:
     """Return the file name of the checkpoint that is kept for a round in ``keep_rounds``."""
     return f"round_{round_number}.ckpt"
+
+
+def _best_name(stem: str) -> str:
+    return f"{stem}_best.ckpt"
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a checkpoint, and the client memory files that it lists if the folder is another."""
+    copy_listed(source.absolute(), target.absolute())
+    with source.open("rb") as file, atomic_write(target) as copy:
+        shutil.copyfileobj(file, copy)
+
+
+def _same_data(checkpoint: Mapping[str, Any], module: L.LightningModule) -> bool:
+    """Return whether a checkpoint's run has the same data as this run.
+
+    Only then can the scores of the two runs be compared.
+    """
+    record = getattr(module, "record", None)
+    return record is None or checkpoint["fl_lightning"]["record"].get("data") == record.data

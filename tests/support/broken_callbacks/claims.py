@@ -12,6 +12,7 @@ from fl_lightning.callbacks import (
     FedProx,
     FedTAN,
     FixBN,
+    HybridBN,
     MaintainedMomentum,
     MomentMatching,
     SiloBN,
@@ -235,4 +236,14 @@ class UnweightedPool(FBN):
         for name in batch_norm_layers(pl_module.model):
             counts = cohort.buffers[f"{name}.count"]
             counts.copy_(counts.double().mean().expand_as(counts))
+        super().on_round_end(trainer, pl_module, cohort)
+
+
+@fails("equal_passes")
+class WeighedPass(HybridBN):
+    """Pools the statistics of equal passes with n_i / n."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        counts = cohort.extra["HybridBN samples"]
+        counts.mul_(cohort.weights.to(counts) * len(counts))
         super().on_round_end(trainer, pl_module, cohort)
