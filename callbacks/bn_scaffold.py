@@ -124,14 +124,14 @@ class BNSCAFFOLD(SCAFFOLD):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
-        """Correct the gradients, see :class:`SCAFFOLD`."""
+        """Correct the gradients, see :class:`~fl_lightning.callbacks.scaffold.SCAFFOLD`."""
         if self.gradients:
             super().on_after_local_backward(trainer, pl_module, cohort, step)
 
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
     ) -> None:
-        """Add up the gradients, see :class:`SCAFFOLD`."""
+        """Add up the gradients, see :class:`~fl_lightning.callbacks.scaffold.SCAFFOLD`."""
         if self.gradients:
             super().on_local_step_end(trainer, pl_module, cohort, step)
 

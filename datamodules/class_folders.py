@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class ClassImages:
     """
 
     data_dir: Path
-    names: NDArray[np.bytes_]
+    names: NDArray[Any]
     labels: Tensor
 
     def __len__(self) -> int:

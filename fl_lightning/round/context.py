@@ -267,7 +267,7 @@ class RunContext(L.LightningModule):
         optimizer.step()
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
-        """Log metrics of this round that are plain numbers. This is faster than :meth:`log`.
+        """Log metrics of this round that are plain numbers. This is faster than ``log``.
 
         Args:
             metrics: Numbers by name.
