@@ -58,7 +58,7 @@ class HybridBN(VariantEvaluation):
     """HBN: clients normalise with a trained mixture of the server's and the batch's statistics.
 
     In training, a layer normalises with the mean ``(1 - a) m + a u`` and the variance ``(1 - a) v +
-    a s^2``. m and v are the server's statistics, and u and s^2 (biased) those of the batch. The mixing
+    a s^2``. m and v are the server's statistics. u and s^2 (biased) are the batch's. The mixing
     factor ``a = sigmoid(w)`` of each channel is trained, starts from 1/2, and stays at the client.
 
     Each client makes a pass over its first samples of the round, before its local steps, with the
@@ -146,7 +146,7 @@ class HybridBN(VariantEvaluation):
         cohort.remember(self.memory)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Move the server's statistics towards those of the passes."""
+        """Move the server's statistics towards the statistics of the passes."""
         self.clients, self.last_round = list(cohort.client_ids), cohort.round
         counts = cohort.extra["HybridBN samples"]
         for name, layer in batch_norm_layers(pl_module.model).items():

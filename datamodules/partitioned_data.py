@@ -166,7 +166,7 @@ class PartitionedDataModule(FederatedDataModule):
         return [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in self.distribution.clients]
 
     def trained(self) -> Tensor:
-        """Return the indices of the training samples, without those of clients that never train."""
+        """Return the indices of all training samples, except for samples of clients that never train."""
         clients = self.distribution.clients
         held_out = torch.cat(
             [torch.empty(0, dtype=torch.int64), *clients[len(clients) - self._num_held_out :]]

@@ -42,7 +42,7 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
     - ``server``: The server's model, with the server's BN statistics.
     - ``adabn``: BN statistics of the client's data
       (:func:`~fl_lightning.methods.own_data.adapt_statistics`).
-    - ``mixture``: The server's statistics, moved towards those of the client's batches
+    - ``mixture``: The server's statistics, moved towards the statistics of the client's batches
       (:func:`~fl_lightning.methods.adaptations.moving_statistics`).
     - ``tent``: A step on gamma and beta per batch, on the entropy of the predictions
       (:func:`~fl_lightning.methods.adaptations.entropy_steps`).
