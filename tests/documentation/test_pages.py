@@ -187,7 +187,7 @@ def test_every_python_block_is_tried():
         "docs/own-method.md": 19,
         "docs/own-data.md": 3,
         "docs/python.md": 3,
-        "docs/data.md": 2,
+        "docs/data.md": 3,
         "docs/metrics.md": 3,
         "docs/lightning-module.md": 3,
     }
