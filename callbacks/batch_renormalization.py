@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning import Cohort, FederatedCallback, FederatedModule, SwappedBatchNorm, swap_batch_norm
-from fl_lightning.batch_norm import batch_norm_layers, require_batch_norm
-from fl_lightning.errors import ConfigurationError, check_choice, check_number
+from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.errors import ConfigurationError, check_number
 
 
 class Growth(NamedTuple):
@@ -118,7 +118,6 @@ class BatchRenormalization(FederatedCallback):
         name = type(self).__name__
         check_number(f"{name}.r_max", r_max, least=1)
         check_number(f"{name}.d_max", d_max, least=0)
-        check_choice(f"{name}.unit", unit, ("steps", "rounds"))
         check_number(f"{name}.momentum", momentum, least=0, most=1)
         check_number(f"{name}.eps", eps, above=0)
         for setting, times in {"r_growth": r_growth, "d_growth": d_growth}.items():
@@ -129,7 +128,6 @@ class BatchRenormalization(FederatedCallback):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Replace BN layers by layers that renormalise."""
-        require_batch_norm(pl_module.model, type(self).__name__)
         growth = Growth(1.0, self.r_max, *self.r_growth), Growth(0.0, self.d_max, *self.d_growth)
         for layer in swap_batch_norm(pl_module.model, RenormalizedBatchNorm):
             layer.settings = (*growth, self.unit, self.momentum, self.eps)

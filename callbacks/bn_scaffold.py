@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fl_lightning import Cohort, FederatedModule, SwappedBatchNorm, swap_batch_norm
 from fl_lightning.aggregation import require_weighted_mean
-from fl_lightning.batch_norm import batch_norm_layers, require_batch_norm
+from fl_lightning.batch_norm import batch_norm_layers
 from fl_lightning.callbacks.scaffold import SCAFFOLD
 from fl_lightning.cohort import SERVER
 from fl_lightning.errors import check_number
@@ -96,7 +96,6 @@ class BNSCAFFOLD(SCAFFOLD):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Replace BN layers by layers that correct the statistics of batches."""
-        require_batch_norm(pl_module.model, "BNSCAFFOLD", momentum=True)
         require_weighted_mean(pl_module, "BNSCAFFOLD", "averages control variates", ["aggregator"])
         for layer in swap_batch_norm(pl_module.model, CorrectedBatchNorm, momentum=True):
             layer.floor = self.floor

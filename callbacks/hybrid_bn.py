@@ -13,12 +13,11 @@ from fl_lightning import Cohort, FederatedModule, SwappedBatchNorm, swap_batch_n
 from fl_lightning.batch_norm import (
     batch_norm_layers,
     evaluating,
-    require_batch_norm,
     restore_batch_norm,
     total_variance,
 )
 from fl_lightning.cohort import ClientMemory, StateSlots
-from fl_lightning.errors import check_choice, check_number
+from fl_lightning.errors import check_number
 from fl_lightning.methods import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 
@@ -105,7 +104,6 @@ class HybridBN(VariantEvaluation):
         check_number("HybridBN.mix", 0.0 if mix is None else mix, " (or null: trained)", least=0, most=1)
         check_number("HybridBN.rate", rate, least=0, most=1)
         check_number("HybridBN.samples", samples, least=2)
-        check_choice("HybridBN.collect", collect, ("mixed", "batch"))
         self.mix, self.rate, self.samples, self.collect = mix, rate, samples, collect
         self.memory, self.clients, self.last_round = ClientMemory(), list[int](), 0
         self._parts: list[str] = []
@@ -117,7 +115,6 @@ class HybridBN(VariantEvaluation):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Replace BN layers by layers that mix statistics."""
-        require_batch_norm(pl_module.model, "HybridBN")
         self._parts = [f"{x}.mix" for x in batch_norm_layers(pl_module.model)] if self.mix is None else []
         for layer in swap_batch_norm(pl_module.model, HybridBatchNorm):
             layer.settings = (self.mix, self.collect == "mixed")

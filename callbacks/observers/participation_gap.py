@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning import ConfigurationError, FederatedModule, Report, Table
+from fl_lightning.batch_norm import batch_norm_layers
 from fl_lightning.cohort import LAST_LAYER, match_parts
 from fl_lightning.errors import check_choice, check_number
 from fl_lightning.methods import (
@@ -68,8 +69,8 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
         fine_tune_epochs: Passes over the client's training data in ``fine_tuned``.
 
     Raises:
-        ConfigurationError: A setting is out of range, or a method with models of the clients comes
-            later in ``trainer.callbacks``.
+        ConfigurationError: A setting is out of range, the model does not allow a source, or a method
+            with models of the clients comes later in ``trainer.callbacks``.
 
     Attributes:
         values: Metrics of the last evaluation: by source (``"trained"`` for clients that train), and
@@ -96,7 +97,12 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
         self._rows: list[tuple[int, str, int]] = []
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
-        """Check the order of the callbacks."""
+        """Check the sources, and the order of the callbacks."""
+        for source in {*(self.sources or ())}.difference(self._sources(pl_module)):
+            raise ConfigurationError(
+                f"ParticipationGap.sources: {source} needs Batch Normalization with running statistics, and tent a classifier with "
+                "gamma and beta; leave it out"
+            )
         trainer: Any = pl_module.trainer
         callbacks = [x for x in trainer.callbacks if isinstance(x, PersonalEvaluation | type(self))]
         for late in callbacks[callbacks.index(self) + 1 :]:
@@ -105,61 +111,63 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
                 f"{type(late).__name__} before ParticipationGap"
             )
 
+    def _sources(self, pl_module: FederatedModule) -> dict[str, Adaptation | None]:
+        """Return the sources that the model allows, with the adaptation of each, if any."""
+        layers = [x for x in batch_norm_layers(pl_module.model).values() if x.running_mean is not None]
+        possible: dict[str, Adaptation | None] = {"server": None}
+        if layers:
+            possible |= {"adabn": adapt_statistics, "mixture": partial(moving_statistics, tau=self.tau)}
+        classifies = isinstance(pl_module.task, Classification) and pl_module.client_module is None
+        if classifies and any(layer.affine for layer in layers):
+            possible["tent"] = partial(entropy_steps, lr=self.tent_lr)
+        return possible | {"fine_tuned": None}
+
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return a model for each source and each client that never trains."""
+        """Return a model for each client that never trains, and each source except ``server``."""
         if trainer.sanity_checking or not pl_module.data.held_out:
             return {}
         if trainer.state.fn != TrainerFn.FITTING:
             pl_module.data.setup("fit")
-        adapts: dict[str, Adaptation] = {}
-        if pl_module.tracking_layers:
-            mixture, tent = partial(moving_statistics, tau=self.tau), partial(entropy_steps, lr=self.tent_lr)
-            adapts = {"adabn": adapt_statistics, "mixture": mixture}
-            adapts |= {"tent": tent} if isinstance(pl_module.task, Classification) else {}
-        possible = [x for x in _SOURCES if x in (*adapts, "server", "fine_tuned")]
-        sources = [x for x in self.sources or possible if x in possible]
+        possible, head = self._sources(pl_module), match_parts(pl_module.model, [LAST_LAYER])
 
         def model(name: str) -> tuple[str, Mapping[str, Tensor]]:
             source, client = name.split()[0], int(name.split()[1])
-            if source == "fine_tuned":
-                head = match_parts(pl_module.model, [LAST_LAYER])
+            if (adapt := possible[source]) is None:
                 return name, fine_tuned(pl_module, client, self.fine_tune_epochs, head)
             steps = range(pl_module.data.steps_per_epoch(client))
             batches = (pl_module.data.cohort_batch([client], [step]).batches()[0] for step in steps)
-            return name, adapted_state(pl_module, adapts[source], batches, source, client)
+            return name, adapted_state(pl_module, adapt, batches, source, client)
 
-        names = [f"{x} {client}" for x in sources if x != "server" for client in pl_module.data.held_out]
-        return {**({"server": {}} if "server" in sources else {}), **dict(pl_module.ranks.map(model, names))}
+        sources = [source for source in self.sources or possible if source != "server"]
+        names = [f"{source} {client}" for source in sources for client in pl_module.data.held_out]
+        return dict(pl_module.ranks.map(model, names))
 
     def variant_metrics(
         self, pl_module: FederatedModule, split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
         """Return the means over the clients, and the gap for each source."""
-        if not evaluations:
-            return {}
         data, task = pl_module.data, pl_module.task
+        if pl_module.trainer.sanity_checking or not data.held_out:
+            return {}
         held_out, trained = list(data.held_out), range(data.num_clients)
         methods = pl_module.federated_callbacks
         personal = next((x for x in methods if isinstance(x, PersonalEvaluation)), None)
-        jobs = [
-            (name.split()[0], client, name)
-            for name in evaluations
-            for client in ([int(name.split()[1])] if " " in name else held_out)
-        ]
-        jobs += [] if personal else [("trained", client, "") for client in trained]
+        jobs = [] if personal else [("trained", client) for client in trained]
+        jobs += [(x, client) for x in self.sources or self._sources(pl_module) for client in held_out]
         pl_module.evaluation.finish()
 
-        def measured(job: tuple[str, int, str]) -> Mapping[str, float]:
-            _, client, name = job
-            if not name:
-                quality = pl_module.evaluation.class_quality
-                with pl_module.trainer.precision_plugin.val_step_context():
-                    return evaluate_client(pl_module, client, split, pl_module.evaluate_batch, quality)[0]
-            evaluate = partial(self.evaluate, pl_module, self._tensors[name])
-            return evaluate_client(pl_module, client, split, evaluate, evaluations[name].class_quality)[0]
+        def measured(job: tuple[str, int]) -> Mapping[str, float]:
+            name = "{} {}".format(*job)
+            if job[0] in ("trained", "server"):
+                evaluate, quality = pl_module.evaluate_batch, pl_module.evaluation.class_quality
+            else:
+                evaluate = partial(self.evaluate, pl_module, self._tensors[name])
+                quality = evaluations[name].class_quality
+            with pl_module.trainer.precision_plugin.val_step_context():
+                return evaluate_client(pl_module, job[1], split, evaluate, quality)[0]
 
         self.values = {"trained": {**personal.own_values} if personal else {}}
-        for (source, client, _), metrics in zip(jobs, pl_module.ranks.map(measured, jobs), strict=True):
+        for (source, client), metrics in zip(jobs, pl_module.ranks.map(measured, jobs), strict=True):
             self.values.setdefault(source, {})[client] = metrics
         self._main = task.quality
         self._rows = [

@@ -25,10 +25,13 @@ def clients_in_order(held_out: HeldOut, names: Sequence[str], count: int, seed: 
         ConfigurationError: A name is unknown, or no client would train.
     """
     if isinstance(held_out, int | float):
-        number = round(held_out * count) if isinstance(held_out, float) else held_out
-        if not 0 <= number < count:
+        number = (
+            held_out if isinstance(held_out, int) else round(held_out * count) if 0 < held_out < 1 else -1
+        )
+        if held_out and not 0 < number < count:
             raise ConfigurationError(
-                f"held_out={held_out} leaves none of {count} clients to train; use a number below {count}, a fraction below 1, or names"
+                f"held_out={held_out} of {count} clients is no client or leaves none to train; use a number from 1 to {count - 1}, a "
+                "fraction below 1, or names"
             )
         chosen = set(permutation(count, seed, "held-out clients")[:number].tolist())
     else:

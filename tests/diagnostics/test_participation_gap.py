@@ -1,6 +1,7 @@
 """Clients that never train: their choice, and the participation gap of six clients by hand."""
 
 from copy import deepcopy
+from functools import partial
 from statistics import fmean
 
 import pytest
@@ -128,9 +129,12 @@ def test_a_number_a_fraction_or_names_choose_the_clients():
     [
         (
             6,
-            "held_out=6 leaves none of 6 clients to train; use a number below 6, a fraction below 1, or names",
+            "held_out=6 of 6 clients is no client or leaves none to train; use a number from 1 to 5, a fraction below 1, or",
         ),
-        (1.0, "held_out=1.0 leaves none of 6"),
+        (1.0, "held_out=1.0 of 6 clients is no client or leaves none to train"),
+        (0.05, "held_out=0.05 of 6 clients is no client"),
+        (float("nan"), "held_out=nan of 6"),
+        (-1, "held_out=-1 of 6"),
         (["g"], "held_out: there is no client 'g'.*names are a, b, c, d, e, f"),
         ([*NAMES], "held_out names all 6 clients; leave some to train"),
     ],
@@ -168,6 +172,16 @@ def test_a_table_is_standardised_by_clients_that_train_alone():
 def test_a_method_with_models_of_the_clients_must_come_first():
     with pytest.raises(ConfigurationError, match="put FedBN before ParticipationGap"):
         federated_run(ParticipationGap(), FedBN(), data=federation())
+
+
+def test_a_source_that_the_model_does_not_allow_is_refused():
+    with pytest.raises(ConfigurationError, match=r"ParticipationGap.sources: adabn needs Batch Normalization"):
+        federated_run(
+            ParticipationGap(["server", "adabn"]), data=federation(), model=partial(small_cnn, "gn")
+        )
+    gap = ParticipationGap()
+    federated_run(gap, data=federation(), model=partial(small_cnn, "gn"), rounds=2, trainer=EVALUATED)
+    assert [*gap.values] == ["trained", "server", "fine_tuned"]
 
 
 @pytest.mark.parametrize(
