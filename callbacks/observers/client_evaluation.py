@@ -13,6 +13,7 @@ from fl_lightning.methods import (
     PersonalEvaluation,
     Rows,
     evaluate_client,
+    main_metric,
     spread_over_clients,
 )
 from fl_lightning.pictures import client_quality_figure
@@ -76,7 +77,7 @@ class ClientEvaluation(Report, Observer):
         self.values = dict(zip(clients, values, strict=True))
         self._names = pl_module.data.client_names[: len(clients)] or [str(client) for client in clients]
         self._samples = [pl_module.data.num_examples(client) for client in clients]
-        self._main = pl_module.task.quality
+        self._main = main_metric(pl_module.task, values)
         for form in ("client_{}", *([] if self._personal else ["own_{}"])):
             for name, value in spread_over_clients(values, pl_module.task.best, form).items():
                 pl_module.log(pl_module.metric_name(split, name), value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain, product
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +26,8 @@ from fl_lightning.methods import (
     entropy_steps,
     evaluate_client,
     fine_tuned,
+    formatted,
+    main_metric,
     moving_statistics,
     spread_over_clients,
 )
@@ -57,7 +60,8 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
     - ``held_out_accuracy_<source>``: Mean over the clients that never train.
     - ``gap_accuracy_<source>``: The participation gap, the first mean minus the second (Yuan et al.,
       "What do we mean by generalization in federated learning?", ICLR 2022).
-    - The same with ``_worst`` for the mean over the worst tenth of the clients, at least one.
+    - The same with ``_worst`` for the mean over the worst tenth of the clients, at least one. The two
+      means also have ``_variance``.
 
     Other metrics of the task have the same names with their own name in place of ``accuracy``. After
     the run, ``held_out.csv`` and ``held_out.png`` have each client's values in the last evaluation.
@@ -169,23 +173,19 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
         self.values = {"trained": {**personal.own_values} if personal else {}}
         for (source, client), metrics in zip(jobs, pl_module.ranks.map(measured, jobs), strict=True):
             self.values.setdefault(source, {})[client] = metrics
-        self._main = task.quality
         self._rows = [
             (x, data.client_names[x] if data.client_names else str(x), data.num_examples(x))
             for x in (*trained, *held_out)
         ]
-        spreads = {
-            source: spread_over_clients([*values.values()], task.best, "{}")
-            for source, values in self.values.items()
-        }
-        found = {f"trained_{name}": value for name, value in spreads["trained"].items()}
-        for source, spread in spreads.items():
-            for metric in task.best if source != "trained" else ():
-                for place in ("", "_worst"):
-                    if (name := metric + place) in spread:
-                        found[f"held_out_{metric}_{source}{place}"] = spread[name]
-                        if name in spreads["trained"]:
-                            found[f"gap_{metric}_{source}{place}"] = spreads["trained"][name] - spread[name]
+        self._main = main_metric(task, chain.from_iterable(x.values() for x in self.values.values()))
+        forms = {x: f"held_out_{{}}_{x}" for x in self.values} | {"trained": "trained_{}"}
+        found: dict[str, float] = {}
+        for source, values in self.values.items():
+            found |= spread_over_clients([*values.values()], task.best, forms[source])
+            for metric, place in product(task.best, ("", "_worst") if source != "trained" else ()):
+                one, other = (formatted(form, metric) + place for form in (forms["trained"], forms[source]))
+                if one in found and other in found:
+                    found[formatted(f"gap_{{}}_{source}", metric) + place] = found[one] - found[other]
         return found
 
     def result_lines(self) -> Mapping[str, str]:

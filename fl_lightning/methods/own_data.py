@@ -19,6 +19,7 @@ from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
+    from fl_lightning.round.tasks import Task
 
 Adaptation = Callable[[nn.Module, Iterable[Any]], object]
 """Function that adapts a model in place to the inputs of evaluation data.
@@ -156,6 +157,19 @@ def spread_over_clients(
             name = formatted(form, metric)
             found |= {name: fmean(known), f"{name}_worst": fmean(worst), f"{name}_variance": pvariance(known)}
     return found
+
+
+def main_metric(task: "Task", clients: Iterable[Mapping[str, float]]) -> str:
+    """Return the task's main metric, or the first metric that a client has; empty if there is none.
+
+    A LightningModule chooses the names of its metrics.
+
+    Args:
+        task: The task.
+        clients: Metrics of each client, by name.
+    """
+    known = {name for metrics in clients for name in metrics}
+    return next((name for name in (task.quality, *task.best) if name in known), "")
 
 
 def formatted(form: str, name: str) -> str:

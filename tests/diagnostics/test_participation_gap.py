@@ -6,11 +6,12 @@ from statistics import fmean
 
 import pytest
 import torch
-from helpers import blobs, client_batch, distance, federated_run, small_cnn, train
+from helpers import blobs, client_batch, distance, federated_run, fit, small_cnn, train
+from lightning_sites import Lit, Site
 from torch.nn import functional as F
 
-from fl_lightning import ConfigurationError, FederatedDataModule
-from fl_lightning.callbacks import FedBN, ParticipationGap, SiloBN
+from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning.callbacks import ClientEvaluation, FedBN, ParticipationGap, SiloBN
 from fl_lightning.client_data.held_out import clients_in_order
 from fl_lightning.datamodules import Digits, Dirichlet, TensorData
 from fl_lightning.methods import adapt_statistics, entropy_steps, moving_statistics
@@ -175,7 +176,9 @@ def test_a_method_with_models_of_the_clients_must_come_first():
 
 
 def test_a_source_that_the_model_does_not_allow_is_refused():
-    with pytest.raises(ConfigurationError, match=r"ParticipationGap.sources: adabn needs Batch Normalization"):
+    with pytest.raises(
+        ConfigurationError, match=r"ParticipationGap.sources: adabn needs Batch Normalization"
+    ):
         federated_run(
             ParticipationGap(["server", "adabn"]), data=federation(), model=partial(small_cnn, "gn")
         )
@@ -194,3 +197,30 @@ def test_a_source_that_the_model_does_not_allow_is_refused():
 def test_a_setting_out_of_range_is_refused(settings, message):
     with pytest.raises(ConfigurationError, match=message):
         ParticipationGap(**settings)
+
+
+class Scored(Lit):
+    def evaluated(self, batch, split):
+        super().evaluated(batch, split)
+        self.log(f"{split}/acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+
+def test_clients_of_a_lightning_module_are_drawn_by_its_first_metric():
+    data = FederatedDataModule({name: Site(i) for i, name in enumerate(NAMES)}, Site(9))
+    fit(FederatedModule(Scored(), local_steps=2), data, 2, [clients := ClientEvaluation()], **EVALUATED)
+    drawn = clients.figures([])["clients"]
+    assert drawn.args[2] in clients.values[0]
+
+
+def test_metrics_of_a_lightning_module_keep_their_place():
+    data = FederatedDataModule({name: Site(i) for i, name in enumerate(NAMES)}, Site(9), held_out=["b"])
+    module, gap = FederatedModule(Scored(), local_steps=2), ParticipationGap(["server", "adabn"])
+    metrics = fit(module, data, 2, [gap], **EVALUATED).callback_metrics
+    trained, server = (
+        fmean(x["val/acc"] for x in gap.values[group].values()) for group in ("trained", "server")
+    )
+    assert float(metrics["val/gap_acc_server"]) == pytest.approx(trained - server, abs=1e-6)
+    assert float(metrics["val/held_out_acc_server"]) == pytest.approx(server)
+    assert gap.result_lines()["clients that train"] == f"{trained:.4f}"
+    with pytest.raises(ConfigurationError, match="tent a classifier"):
+        fit(FederatedModule(Scored(), local_steps=2), data, 2, [ParticipationGap(["tent"])])
