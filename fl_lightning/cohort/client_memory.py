@@ -1,5 +1,6 @@
 """Memory that holds the clients' state between rounds, in RAM or in files."""
 
+import hashlib
 import io
 import json
 import os
@@ -13,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import unwritable, write_text
-from fl_lightning.ranks import Ranks, checksums
+from fl_lightning.ranks import Ranks
 
 LIMIT = 256 * 2**20
 """Size in bytes above which a :class:`ClientMemory` stores its entries in files."""
@@ -338,4 +339,13 @@ def _size(entry: Mapping[str, Tensor]) -> int:
 
 
 def _sum(entry: Mapping[str, Tensor]) -> int:
-    return zlib.crc32(repr(checksums({"": dict(sorted(entry.items()))})).encode())
+    """Return a digest of an entry of 63 bits. Files have it in their names, so 32 bits would be too few."""
+    digest = hashlib.sha256()
+    for place, leaf in tree_flatten_with_path(dict(sorted(entry.items())))[0]:
+        if isinstance(leaf, Tensor):
+            values = leaf.detach().cpu().to_dense().contiguous()
+            digest.update(repr((place, values.dtype, values.shape)).encode())
+            digest.update(values.flatten().view(torch.uint8).numpy().data)
+        else:
+            digest.update(repr((place, leaf)).encode())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1

@@ -126,7 +126,8 @@ class ForkLauncher(_Launcher):
                 pid = os.fork()
             if pid == 0:
                 try:
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the parent: 1 is PR_SET_PDEATHSIG
+                    if sys.platform == "linux":  # die with the parent: 1 is PR_SET_PDEATHSIG
+                        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                     self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:

@@ -152,7 +152,8 @@ class CohortStrategy(ParallelStrategy):
             )
         except RuntimeError as error:
             raise LostRank(
-                f"a rank has not connected within {self.timeout}; start all ranks, with the same MASTER_ADDR and MASTER_PORT"
+                f"a rank has not connected within {self.timeout}; start all ranks, with the same MASTER_ADDR and MASTER_PORT "
+                f"({str(error).partition(chr(10))[0]})"
             ) from error
 
     def part(self) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import zlib
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -266,3 +267,23 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(ConfigurationError, match=r"0-\d+\.pt cannot be written: No space left on device"):
         memory.flush()
+
+
+def equal_in_32_bits():
+    """Two numbers whose bytes have the same CRC-32."""
+    known = {}
+    for number in range(10**6):
+        checksum = zlib.crc32(torch.tensor(number * 2_654_435_761 % 2**61).view(1).numpy().tobytes())
+        if checksum in known:
+            return [n * 2_654_435_761 % 2**61 for n in (known[checksum], number)]
+        known[checksum] = number
+    raise AssertionError("no pair")
+
+
+def test_an_entry_replaces_another_with_an_equal_32_bit_checksum(in_files, tmp_path):
+    memory = ClientMemory()
+    memory.open(tmp_path, Ranks())
+    for number in (pair := equal_in_32_bits()):
+        memory[0] = {"number": torch.tensor([number])}
+        memory.flush()
+    assert memory[0]["number"].tolist() == pair[1:]
