@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.callbacks import ClientEvaluation, FedBN, ParticipationGap, SiloBN
 from fl_lightning.client_data.held_out import clients_in_order
-from fl_lightning.datamodules import Digits, Dirichlet, TensorData
+from fl_lightning.datamodules import Digits, Dirichlet, Shards, TensorData
 from fl_lightning.methods import adapt_statistics, entropy_steps, moving_statistics
 
 EVALUATED = {"limit_val_batches": 1.0}
@@ -168,6 +168,18 @@ def test_a_table_is_standardised_by_clients_that_train_alone():
     inputs = data.samples.inputs[torch.cat(data.distribution.clients[:3])]
     assert float(inputs.mean().abs()) < 1e-6
     assert float(data.samples.inputs[data.distribution.clients[3]].mean()) > 50
+
+
+def test_images_are_scaled_without_the_images_of_clients_that_never_train():
+    data = Digits(10, partition=Shards(0.1), held_out=3)  # a class for each client
+    data.setup("fit")
+    images = data.load().train_images[data.trained()] / 16
+    assert torch.allclose(data.normalize.mean.flatten(), images.mean(), atol=1e-6)
+    assert torch.allclose(data.normalize.std.flatten(), images.std(correction=0), atol=1e-4)
+    everyone = data.load().train_images / 16
+    assert abs(float(data.normalize.mean) - float(everyone.mean())) > 1e-4
+    held_out = torch.cat(data.distribution.clients[7:])
+    assert not torch.isin(data.trained(), held_out).any()
 
 
 def test_a_method_with_models_of_the_clients_must_come_first():
