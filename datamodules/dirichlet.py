@@ -1,7 +1,7 @@
 """The partition with class proportions from a Dirichlet distribution."""
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from fl_lightning.datamodules.partitions import (
     deal,
     equal_sizes,
 )
-from fl_lightning.errors import ConfigurationError, check_at_least, check_choice
+from fl_lightning.errors import ConfigurationError, check_at_least
 
 Balance = Literal["client", "class"]
 
@@ -56,7 +56,6 @@ class Dirichlet(Partition):
             raise ConfigurationError(
                 f"alpha must be a positive number, found {alpha}; IID() is the limit alpha = inf"
             )
-        check_choice("Dirichlet.balance", balance, get_args(Balance))
         self.alpha = alpha
         self.balance: Balance = balance
 

@@ -2,7 +2,7 @@
 
 import math
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from fl_lightning.datamodules.partitions import (
     class_sizes,
     deal,
 )
-from fl_lightning.errors import ConfigurationError, check_at_least, check_choice
+from fl_lightning.errors import ConfigurationError, check_at_least
 
 Incidence = npt.NDArray[np.bool_]
 ClassAssignment = Literal["random", "consecutive", "modulo"]
@@ -58,7 +58,6 @@ class Shards(Partition):
     def __init__(self, class_fraction: float, assignment: ClassAssignment = "random", tail: int = 0) -> None:
         if not 0 < class_fraction <= 1:
             raise ConfigurationError(f"class_fraction must be in (0, 1], such as 0.2, found {class_fraction}")
-        check_choice("Shards.assignment", assignment, get_args(ClassAssignment))
         check_at_least(0, tail=tail)
         self.class_fraction = class_fraction
         self.assignment: ClassAssignment = assignment
