@@ -1,5 +1,6 @@
 """Code of one's own: an edit makes the cells that use it stale, and no others. A file that a setting names renames them."""
 
+import gc
 import importlib
 import itertools
 import json
@@ -226,6 +227,7 @@ def packages(tmp_path, monkeypatch):
     yield
     for name in known & {*sys.modules}:
         del sys.modules[name]
+    gc.collect()  # else a short class name of a later test is looked up among these classes
 
 
 def files_of(path):
