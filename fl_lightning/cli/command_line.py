@@ -127,7 +127,7 @@ def resolve(args: Sequence[str]) -> Config:
     with refusals():
         reader = _reader()
         FederatedCLI.parse_arguments(reader, reader.parser, ["fit", *with_shipped_configs(args)])
-        return reader.plain(reader.config.fit)
+        return reader.resolve(reader.config.fit)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import restricted_number_type
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from fl_lightning.cli.messages import fail
@@ -141,8 +141,10 @@ class FederatedCLI(LightningCLI):
             # the link is not applied yet: the value is the user's value or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if self._gives(name) else None
-            if value is None and name == "in_features":
-                return parsed  # keep the model's value, because image data have no in_features
+            kind = imported(self.config[self.config.subcommand].model.model.class_path)
+            keeps_default = isinstance(kind, type) and issubclass(kind, LightningModule)
+            if value is None and (name == "in_features" or keeps_default):
+                return parsed  # image data have no in_features
             # if the model's default is not None, the model needs a value for this setting
             if value is None and given is None and parsed is not None:
                 raise ConfigurationError(
@@ -237,7 +239,8 @@ class FederatedCLI(LightningCLI):
         if isinstance(loader, list):  # the loaders of all clients
             raw = [*chain.from_iterable(raw)] if len(loader) > 1 else raw
             loader = chain.from_iterable(loader)
-        outputs = [*map(self.model.task.scores, raw)]
+        own = self.model.predicts_itself
+        outputs = raw if own else [*map(self.model.task.scores, raw)]
         # with trainer.limit_predict_batches, the last batches have no predictions
-        batches = islice(loader, len(outputs))
-        print(write_predictions(self._predictions, outputs, batches, self.datamodule))
+        batches = islice(loader, len(raw))
+        print(write_predictions(self._predictions, outputs, batches, self.datamodule, own))

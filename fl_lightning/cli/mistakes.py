@@ -229,7 +229,7 @@ def imported(path: str, setting: str = "") -> Any:
 
 
 def _named(name: str, kind: Any, shown: str) -> Any:
-    known = {made.__name__: made for base in _bases(kind) for made in _subclasses(base)}
+    known = {made.__name__: made for base in _bases(kind) for made in (base, *_subclasses(base))}
     if name in known:
         return known[name]
     if any(made.__name__ == name for made in _subclasses(object) if _is_shipped(made, _COMMON)):

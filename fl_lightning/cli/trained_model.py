@@ -87,6 +87,9 @@ class _Restored:
             )
         if not isinstance(self.personal, LocalState):  # its model is trained on the client's data
             self._restore(self.run.config["data"]).setup("fit")
+        if (own := self.module.client_module) is not None:
+            own.attach(self.module)  # configure_optimizers, which decides the layout, may use the trainer
+            own.rounds = max(int(self.run.config["trainer"]["max_epochs"]), 1)
         self.module.model.load_state_dict(self.personal.state_of_client(self.module, number), strict=False)
 
     def _restore(self, data: Any) -> Any:
@@ -156,10 +159,8 @@ def main(args: Sequence[str]) -> None:
             restored.trainer.test(restored.module, datamodule=restored.data)
             return
         outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)
-        names, client = restored.data.class_names, restored.module.client_module
-        if client is not None and client.overrides("predict_step"):
-            names = None  # the module decides what its values mean
-        else:
+        names = None if restored.module.predicts_itself else restored.data.class_names
+        if not restored.module.predicts_itself:
             outputs = [restored.module.task.scores(output) for output in outputs]
         place = options.output or restored.run.path / f"predictions_{file.stem}_{words}.csv"
         print(write_rows(user_file("output", place), samples, outputs, names))

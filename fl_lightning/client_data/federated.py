@@ -278,7 +278,9 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return getattr(self.server, loader)() if self.server and is_overridden(loader, self.server) else []
 
     def predict_dataloader(self) -> Any:
-        """Return the server's test data."""
+        """Return the server's ``predict_dataloader()``. Default: the test data."""
+        if self.server is not None and is_overridden("predict_dataloader", self.server):
+            return self.server.predict_dataloader()
         return self.test_dataloader()
 
     def num_examples(self, client_id: int) -> int:
@@ -329,6 +331,18 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             self.notes.append(
                 f"{len(small)} of {len(sizes)} clients have fewer samples than batch_size={batch_size}, and train on all their "
                 f"samples as one batch: {counted(small)}"
+            )
+
+    def note_missing_validation(self) -> None:
+        """Note who has no validation data, if others have such data."""
+        without = [x for x in range(self.num_clients) if not is_overridden("val_dataloader", self.clients[x])]
+        if self.server is not None and not is_overridden("val_dataloader", self.server):
+            if len(without) < self.num_clients:
+                self.notes.append("training evaluates nothing, as the server has no val_dataloader; add one")
+        elif self.server is None and 0 < len(without) < self.num_clients:
+            names = ", ".join(map(self.named, without[:10]))
+            self.notes.append(
+                f"validation is the mean over the other clients: {len(without)} of {self.num_clients} have no val_dataloader: {names}"
             )
 
     def describe_partition(self) -> str:
@@ -461,8 +475,10 @@ def counted(numbers: Mapping[str, int]) -> str:
 
 
 def _refuse_hooks(datamodules: Mapping[str, L.LightningDataModule]) -> None:
-    """Raise a ``ConfigurationError`` if a data module has a hook that would never be called."""
+    """Raise a ``ConfigurationError`` for no data module, and for a hook that would never be called."""
     for name, datamodule in datamodules.items():
+        if isinstance(datamodule, type) or not hasattr(datamodule, "prepare_data"):
+            raise ConfigurationError(f"data: {name} is {datamodule!r}; give a LightningDataModule object")
         for hook in _NEVER_CALLED:
             if is_overridden(hook, datamodule, L.LightningDataModule):
                 raise ConfigurationError(

@@ -63,8 +63,8 @@ class LoaderBatches:
             ) from error
         if self.steps_per_epoch == 0:
             raise ConfigurationError(
-                f"{place} yields no batch: the client has fewer samples than a batch; "
-                "use a smaller batch_size or drop_last=False"
+                f"{place} yields no batch: the client has no sample, or fewer samples than a batch with drop_last; "
+                "leave the client out, use a smaller batch_size, or drop_last=False"
             )
         self._at_random = (
             type(self.loader) is DataLoader  # a subclass may draw in another order

@@ -177,6 +177,8 @@ class FederatedModule(Recorded, RunContext):
     ) -> None:
         super().__init__()
         check_layers(model)
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"model: {model!r} is no model; give an object of torch.nn.Module")
         client_module: ClientModule | None = client_module_of(model)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
@@ -308,6 +310,8 @@ class FederatedModule(Recorded, RunContext):
                     f"model: {type(self.model).__name__} has no test_step to evaluate; write one, or use validate"
                 )
             self.data.evaluates_clients = self.data.server is None
+            if stage == "fit":
+                self.data.note_missing_validation()
             self.client_module.call("setup", stage)
             self.client_module.call("configure_model")
             self.client_module.metrics = MetricObjects(self.model)  # these hooks may have made some
@@ -631,9 +635,14 @@ class FederatedModule(Recorded, RunContext):
         """Evaluate the server model on a batch of test data."""
         return self.validation_step(batch, batch_idx, dataloader_idx)
 
+    @property
+    def predicts_itself(self) -> bool:
+        """Whether a LightningModule's own ``predict_step`` decides what its predictions are."""
+        return self.client_module is not None and self.client_module.overrides("predict_step")
+
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Return the server model's outputs on a batch."""
-        if self.client_module is not None and self.client_module.overrides("predict_step"):
+        if self.client_module is not None and self.predicts_itself:
             return self.client_module.call_step("predict_step", batch, batch_idx, dataloader_idx)
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 

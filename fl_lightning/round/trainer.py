@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.strategy import CohortStrategy
 
-_ACCUMULATION = "does not apply, as clients step on each batch; use a larger data.batch_size"
+_ACCUMULATION = "does not apply, as clients step on each batch; use larger batches"
 
 _REFUSED = {
     "StochasticWeightAveraging": "adds an extra round; use a server optimizer with momentum",
@@ -80,6 +80,10 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 def _check_callbacks(callbacks: Iterable[L.Callback]) -> None:
     for callback in callbacks:
+        if not isinstance(callback, L.Callback):
+            raise ConfigurationError(
+                f"trainer.callbacks: {callback!r} is no callback of lightning; give an object such as FixBN()"
+            )
         name = type(callback).__name__
         for kind in type(callback).__mro__:
             if kind.__name__ in _REFUSED and kind.__module__.startswith(("lightning.", "pytorch_lightning.")):

@@ -16,7 +16,7 @@ from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 ROUNDS = "does not apply, as each batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"
-STEPS = "does not apply, as clients step on each batch; use a larger data.batch_size"
+STEPS = "does not apply, as clients step on each batch; use larger batches"
 REFUSED = {
     ("max_epochs", 0): "0 trains nothing; use at least 1 round",
     ("max_steps", 2): "2 cannot be resumed by rounds; set trainer.max_epochs",

@@ -5,6 +5,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import lightning as L
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -13,7 +14,16 @@ from lightning_sites import Lit, Site, federated, sites
 from outcomes import assert_same
 from study_in_process import InThisProcess
 
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, Run, callbacks, load_study
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedModule,
+    Run,
+    callbacks,
+    load_model,
+    load_study,
+)
 from fl_lightning.__main__ import main
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.studies.engines import local
@@ -268,3 +278,152 @@ def test_a_study_chooses_by_a_logged_name_and_tabulates_it(own_module, monkeypat
     (choice,) = results.choices
     assert len({*choice.values.values()}) == 2
     assert choice.chosen == best(choice.values, key=choice.values.__getitem__)
+
+
+OWN_STEP = """
+from fl_lightning import FederatedDataModule as Sites
+from lightning_sites import CLASSES, Lit, Site
+from torch.utils.data import DataLoader
+
+
+class Softmax(Lit):
+    def __init__(self, lr: float = 0.1, num_classes: int = CLASSES):
+        super().__init__(lr)
+        self.classes = num_classes
+
+    def predict_step(self, batch, batch_idx):
+        scores = self(batch if not isinstance(batch, list) else batch[0])
+        return scores.softmax(1) + 100 * (self.classes - CLASSES)
+
+
+class Pair(Softmax):
+    def predict_step(self, batch, batch_idx):
+        return {"scores": super().predict_step(batch, batch_idx)}
+
+
+class NewSite(Site):
+    def predict_dataloader(self):
+        return DataLoader(self.held_out.tensors[0][:4], batch_size=3)
+"""
+
+
+@pytest.mark.parametrize("site", ["Site", "NewSite"])
+def test_a_predict_step_decides_the_values_and_the_server_the_samples(own_module, site, capsys):
+    Path("mine.py").write_text(CODE + OWN_STEP)
+    server = {"class_path": f"mine.{site}", "init_args": {"seed": 99}}
+    Path("server.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "model": {"model": {"class_path": "mine.Softmax", "init_args": {"lr": 0.05}}},
+                "data": {
+                    "class_path": "FederatedDataModule",
+                    "init_args": {
+                        "clients": {"a": {"class_path": "mine.Site", "init_args": {"seed": 1}}},
+                        "server": server,
+                    },
+                },
+            }
+        )
+    )
+    tiny = yaml.safe_load(Path("tiny.yaml").read_text())
+    tiny.pop("data")
+    tiny["model"].pop("model")
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny))
+    given = ["--config", "tiny.yaml", "--config", "server.yaml"]
+    main(["fit", *given])
+    main(["predict", *given, "--ckpt_path", "last"])
+    assert f"{7 if site == 'Site' else 4} predictions" in capsys.readouterr().out
+    (file,) = Path("runs").glob("*/*/predictions_round_2.csv")
+    table = pd.read_csv(file)
+    values = [f"value_{number}" for number in range(3)]
+    assert [*table.columns] == ["index", *["target"] * (site == "Site"), *values]
+    module = sys.modules["mine"].Softmax.load_from_checkpoint(file.parent / "checkpoints/last.ckpt").eval()
+    samples = Site(99)
+    samples.setup("test")
+    expected = module(samples.held_out.tensors[0]).softmax(1)[: len(table)]
+    torch.testing.assert_close(torch.tensor(table[values].to_numpy()).float(), expected)
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "predict",
+                *given,
+                "--model.model",
+                "mine.Pair",
+                "--ckpt_path",
+                str(file.parent / "checkpoints/last.ckpt"),
+            ]
+        )
+    assert "outputs are dict and batches" in capsys.readouterr().err
+
+
+def test_a_setting_of_the_modules_own_is_kept_by_a_study_and_mistakes_are_named(
+    own_module, monkeypatch, capsys
+):
+    """Data without num_classes decide none: the user's value, or the module's default, does."""
+    Path("mine.py").write_text(CODE + OWN_STEP)
+    monkeypatch.setattr(local, "LocalEngine", InThisProcess)
+    monkeypatch.setattr(InThisProcess, "ran", [], raising=False)
+    config = yaml.safe_load(Path("tiny.yaml").read_text())
+    config["model"]["model"] = {"class_path": "mine.Softmax", "init_args": {"num_classes": 4}}
+    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+    study = {
+        "title": "Classes",
+        "axes": {"lr": {"0.1": {"model.model.init_args.lr": 0.1}}},
+        "metrics": {"test_loss": "test loss"},
+        "scales": {"quick": {"base": "tiny.yaml", "seeds": [0]}},
+    }
+    Path("s.yaml").write_text(yaml.safe_dump(study))
+    main(["study", "s.yaml", "--jobs", "1"])
+    (cell,) = Path("runs/cells").glob("*/*/config.yaml")
+    assert yaml.safe_load(cell.read_text())["model"]["model"]["init_args"]["num_classes"] == 4
+    config["data"] = {"class_path": "FederatedDataModule", "init_args": {"clients": {"a": "mine.Site"}}}
+    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "tiny.yaml", "--model.local_step", "3"])
+    assert "did you mean model.local_steps" in capsys.readouterr().err
+
+
+def test_who_has_no_validation_data_is_said(capsys):
+    bare = type("Bare", (Site,), {"val_dataloader": L.LightningDataModule.val_dataloader})
+    federated(Lit(), data=FederatedDataModule([Site(0), bare(1)]), rounds=1)
+    told = capsys.readouterr().out
+    assert "validation is the mean over the other clients: 1 of 2 have no val_dataloader: client 1" in told
+    nothing = {"data": FederatedDataModule([Site(0)], server=bare(1)), "trainer": {"limit_val_batches": 0}}
+    federated(Lit(), **nothing, rounds=1)
+    assert "training evaluates nothing, as the server has no val_dataloader" in capsys.readouterr().out
+    federated(Lit(), data=FederatedDataModule([Site(0)], server=Site(1)), rounds=1)
+    assert "val_dataloader" not in capsys.readouterr().out
+
+
+def test_a_wrong_monitor_ends_the_run_after_its_first_evaluation(tmp_path):
+    run = Run(
+        FederatedModule(Lit(metrics=True), local_steps=1),
+        sites(),
+        run_root=tmp_path,
+        max_epochs=4,
+        check_val_every_n_epoch=2,
+        checkpoint=RoundCheckpoint(monitor="val_accuracy"),
+    )
+    with pytest.raises(ConfigurationError, match=r"'val_accuracy' was never logged; logged are: .*val_acc"):
+        run.fit()
+    rows = (run.path / "metrics.jsonl").read_text().splitlines()
+    assert yaml.safe_load(rows[-1])["round"] == 2
+
+
+def test_a_clients_model_is_loaded_if_configure_optimizers_uses_the_trainer(own_module):
+    scheduled = """
+class Scheduled(Lit):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
+"""
+    Path("mine.py").write_text(f"import torch\n{CODE}{scheduled}")
+    cli = main(
+        ["fit", "--config", "tiny.yaml", "--model.model", "mine.Scheduled", "--trainer.callbacks", "FedBN"]
+    )
+    loaded = load_model("runs/tiny", client="site 1").model.state_dict()
+    server = load_model("runs/tiny").model.state_dict()
+    differing = {name for name, value in loaded.items() if not torch.equal(value, server[name])}
+    assert differing == {f"net.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}

@@ -97,6 +97,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         self.saved_round: int | None = None
         self._best: Mapping[str, str] = {}
         self._complete_round: int | None = None
+        self._evaluated = False
         self._saved_at = 0.0
 
     @property
@@ -238,6 +239,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             ConfigurationError: The monitored metric is an evaluation metric and was not logged.
         """
         trained = trainer.state.fn == "fit" and self._active(trainer) and not trainer.sanity_checking
+        self._evaluated = trained
         if trained and (self.monitor or "").startswith(("val/", "test/")):
             self._require_monitor(trainer)
 
@@ -245,8 +247,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """Save the checkpoints that are due after this round.
 
         Raises:
-            ConfigurationError: The server optimizer did not take exactly one step per round, or a
-                file cannot be written.
+            ConfigurationError: The server optimizer did not take exactly one step per round, a file
+                cannot be written, or a LightningModule's first evaluation did not log the monitored
+                metric.
         """
         if not self._active(trainer):
             return
@@ -257,6 +260,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 "checkpoints need a module whose training_step steps it exactly once"
             )
         self._complete_round = rounds
+        # a LightningModule logs under any name, also at the end of the round
+        if self._evaluated and getattr(pl_module, "client_module", None) is not None:
+            self._require_monitor(trainer)
         if self._reached_best(trainer):
             self.best_model_path = self._save(trainer, "best.ckpt")
         if rounds in self.keep_rounds:

@@ -25,7 +25,9 @@ _SHOWN = 4
 _IGNORED = 255  # label that the picture shows in black
 
 
-def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
+def write_predictions(
+    path: Path, outputs: Sequence[Any], batches: Iterable[Any], data: Any, values: bool = False
+) -> str:
     """Write predictions as ``<path>.csv``; for a segmentation, as ``<path>/<index>.png``.
 
     An image shows each pixel in the colour of its predicted class.
@@ -34,21 +36,24 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
         path: Path without extension, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12``. If it
             exists, ``.2`` is appended.
         outputs: Class scores ``[b, classes]`` or ``[b, classes, H, W]`` of each batch, or values.
-        batches: Batches ``(inputs, targets)``, in the order of ``outputs``.
+        batches: Batches ``(inputs, targets)``, in the order of ``outputs``. If a batch is a tensor
+            of inputs, the table has no targets.
         data: The data module. Its attribute ``palette``, if any, sets the colours of the classes.
+        values: Whether the outputs are values, as of a ``predict_step``, and no class scores.
 
     Returns:
         A message with the number of predictions and the path.
     """
     images, path, targets = 0, unused(path), []
     for scores, batch in zip(outputs, batches, strict=True):
-        if not isinstance(scores, Tensor) or not isinstance(batch, list | tuple) or len(batch) != 2:
+        paired = isinstance(batch, list | tuple) and len(batch) == 2
+        if not isinstance(scores, Tensor) or not (paired or isinstance(batch, Tensor)):
             raise ConfigurationError(
-                f"predict writes outputs of batches (inputs, targets), but outputs are {type(scores).__name__} and batches "
-                f"{type(batch).__name__}; use Trainer.predict from Python"
+                f"predict writes tensors for batches (inputs, targets), but outputs are {type(scores).__name__} and batches "
+                f"{type(batch).__name__}; return a tensor from predict_step, or use Trainer.predict from Python"
             )
-        targets.append(batch[1])
-        if scores.ndim == 4 and batch[1].ndim == 3:
+        targets += [batch[1]] if paired else []
+        if not values and paired and scores.ndim == 4 and batch[1].ndim == 3:
             # enlarge scores to the size of the labels, as evaluations do
             for guess in enlarged(scores, batch[1]).argmax(1):
                 with atomic_write(path / f"{images:05}.png") as file:
@@ -56,10 +61,12 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
                 images += 1
     if images:
         return f"{images:,} predictions written to {path}"
-    labels, names = torch.cat(targets), data.class_names
-    if names is None and labels.ndim == 1 and not labels.is_floating_point():
+    labels, names = torch.cat(targets) if targets else None, None if values else data.class_names
+    counted = labels is not None and labels.ndim == 1 and not labels.is_floating_point()
+    if names is None and counted and not values:
         names = [*map(str, range(outputs[0][0].numel()))]
-    samples = NewSamples("index", range(len(labels)), labels.__getitem__, labels)
+    places = range(sum(map(len, outputs)))
+    samples = NewSamples("index", places, places.__getitem__, labels)
     return write_rows(path.with_name(f"{path.name}.csv"), samples, outputs, names)
 
 
