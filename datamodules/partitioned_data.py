@@ -104,7 +104,9 @@ class PartitionedDataModule(FederatedDataModule):
         """
         if not self.clients:
             self._make_clients()
-            self.note_small_clients([*map(len, self.distribution.clients)], self.batch_size)
+            self.note_small_clients(
+                [*map(len, self.distribution.clients[: self.num_clients])], self.batch_size
+            )
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """Return the server's validation data, or its test data if ``fit_split`` is ``"test"``."""
@@ -114,10 +116,12 @@ class PartitionedDataModule(FederatedDataModule):
         """Return the server's test data."""
         return self._loader(self.distribution.test)
 
-    def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
-        """Return a client's own evaluation data, or None if the client has none."""
+    def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | list[Batch] | None:
+        """Return a client's own evaluation data: ``[]`` if it has none, None if no client has any."""
         parts = self.distribution.own.get(split)
-        return self._loader(parts[client_id]) if parts and len(parts[client_id]) else None
+        if not parts or not any(map(len, parts)):
+            return None
+        return self._loader(parts[client_id]) if len(parts[client_id]) else []
 
     def _make_clients(self) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define setup(stage)")

@@ -57,6 +57,12 @@ def read_table(
             f"data.columns: column {header.index(nameless[0]) + 1} of {path} has no name, as pandas writes its index; name the "
             "feature columns in data.columns, or write the file with index=False"
         )
+    if shared := [name for name in used if name in names]:
+        raise ConfigurationError(
+            f"data.columns: {shared[0]} is the target, data.targets; leave it out of the features"
+        )
+    if columns is not None and not used:
+        raise ConfigurationError(f"data.columns: [] leaves no feature; name some of {', '.join(header)}")
     for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
         for name in wanted:
             if header.count(name) != 1:
@@ -110,9 +116,14 @@ def read_frame(path: Path) -> Any:
             f"data.features: {path} needs the package pyarrow; pip install pyarrow"
         ) from error
     except (OSError, ValueError, csv.Error) as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason, remedy = (
+            str(error).strip().splitlines()[-1],
+            "write a header, and as many values in each line",
+        )
+        if isinstance(error, UnicodeDecodeError):
+            remedy = "save it as UTF-8"
         raise ConfigurationError(
-            f"data.features: {path} cannot be read as a table ({reason}); write a header, as many values in each line, and UTF-8"
+            f"data.features: {path} cannot be read as a table ({reason}); {remedy}"
         ) from error
     if not len(table):
         raise ConfigurationError(

@@ -280,7 +280,8 @@ def _tensor(name: str, given: Any, impute: str | None) -> Tensor:
         ) from error
     missing = tensor.isnan() if impute is not None and "features" in name else False
     if tensor.is_floating_point() and not bool((tensor.isfinite() | missing).all()):
-        remedy = "set data.impute: median for NaN" if "features" in name else "fill these values"
+        gaps = "features" in name and impute is None
+        remedy = "set data.impute: median for NaN, replace infinity" if gaps else "replace NaN and infinity"
         raise ConfigurationError(f"data.{name}: some values are not finite; {remedy}, or leave samples out")
     if "targets" in name and tensor.dim() == 1 and not tensor.is_floating_point():
         tensor = tensor.long()

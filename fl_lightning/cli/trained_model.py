@@ -1,5 +1,6 @@
 """A run's model outside of its run: ``load_model``, ``predict RUN FILE``, ``test RUN FILE``, ``export RUN``."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -168,8 +169,10 @@ def main(args: Sequence[str]) -> None:
 
 def _refuse_trained(file: Path, settings: Mapping[str, Any]) -> None:
     own = Path(str(settings.get("features") or settings.get("data_dir"))).expanduser()
+    trained = own / "train" if (own / "train").is_dir() else own
     is_copy = file.is_file() and own.is_file() and file.read_bytes() == own.read_bytes()
-    if is_copy or file.resolve() in (own.resolve(), (own / "train").resolve()):
+    inside = trained.is_dir() and trained.resolve() in file.resolve().parents
+    if is_copy or inside or file.resolve() in (own.resolve(), trained.resolve()):
         raise ConfigurationError(
             f"test: {file} holds samples that trained the model; give others, or use test --config for the run's test data"
         )
@@ -189,5 +192,8 @@ def _export(restored: _Restored, output: str | Path) -> None:
         torch.onnx.export(program, verbose=False).save(path)  # type: ignore[union-attr]  # a program, without a file
     else:
         with atomic_write(path) as file:
-            torch.export.save(program, file, extra_files={"class_names": "\n".join(model.class_names or [])})
+            table = getattr(model.normalize, "table", None)
+            names = {} if table is None else {"columns": table.columns, "categories": table.categories}
+            facts = {"class_names": "\n".join(model.class_names or []), "inputs": json.dumps(names)}
+            torch.export.save(program, file, extra_files=facts)
     print(f"model written to {path}")

@@ -443,7 +443,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
         Returns:
             The client's ``val_dataloader()`` or ``test_dataloader()``; None if the client has no
-            such loader.
+            such loader. For a shipped data set, None if no client has own samples.
 
         Raises:
             ConfigurationError: The client has several such loaders.

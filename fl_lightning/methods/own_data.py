@@ -105,19 +105,25 @@ def evaluate_client(
         split: The evaluation data, ``"val"`` or ``"test"``.
         evaluate: Function that adds a batch to an evaluation. The random numbers of the function
             and of the loader depend only on the run's seed and the client.
-        class_quality: The model's accuracy for each class on the server's evaluation data. If the
-            client has no own data, the accuracy is estimated by :func:`weighed_accuracy`.
+        class_quality: The model's accuracy for each class on the server's evaluation data. If no
+            client has own data, the accuracy is estimated by :func:`weighed_accuracy`.
 
     Returns:
-        The known metrics by name, and whether an output was not finite.
+        The known metrics by name, and whether an output was not finite. A metric that the client's
+        data do not define, such as the AUROC of one class, is left out.
     """
     evaluation = pl_module.new_evaluation()
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
         loader = pl_module.data.own_dataloader(client, split)
+        has_data = False
         for batch in () if loader is None else loader:
             evaluate(copied(pl_module.on_device(batch)), evaluation)
+            has_data = True
     if loader is not None:
-        return evaluation.finish(), evaluation.diverged
+        known = evaluation.finish() if has_data else {}
+        undefined = [name for name, x in known.items() if isinstance(x, float) and isnan(x)]
+        diverged = evaluation.diverged
+        return {name: x for name, x in known.items() if diverged or name not in undefined}, diverged
     histograms = pl_module.data.class_histograms()
     accuracy = weighed_accuracy(class_quality, histograms[client] if histograms else ())
     return {} if accuracy is None else {pl_module.task.class_metric: accuracy}, False

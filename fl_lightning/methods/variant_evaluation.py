@@ -177,7 +177,7 @@ class VariantEvaluation(FederatedCallback):
 
         def own(client: int) -> tuple[Mapping[str, float], bool]:
             loader = pl_module.data.own_dataloader(client, split)
-            if loader is None:
+            if loader is None or loader == []:
                 return {}, False
             tensors = adapted_state(pl_module, adapt, loader, name, client)
             return evaluate_client(pl_module, client, split, partial(self.evaluate, pl_module, tensors))

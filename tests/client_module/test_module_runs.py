@@ -420,9 +420,7 @@ class Scheduled(Lit):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
 """
     Path("mine.py").write_text(f"import torch\n{CODE}{scheduled}")
-    cli = main(
-        ["fit", "--config", "tiny.yaml", "--model.model", "mine.Scheduled", "--trainer.callbacks", "FedBN"]
-    )
+    main(["fit", "--config", "tiny.yaml", "--model.model", "mine.Scheduled", "--trainer.callbacks", "FedBN"])
     loaded = load_model("runs/tiny", client="site 1").model.state_dict()
     server = load_model("runs/tiny").model.state_dict()
     differing = {name for name, value in loaded.items() if not torch.equal(value, server[name])}

@@ -200,7 +200,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": [[1.0], [2.0]], "targets": [0.5, float("nan")], "impute": "mean"},
-            r"data.targets: some values are not finite; fill these values",
+            r"data.targets: some values are not finite; replace NaN and infinity",
         ),
         ({"features": "empty.npz"}, r"data.features: .*empty.npz holds no features and targets"),
         (
@@ -248,7 +248,15 @@ def test_scikit_learns_tables():
             r"data.features: long.csv cannot be read as a table \(line 3 has 3 values for 2 columns\); write a header",
         ),
         ({"features": "empty.csv", "targets": "outcome"}, r"empty.csv cannot be read as a table .*; write a"),
-        ({"features": "bytes.csv", "targets": "outcome"}, r"bytes.csv cannot be read as a table \('utf-8"),
+        ({"features": "bytes.csv", "targets": "outcome"}, r"bytes.csv cannot be read .*; save it as UTF-8"),
+        (
+            {"features": "good.csv", "targets": "outcome", "columns": ["age", "outcome"]},
+            r"data.columns: outcome is the target, data.targets; leave it out of the features",
+        ),
+        (
+            {"features": "good.csv", "targets": "outcome", "columns": []},
+            r"data.columns: \[\] leaves no feature; name",
+        ),
         ({"features": "header.csv", "targets": "outcome"}, r"header.csv has a header, but no samples"),
         (
             {"features": "twice.csv", "targets": "age"},
@@ -300,6 +308,7 @@ def test_bad_tables_are_one_line(settings, words):
     write_csv(Path("table.csv"))
     Path("table.txt").write_text("")
     Path("unlabelled.csv").write_text("age,outcome\n1,yes\n2, \n")
+    Path("good.csv").write_text("age,outcome\n1,2\n3,1\n")
     Path("header.csv").write_text("age,outcome\n")
     Path("short.csv").write_text("age,outcome\n1,yes\n2\n")
     Path("long.csv").write_text("age,outcome\n1,yes\n2,no,3\n")

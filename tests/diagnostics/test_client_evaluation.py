@@ -3,6 +3,8 @@
 import csv
 from types import MappingProxyType
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from command_line import run, write_config
@@ -157,3 +159,47 @@ def test_a_client_with_nan_is_left_out_and_counted(place):
     assert module.metrics["val/client_recall"] == pytest.approx(sum(recalls) / 11)
     assert module.metrics["val/client_recall_worst"] == pytest.approx(sum(sorted(recalls)[:2]) / 2)
     assert callback.result_lines() == {"clients": "1 of 12 have no recall, and are left out"}
+
+
+@pytest.mark.parametrize("method", [[], ["FedBN"]])
+def test_a_client_without_test_samples_or_without_both_classes_has_no_value_there(method):
+    """The accuracy is no estimate from other hospitals' samples, and the AUROC of one class is no 0."""
+    draws = np.random.default_rng(0)
+    rows = [
+        (hospital, "ill" if hospital == "one" or draws.random() < 0.5 else "well", *draws.normal(size=2))
+        for hospital, size in (("big", 40), ("small", 4), ("one", 20))
+        for _ in range(size)
+    ]
+    pd.DataFrame(rows, columns=["site", "state", "a", "b"]).to_csv("sites.csv", index=False)
+    auroc = {"class_path": "torchmetrics.AUROC", "init_args": {"task": "multiclass"}}
+    changes = {
+        "trainer.callbacks": [*method, "ClientEvaluation"],
+        "model.model": {"class_path": "TabularMLP", "init_args": {"hidden": [4], "norm": "bn"}},
+        "model.metrics": {"auroc": auroc},
+        "data": {
+            "class_path": "TensorData",
+            "init_args": {
+                "features": "sites.csv", "targets": "state", "groups": "site", "test_fraction": 0.1,
+                "min_examples": 1, "batch_size": 4,
+            },
+        },
+    }  # fmt: skip
+    write_config(changes)
+    cli = run()
+    names = [*cli.datamodule.client_names]
+    sizes = dict(zip(names, map(len, cli.datamodule.distribution.own["test"]), strict=True))
+    assert sizes["small"] == 0 < min(sizes["big"], sizes["one"])
+    found = pd.read_csv(cli.attempt.path / "clients.csv", index_col="name")
+    assert found.loc["small"].drop(["client", "samples"]).isna().all()
+    assert found.loc["one", ["auroc", "own_auroc"]].isna().all()
+    assert found.loc["one", ["accuracy", "own_accuracy"]].notna().all()
+    metrics = cli.model.metrics
+    assert metrics["test/own_accuracy"] == pytest.approx(found["own_accuracy"].mean())
+    assert metrics["test/own_auroc"] == pytest.approx(found.loc["big", "own_auroc"])
+    if not method:
+        held_out = cli.datamodule.own_dataloader(names.index("big"), "test")
+        ((inputs, targets),) = held_out
+        scores = cli.model.model.eval()(inputs).softmax(1)[:, 1].detach()
+        higher = scores[targets == 1][:, None] - scores[targets == 0][None]
+        by_hand = ((higher > 0).double() + (higher == 0).double() / 2).mean().item()
+        assert found.loc["big", "auroc"] == pytest.approx(by_hand)

@@ -366,8 +366,9 @@ def test_images_of_a_folder_are_predicted_and_tested_as_inside_the_run(capsys):
     assert torch.equal(probabilities(rows), outputs_on_test_data(cli).softmax(1))
     right = [row[0].partition("/")[0] == row[1] for row in rows[1:]]
     assert accuracy_on(capsys, run, "images/test") == pytest.approx(np.mean(right))
-    message = message_of(capsys, lambda: command(["test", run, "images/train"]))
-    assert "images/train holds samples that trained the model" in message
+    for trained in ("images", "images/train", "images/train/airplane"):
+        message = message_of(capsys, lambda trained=trained: command(["test", run, trained]))
+        assert f"{trained} holds samples that trained the model" in message
     Path("new/zebra").mkdir(parents=True)
     message = message_of(capsys, lambda: command(["test", run, "new"]))
     assert "new: the folder zebra is no class of the run; its classes are airplane" in message

@@ -65,8 +65,8 @@ def write_predictions(
     counted = labels is not None and labels.ndim == 1 and not labels.is_floating_point()
     if names is None and counted and not values:
         names = [*map(str, range(outputs[0][0].numel()))]
-    places = range(sum(map(len, outputs)))
-    samples = NewSamples("index", places, places.__getitem__, labels)
+    count = sum(map(len, outputs))
+    samples = NewSamples("index", range(count), torch.arange(count).__getitem__, labels)
     return write_rows(path.with_name(f"{path.name}.csv"), samples, outputs, names)
 
 
