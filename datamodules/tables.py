@@ -130,7 +130,8 @@ def read_frame(path: Path) -> Any:
             f"data.features: {path} has a header, but no samples; add a line for each sample"
         )
     table.columns = [str(name).strip() for name in table.columns]
-    table = table.apply(lambda column: column.str.strip())
+    # one form of letters with marks: two forms of Köln look alike
+    table = table.apply(lambda column: column.str.strip().str.normalize("NFC"))
     if (empty := (table == "").all(axis=1).to_numpy()).any():
         raise ConfigurationError(f"data.features: {_place(path, table, empty)} has no value; leave it out")
     return table

@@ -515,3 +515,11 @@ def test_attackers_beside_groups_have_test_data_and_names(attackers):
         ConfigurationError, match=r"data.groups: groups would be ignored by the partition HonestOnly"
     ):
         TensorData(features, labels, groups=groups, partition=HonestOnly(IID(), 1))
+
+
+def test_two_forms_of_a_letter_are_one_name():
+    rows = [f"{site},{number},{number % 2}" for number in range(8) for site in ("Köln", "Ko\u0308ln", "Bonn")]
+    Path("sites.csv").write_text("\n".join(["site,age,outcome", *rows]), encoding="utf-8")
+    data = TensorData("sites.csv", "outcome", groups="site", batch_size=2, test_fraction=0.2)
+    data.setup("fit")
+    assert data.client_names == ["Bonn", "Köln"]
