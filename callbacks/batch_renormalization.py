@@ -1,6 +1,7 @@
 """Batch Renormalization: Ioffe, "Batch Renormalization: Towards Reducing Minibatch Dependence", arXiv 1702.03275."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal, NamedTuple
 
 import lightning as L
@@ -116,8 +117,8 @@ class BatchRenormalization(FederatedCallback):
         eps: float = 1e-3,
     ) -> None:
         name = type(self).__name__
-        check_number(f"{name}.r_max", r_max, least=1)
-        check_number(f"{name}.d_max", d_max, least=0)
+        check_number(f"{name}.r_max", r_max, least=1, below=inf)
+        check_number(f"{name}.d_max", d_max, least=0, below=inf)
         check_number(f"{name}.momentum", momentum, least=0, most=1)
         check_number(f"{name}.eps", eps, above=0)
         for setting, times in {"r_growth": r_growth, "d_growth": d_growth}.items():
@@ -130,6 +131,8 @@ class BatchRenormalization(FederatedCallback):
         """Replace BN layers by layers that renormalise."""
         growth = Growth(1.0, self.r_max, *self.r_growth), Growth(0.0, self.d_max, *self.d_growth)
         for layer in swap_batch_norm(pl_module.model, RenormalizedBatchNorm):
+            note = ", the eps of the layers, as they hold s^2 - eps"
+            check_number("BatchRenormalization.eps", self.eps, note, least=layer.eps)
             layer.settings = (*growth, self.unit, self.momentum, self.eps)
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:

@@ -66,8 +66,12 @@ class BNSCAFFOLD(SCAFFOLD):
     variance is that of the mean square around a constant mean. With constant weights and batches,
     layer l has the statistics of the union batch from round l + 1 on.
 
-    ``bn_scaffold/floored`` is the share of variances at this limit. Running statistics average the corrected statistics. Gradients are corrected as in SCAFFOLD. The
-    server's variates take the changes of the clients' variates, so that absent clients count.
+    ``bn_scaffold/floored`` is the share of variances at this limit. Running statistics average the
+    corrected statistics. Gradients are corrected as in SCAFFOLD. The server's variates take the
+    changes of the clients' variates, so that absent clients count.
+
+    If the clients' inputs differ strongly, a run may diverge at a learning rate at which SCAFFOLD
+    does not, because k is a round old. A lower rate or fewer local steps help.
 
     Args:
         gradients: Whether gradients are corrected. With both settings false, the method is FedAvg.
@@ -100,17 +104,11 @@ class BNSCAFFOLD(SCAFFOLD):
         for layer in swap_batch_norm(pl_module.model, CorrectedBatchNorm, momentum=True):
             layer.floor = self.floor
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
-        """Print that the correction of statistics is a reading."""
-        if self.statistics:
-            pl_module.print(
-                "BNSCAFFOLD: our reading of the abstract, because the paper's text was not available."
-            )
-
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Load the control variates, and tell the layers ``k - k_i``."""
-        if self.gradients:
-            super().on_round_start(trainer, pl_module, cohort)
+        super().on_round_start(trainer, pl_module, cohort)
+        if not self.gradients:
+            self._own, self._correction = {}, {}
         server = self.memory.get(SERVER, {})
         for row, client in enumerate(cohort.client_ids if self.statistics else ()):
             for name, own in self._moments(client).items():
@@ -120,24 +118,9 @@ class BNSCAFFOLD(SCAFFOLD):
                 cohort.buffers[f"{layer}.mean_shift"][row] = mean - own_mean
                 cohort.buffers[f"{layer}.var_shift"][row] = variance - own_variance
 
-    def on_after_local_backward(
-        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
-    ) -> None:
-        """Correct the gradients, see :class:`~fl_lightning.callbacks.scaffold.SCAFFOLD`."""
-        if self.gradients:
-            super().on_after_local_backward(trainer, pl_module, cohort, step)
-
-    def on_local_step_end(
-        self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int
-    ) -> None:
-        """Add up the gradients, see :class:`~fl_lightning.callbacks.scaffold.SCAFFOLD`."""
-        if self.gradients:
-            super().on_local_step_end(trainer, pl_module, cohort, step)
-
     def on_after_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Update the control variates of the clients and of the server."""
-        if self.gradients:
-            super().on_after_aggregate(trainer, pl_module, cohort)
+        super().on_after_aggregate(trainer, pl_module, cohort)
         if not self.statistics:
             return
         shares = pl_module.weight_share(cohort) * pl_module.usual_weights(cohort).double().cpu()

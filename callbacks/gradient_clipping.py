@@ -81,10 +81,8 @@ class ClientGradientClipping(FederatedCallback):
                 gradients = gradients.unsqueeze(-1)  # a parameter without dimensions is a unit too
                 units = [*range(2 if gradients.dim() > 3 else 1, gradients.dim())]
                 weights = cohort.params[name].unsqueeze(-1)
-                limit = (
-                    torch.linalg.vector_norm(weights, self.norm, units, True).clamp(min=1e-3) * self.max_norm
-                )
-                found = torch.linalg.vector_norm(gradients, self.norm, units, True).clamp(min=1e-6)
+                limit = torch.linalg.vector_norm(weights, self.norm, units, True).clamp(min=1e-3)
+                found = torch.linalg.vector_norm(gradients, self.norm, units, True) / self.max_norm
                 gradients *= (limit / found).clamp(max=1.0)
 
     def on_local_step_end(

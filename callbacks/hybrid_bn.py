@@ -105,7 +105,8 @@ class HybridBN(VariantEvaluation):
         check_number("HybridBN.rate", rate, least=0, most=1)
         check_number("HybridBN.samples", samples, least=2)
         self.mix, self.rate, self.samples, self.collect = mix, rate, samples, collect
-        self.memory, self.clients, self.last_round = ClientMemory(), list[int](), 0
+        self.memory, self.last_round = ClientMemory(), 0
+        self.clients: dict[int, list[int]] = {}
         self._parts: list[str] = []
 
     def extend_model(self, model: nn.Module) -> None:
@@ -131,6 +132,7 @@ class HybridBN(VariantEvaluation):
             state = {**cohort.params.row(row), **cohort.buffers.row(row)}
             return self._pass(pl_module, cohort.client_ids[row], cohort.round, state)
 
+        self.clients = {x: self._steps(pl_module, x, cohort.round) for x in cohort.client_ids}
         passes = pl_module.ranks.map(sent, range(len(cohort)))
         device = pl_module.device
         cohort.extra["HybridBN samples"] = torch.tensor([float(n) for n, _ in passes], device=device)
@@ -144,7 +146,8 @@ class HybridBN(VariantEvaluation):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Move the server's statistics towards the statistics of the passes."""
-        self.clients, self.last_round = list(cohort.client_ids), cohort.round
+        self.clients = {client: self.clients[client] for client in cohort.client_ids}
+        self.last_round = cohort.round
         counts = cohort.extra["HybridBN samples"]
         for name, layer in batch_norm_layers(pl_module.model).items():
             mean, variance = _pooled(cohort.extra[f"HybridBN {name}"], counts)
@@ -162,10 +165,11 @@ class HybridBN(VariantEvaluation):
 
         def sent(client: int) -> tuple[int, Statistics]:
             own = self.memory.get(client, {})
-            state = {part: own[f"batch_norm@{part}"].to(pl_module.device) for part in self._parts if own}
+            blocks = {block.split("@")[1]: x for block, x in own.items()}  # a block of a head has two @
+            state = {part: blocks[part].to(pl_module.device) for part in self._parts if own}
             return self._pass(pl_module, client, self.last_round, state)
 
-        passes, tensors = pl_module.ranks.map(sent, self.clients), dict[str, Tensor]()
+        passes, tensors = pl_module.ranks.map(sent, [*self.clients]), dict[str, Tensor]()
         if not fitting:
             restore_batch_norm(pl_module.model)
         for name in passes[0][1]:
@@ -178,15 +182,18 @@ class HybridBN(VariantEvaluation):
         """Return the numbers of floats that a client sends (the number of samples of its pass) and receives."""
         return 1, 0
 
+    def _steps(self, pl_module: FederatedModule, client: int, round_number: int) -> list[int]:
+        """Return the local steps whose batches a client's pass reads: at most those of the round."""
+        first = pl_module.plan.first_step(client, round_number)
+        count = ceil(self.samples / pl_module.data.samples_per_step(client))
+        return [*range(first, first + min(count, pl_module.plan.steps(client, round_number)))]
+
     def _pass(
         self, pl_module: FederatedModule, client: int, round_number: int, state: Mapping[str, Tensor]
     ) -> tuple[int, Statistics]:
         """Return the number of samples in a client's pass, and the statistics of each layer."""
-        model, data, layers = pl_module.model, pl_module.data, batch_norm_layers(pl_module.model)
-        first = pl_module.plan.first_step(client, round_number)
-        count = ceil(self.samples / data.samples_per_step(client))
-        steps = range(first, first + min(count, pl_module.plan.steps(client, round_number)))
-        batches = data.cohort_batch([client] * len(steps), steps)
+        model, steps, layers = pl_module.model, self.clients[client], batch_norm_layers(pl_module.model)
+        batches = pl_module.data.cohort_batch([client] * len(steps), steps)
         with (
             torch.no_grad(),
             seeded(derive_seed(pl_module.seed, "HybridBN pass", round_number, client)),

@@ -160,7 +160,7 @@ class ClassifierBias(Observer):
         measures: dict[str, float | None] = {f"predicted_share_{label}": x for label, x in enumerate(shares)}
         bias = uniform_bias(logits)
         measures["accuracy_calibrated"] = None if bias is None else accuracy(logits + bias, labels)
-        groups = client_classes(pl_module.data.class_histograms())
+        groups = client_classes(pl_module.data.class_histograms()[: pl_module.data.num_clients])
         measures["accuracy_within_clients"] = accuracy_within(logits, labels, groups)
         if (shared := shared_class(groups)) is None:
             measures["accuracy_between_clients"] = accuracy_between(logits, labels, groups)

@@ -28,7 +28,7 @@ from fl_lightning.methods import (
     server_statistics,
     split_statistics,
 )
-from fl_lightning.round import ServerEvaluation
+from fl_lightning.round import Classification, ServerEvaluation
 
 _IMPORTANCES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "feddna_kl": FedDNA("kl").aggregate,
@@ -129,6 +129,13 @@ class StatisticsSources(Observer, VariantEvaluation):
                     f"callbacks {layer.method} and StatisticsSources cannot be combined, as {layer.method} averages statistics in another "
                     f"way; use only the sources {', '.join((*_MEASURED, 'batch'))}"
                 )
+        balanced = [source for source in self._chosen if source in _BALANCED]
+        classifies = isinstance(pl_module.task, Classification) and pl_module.client_module is None
+        if balanced and not classifies:
+            raise ConfigurationError(
+                f"StatisticsSources.sources: {balanced[0]} needs one class for each sample, and a model that returns class scores; leave "
+                "it out"
+            )
         if importances := [source for source in self._chosen if source in _IMPORTANCES]:
             does = f"sums statistics with importances for {', '.join(importances)} (leave them out of its sources)"
             require_weighted_mean(pl_module, "StatisticsSources", does, ["statistics_aggregator"])

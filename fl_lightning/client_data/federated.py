@@ -207,9 +207,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         super().__init__()
         names = [*clients] if isinstance(clients, Mapping) else []
         given = [*(clients.values() if isinstance(clients, Mapping) else clients)]
-        order, self._num_held_out = (
-            clients_in_order(held_out, names, len(given), seed) if held_out else (range(len(given)), 0)
-        )
+        order, self._num_held_out = clients_in_order(held_out, names, len(given), seed)
         self._clients = [given[client] for client in order]
         if names:
             self.client_names = [names[client] for client in order]

@@ -25,9 +25,7 @@ def clients_in_order(held_out: HeldOut, names: Sequence[str], count: int, seed: 
         ConfigurationError: A name is unknown, or no client would train.
     """
     if isinstance(held_out, int | float):
-        number = (
-            held_out if isinstance(held_out, int) else round(held_out * count) if 0 < held_out < 1 else -1
-        )
+        number = held_out if isinstance(held_out, int) else round(held_out * count) if held_out < 1 else -1
         if held_out and not 0 < number < count:
             raise ConfigurationError(
                 f"held_out={held_out} of {count} clients is no client or leaves none to train; use a number from 1 to {count - 1}, a "

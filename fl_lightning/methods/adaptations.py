@@ -100,16 +100,13 @@ def balanced_statistics(
     def update(layer: nn.Module, inputs: tuple[Tensor, ...], name: str) -> None:
         mean, variance = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
         if name not in known:
-            known[name] = mean.repeat(len(counts), 1), variance.repeat(len(counts), 1)
+            # float32 would cancel in the sums of squares
+            known[name] = mean.double().repeat(len(counts), 1), variance.double().repeat(len(counts), 1)
         m, v = known[name]
-        values = (
-            inputs[0].to(mean.dtype).flatten(2)
-            if inputs[0].dim() > 2
-            else inputs[0].to(mean.dtype).unsqueeze(2)
-        )
-        n = (counts * values.shape[2]).to(mean.dtype).unsqueeze(1)
+        values = inputs[0].double().reshape(*inputs[0].shape[:2], -1)
+        n = (counts * values.shape[2]).double().unsqueeze(1)
         a = torch.where(n <= 1 / rate, rate, 1 / n.clamp(min=1))
-        sums, squares = (onehot.T.to(mean.dtype) @ x.sum(2) for x in (values, values.square()))
+        sums, squares = (onehot.T.double() @ x.sum(2) for x in (values, values.square()))
         d = a * (sums - n * m)
         e = a * (squares - 2 * m * sums + n * m.square() - n * v) - d.square()
         m, v = (x + (1 - share) * c + share * c.mean(0) for x, c in ((m, d), (v, e)))

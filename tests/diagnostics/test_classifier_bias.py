@@ -1,5 +1,6 @@
 """The classifier's bias and the features: golden values on logits by hand, and a run against plain PyTorch."""
 
+import sys
 from functools import partial
 from math import log
 
@@ -217,6 +218,16 @@ def test_clients_that_share_classes_are_not_told_apart(capsys):
     assert "test/accuracy_within_clients" in result.rows[1]
     assert "test/accuracy_between_clients" not in result.rows[1]
     assert capsys.readouterr().out.count("accuracy_between_clients is left out, as clients ") == 1
+
+
+def test_clients_that_never_train_are_no_clients_of_the_measure(monkeypatch):
+    seen = []
+    module = sys.modules[ClassifierBias.__module__]
+    monkeypatch.setattr(module, "client_classes", lambda rows: seen.append(rows) or client_classes(rows))
+    data = Digits(5, batch_size=10, partition=Shards(0.2), max_examples=400, held_out=2)
+    model = LeNet(in_channels=1, image_size=8)
+    federated_run(ClassifierBias(), data=data, rounds=1, model=model, trainer=EVALUATED)
+    assert seen[-1] == data.class_histograms()[:3]
 
 
 def test_the_command_test_measures_a_kept_round(tmp_path):

@@ -145,6 +145,14 @@ def test_an_impossible_choice_is_refused(held_out, message):
         federation(held_out, named=True)
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.45])
+def test_a_fraction_is_rounded_to_clients(fraction):
+    data = Digits(8, partition=Dirichlet(0.5), held_out=fraction)
+    data.setup("fit")
+    assert len(data.held_out) == round(8 * fraction)
+    assert len(federation(fraction).held_out) == round(6 * fraction)
+
+
 def test_partitioned_data_hold_out_whole_clients_of_the_same_partition():
     everyone, some = (Digits(8, partition=Dirichlet(0.5), held_out=h) for h in (0, 3))
     for data in (everyone, some):

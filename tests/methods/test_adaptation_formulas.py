@@ -12,6 +12,17 @@ from torch.nn import functional as F
 from fl_lightning.methods import adapt_statistics, balanced_statistics, entropy_steps, moving_statistics
 
 
+def test_balanced_statistics_of_values_far_from_zero_do_not_cancel():
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = 1000 + torch.randn(64, 2, generator=generator), torch.arange(64) % 2
+    found = []
+    for kind in (torch.float32, torch.float64):
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).to(kind).eval()
+        balanced_statistics(model, [inputs.to(kind)] * 200, 0.1, labels=[labels] * 200)
+        found.append(model[0].running_var.double())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=0)
+
+
 def batches(count=3, classes=4):
     generator = torch.Generator().manual_seed(1)
     labels = [torch.arange(8 * classes) % classes for _ in range(count)]

@@ -114,6 +114,18 @@ def settings_of(method):
     return (*growth, method.unit, method.momentum, method.eps)
 
 
+def test_limits_stay_at_their_last_values():
+    limit = Growth(1.0, 3.0, 2, 4)
+    assert [float(limit.at(torch.tensor(time))) for time in (0, 2, 3, 4, 9)] == [1, 1, 2, 3, 3]
+
+
+def test_an_eps_below_that_of_the_layers_is_refused():
+    with pytest.raises(
+        ConfigurationError, match=r"BatchRenormalization.eps: 1e-06 must be at least 1e-05, the eps of the"
+    ):
+        train(small_cnn(), blobs(), callbacks=[BatchRenormalization(eps=1e-6)], rounds=1)
+
+
 def test_times_count_rounds_if_asked():
     growth = {**SETTINGS, "r_growth": (0, 2), "d_growth": (0, 2)}
     one_step = {"rounds": 4, "local_steps": 1}
@@ -139,6 +151,7 @@ def test_times_count_rounds_if_asked():
     ("settings", "message"),
     [
         ({"r_max": 0.5}, "BatchRenormalization.r_max: 0.5 must be at least 1"),
+        ({"d_max": float("inf")}, "BatchRenormalization.d_max: inf must be at least 0 and finite"),
         (
             {"d_growth": (3, 3)},
             r"BatchRenormalization.d_growth: \(3, 3\) must be two times, the earlier first",

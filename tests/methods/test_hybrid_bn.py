@@ -5,13 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, client_batch, distance, federated_run, small_cnn, train
+from helpers import SaveRounds, blobs, client_batch, distance, federated_run, small_cnn, train
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning import ConfigurationError, SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import HybridBN
+from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FedPer, HybridBN
 from fl_lightning.callbacks.hybrid_bn import _pooled
+from fl_lightning.experiments.run.trainer import make_trainer
 from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
@@ -214,3 +215,34 @@ def test_a_second_accuracy_is_that_of_another_pass_with_the_new_weights():
 def test_a_setting_out_of_range_is_refused(settings, message):
     with pytest.raises(ConfigurationError, match=message):
         HybridBN(**settings)
+
+
+def test_a_pass_reads_whole_batches_and_weighs_clients_by_their_samples():
+    """17 samples are three batches of 8, as far as the round has them. Rows of unequal passes are weighed."""
+    federated_run(method := HybridBN(mix=1.0, samples=17), rounds=2, local_steps=4)
+    assert method.clients == {client: [4, 5, 6] for client in range(3)}
+    method = HybridBN(mix=1.0, samples=99)
+    federated_run(method, rounds=2, local_steps=STEPS)
+    assert method.clients == {client: [2, 3] for client in range(3)}
+    rows = torch.tensor([[[0.0], [1.0]], [[4.0], [2.0]]]).double()
+    mean, variance = _pooled(rows, torch.tensor([3.0, 1.0]).double())
+    assert float(mean) == pytest.approx(1.0)
+    assert float(variance) == pytest.approx((3 * (1 + 1) + 1 * (2 + 9)) / 3)
+
+
+def test_a_new_process_tests_with_another_pass(tmp_path):
+    """The checkpoint has what the pass reads, and a head with BN keeps w under another name."""
+    settings = {"samples": 16}
+    for others in (list, lambda: [FedPer(head="4")]):
+        saving = SaveRounds(tmp_path)
+        run = federated_run(
+            *others(), HybridBN(**settings), saving, rounds=2, local_steps=STEPS, trainer=EVALUATED
+        )
+        found = float(run.trainer.callback_metrics["val/accuracy_pass"])
+        fresh = FederatedModule(small_cnn().double(), lambda p: torch.optim.SGD(p, lr=LR), local_steps=STEPS)
+        trainer = make_trainer(
+            {"accelerator": "cpu", "logger": False, "enable_progress_bar": False},
+            callbacks=[*others(), HybridBN(**settings)],
+        )
+        trainer.test(fresh, blobs(), ckpt_path=tmp_path / "2.ckpt", verbose=False)
+        assert float(trainer.callback_metrics["test/accuracy_pass"]) == found

@@ -7,11 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import SGD, ArrayClient, SaveRounds, blobs, distance, federated_run, fit, small_cnn, train
+from lightning_sites import Lit, Site, federated
 from torch.utils.data import DataLoader
 
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
+    FederatedDataModule,
     FederatedModule,
     SequentialExecutor,
     VectorizedExecutor,
@@ -311,6 +313,11 @@ def test_mistakes_are_named():
         train(small_cnn(), federation(), 2, [FixBN(), StatisticsSources()])
     with pytest.raises(ConfigurationError, match="BN layer '4' is local"):
         train(small_cnn(), federation(), 1, [FedPer(["8", "4"]), StatisticsSources()])
+    own = {"data": FederatedDataModule([Site(0)], server=Site(1)), "rounds": 1}
+    with pytest.raises(
+        ConfigurationError, match=r"StatisticsSources\.sources: balanced_labels needs one class for"
+    ):
+        federated(Lit(), StatisticsSources(["balanced_labels"]), **own)
 
 
 def test_balanced_sources_are_class_balanced_statistics_of_the_evaluation_data():
