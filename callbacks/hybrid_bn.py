@@ -183,7 +183,7 @@ class HybridBN(VariantEvaluation):
         return 1, 0
 
     def _steps(self, pl_module: FederatedModule, client: int, round_number: int) -> list[int]:
-        """Return the local steps whose batches a client's pass reads: at most those of the round."""
+        """Return the local steps of the round whose batches a client's pass reads."""
         first = pl_module.plan.first_step(client, round_number)
         count = ceil(self.samples / pl_module.data.samples_per_step(client))
         return [*range(first, first + min(count, pl_module.plan.steps(client, round_number)))]
