@@ -1,6 +1,6 @@
 """HBN: Chen, Xu, Wu and Kittler, "Hybrid Batch Normalisation", ICML 2025, arXiv 2505.21877."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Literal
 
@@ -129,10 +129,9 @@ class HybridBN(VariantEvaluation):
         cohort.recall(self.memory)
 
         def sent(row: int) -> tuple[int, Statistics]:
-            state = {**cohort.params.row(row), **cohort.buffers.row(row)}
-            return self._pass(pl_module, cohort.client_ids[row], cohort.round, state)
+            state, client = {**cohort.params.row(row), **cohort.buffers.row(row)}, cohort.client_ids[row]
+            return self._pass(pl_module, client, cohort.round, self._steps(pl_module, client, cohort), state)
 
-        self.clients = {x: self._steps(pl_module, x, cohort.round) for x in cohort.client_ids}
         passes = pl_module.ranks.map(sent, range(len(cohort)))
         device = pl_module.device
         cohort.extra["HybridBN samples"] = torch.tensor([float(n) for n, _ in passes], device=device)
@@ -146,7 +145,7 @@ class HybridBN(VariantEvaluation):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Move the server's statistics towards the statistics of the passes."""
-        self.clients = {client: self.clients[client] for client in cohort.client_ids}
+        self.clients = {client: self._steps(pl_module, client, cohort) for client in cohort.client_ids}
         self.last_round = cohort.round
         counts = cohort.extra["HybridBN samples"]
         for name, layer in batch_norm_layers(pl_module.model).items():
@@ -167,7 +166,7 @@ class HybridBN(VariantEvaluation):
             own = self.memory.get(client, {})
             blocks = {block.split("@")[1]: x for block, x in own.items()}  # a block of a head has two @
             state = {part: blocks[part].to(pl_module.device) for part in self._parts if own}
-            return self._pass(pl_module, client, self.last_round, state)
+            return self._pass(pl_module, client, self.last_round, self.clients[client], state)
 
         passes, tensors = pl_module.ranks.map(sent, [*self.clients]), dict[str, Tensor]()
         if not fitting:
@@ -182,17 +181,22 @@ class HybridBN(VariantEvaluation):
         """Return the numbers of floats that a client sends (the number of samples of its pass) and receives."""
         return 1, 0
 
-    def _steps(self, pl_module: FederatedModule, client: int, round_number: int) -> list[int]:
+    def _steps(self, pl_module: FederatedModule, client: int, cohort: Cohort) -> list[int]:
         """Return the local steps of the round whose batches a client's pass reads."""
-        first = pl_module.plan.first_step(client, round_number)
+        first = pl_module.plan.first_step(client, cohort.round)
         count = ceil(self.samples / pl_module.data.samples_per_step(client))
-        return [*range(first, first + min(count, pl_module.plan.steps(client, round_number)))]
+        return [*range(first, first + min(count, pl_module.plan.steps(client, cohort.round)))]
 
     def _pass(
-        self, pl_module: FederatedModule, client: int, round_number: int, state: Mapping[str, Tensor]
+        self,
+        pl_module: FederatedModule,
+        client: int,
+        round_number: int,
+        steps: Sequence[int],
+        state: Mapping[str, Tensor],
     ) -> tuple[int, Statistics]:
         """Return the number of samples in a client's pass, and the statistics of each layer."""
-        model, steps, layers = pl_module.model, self.clients[client], batch_norm_layers(pl_module.model)
+        model, layers = pl_module.model, batch_norm_layers(pl_module.model)
         batches = pl_module.data.cohort_batch([client] * len(steps), steps)
         with (
             torch.no_grad(),

@@ -116,10 +116,8 @@ def read_frame(path: Path) -> Any:
             f"data.features: {path} needs the package pyarrow; pip install pyarrow"
         ) from error
     except (OSError, ValueError, csv.Error) as error:
-        reason, remedy = (
-            str(error).strip().splitlines()[-1],
-            "write a header, and as many values in each line",
-        )
+        reason = str(error).strip().splitlines()[-1]
+        remedy = "write a header, and as many values in each line"
         if isinstance(error, UnicodeDecodeError):
             remedy = "save it as UTF-8"
         raise ConfigurationError(

@@ -333,15 +333,15 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     def note_missing_validation(self) -> None:
         """Note who has no validation data, if others have such data."""
+        note = ""
         without = [x for x in range(self.num_clients) if not is_overridden("val_dataloader", self.clients[x])]
         if self.server is not None and not is_overridden("val_dataloader", self.server):
             if len(without) < self.num_clients:
-                self.notes.append("training evaluates nothing, as the server has no val_dataloader; add one")
+                note = "training evaluates nothing, as the server has no val_dataloader; add one"
         elif self.server is None and 0 < len(without) < self.num_clients:
             names = ", ".join(map(self.named, without[:10]))
-            self.notes.append(
-                f"validation is the mean over the other clients: {len(without)} of {self.num_clients} have no val_dataloader: {names}"
-            )
+            note = f"validation is the mean over the other clients: {len(without)} of {self.num_clients} have no val_dataloader: {names}"
+        self.notes += [note] if note and note not in self.notes else []  # a second fit notes it once
 
     def describe_partition(self) -> str:
         """Return a short description of the partition, which is shown in tables."""

@@ -121,9 +121,9 @@ def evaluate_client(
             has_data = True
     if loader is not None:
         known = evaluation.finish() if has_data else {}
-        undefined = [name for name, x in known.items() if isinstance(x, float) and isnan(x)]
-        diverged = evaluation.diverged
-        return {name: x for name, x in known.items() if diverged or name not in undefined}, diverged
+        if not evaluation.diverged:
+            known = {name: x for name, x in known.items() if not isnan(x)}
+        return known, evaluation.diverged
     histograms = pl_module.data.class_histograms()
     accuracy = weighed_accuracy(class_quality, histograms[client] if histograms else ())
     return {} if accuracy is None else {pl_module.task.class_metric: accuracy}, False

@@ -1,6 +1,5 @@
 """Evaluation of the torchmetrics in the setting ``model.metrics``."""
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -149,13 +148,15 @@ def compute(metric: Metric, name: str, states: Sequence[State]) -> dict[str, flo
     Returns:
         A dict with the value under the key ``name``. If the metric has several values, the keys are
         ``<name>_<key>``. Tensors with several elements become nested lists. A metric such as AUROC
-        is NaN if the targets lack a class; torchmetrics computes it with 0.
+        is NaN if the targets lack a class that counts; torchmetrics computes it with 0.
 
     Raises:
         ConfigurationError: The metric cannot be computed.
     """
     metric.to("cpu").reset()
-    with _errors_of(name, f"{type(metric).__name__} cannot be computed: ") as told:
+    # a weighted mean gives an absent class the weight 0
+    undefined = "negative" if getattr(metric, "average", None) == "weighted" else "(positive|negative)"
+    with _errors_of(name, f"{type(metric).__name__} cannot be computed: "):
         for state in states:
             if isinstance(state, tuple):
                 metric.update(*state)
@@ -164,9 +165,11 @@ def compute(metric: Metric, name: str, states: Sequence[State]) -> dict[str, flo
             for key, value in state.items():
                 setattr(metric, key, value)
             metric.merge_state(earlier)
-        value = metric.compute()
-    if any(re.match("No (positive|negative) samples", str(warning.message)) for warning in told):
-        value = nan
+        warnings.filterwarnings("error", f"No {undefined} samples", UserWarning)
+        try:
+            value = metric.compute()
+        except UserWarning:
+            value = nan
     metric.reset()
     named = {f"{name}_{key}": x for key, x in value.items()} if isinstance(value, Mapping) else {name: value}
     return {key: _plain(x) for key, x in named.items()}
@@ -180,15 +183,15 @@ def _plain(value: Any) -> float | list[Any]:
 
 
 @contextmanager
-def _errors_of(name: str, words: str = "") -> Iterator[list[warnings.WarningMessage]]:
+def _errors_of(name: str, words: str = "") -> Iterator[None]:
     """Add the name of the metric to errors of torchmetrics in the ``with`` block.
 
-    Warnings about memory use and absent classes are not shown, but collected in the yielded list.
+    Warnings about memory use and absent classes are hidden.
     """
     try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always", UserWarning)
-            yield told
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
     except (RuntimeError, TypeError, ValueError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         raise ConfigurationError(f"model.metrics.{name}: {words}{reason}") from error

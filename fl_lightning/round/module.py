@@ -176,9 +176,9 @@ class FederatedModule(Recorded, RunContext):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_layers(model)
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model: {model!r} is no model; give an object of torch.nn.Module")
+        check_layers(model)
         client_module: ClientModule | None = client_module_of(model)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:

@@ -391,9 +391,29 @@ def test_who_has_no_validation_data_is_said(capsys):
     assert "validation is the mean over the other clients: 1 of 2 have no val_dataloader: client 1" in told
     nothing = {"data": FederatedDataModule([Site(0)], server=bare(1)), "trainer": {"limit_val_batches": 0}}
     federated(Lit(), **nothing, rounds=1)
+    assert len(nothing["data"].notes) == 1
+    federated(Lit(), **nothing, rounds=1)
+    assert len(nothing["data"].notes) == 1
     assert "training evaluates nothing, as the server has no val_dataloader" in capsys.readouterr().out
     federated(Lit(), data=FederatedDataModule([Site(0)], server=Site(1)), rounds=1)
     assert "val_dataloader" not in capsys.readouterr().out
+
+
+def test_classes_in_place_of_objects_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"model: <class .*Lit'> is no model; give an object"):
+        FederatedModule(Lit, local_steps=1)
+    with pytest.raises(
+        ConfigurationError, match=r"data: clients\[0\] is <class .*Site'>; give a LightningDataModule"
+    ):
+        FederatedDataModule([Site])
+    with pytest.raises(ConfigurationError, match=r"trainer.callbacks: <class .*FixBN'> is no callback"):
+        Run(
+            FederatedModule(Lit(), local_steps=1),
+            sites(),
+            callbacks=[callbacks.FixBN],
+            run_root=tmp_path,
+            max_epochs=1,
+        ).fit()
 
 
 def test_a_wrong_monitor_ends_the_run_after_its_first_evaluation(tmp_path):

@@ -1,5 +1,6 @@
 """Metrics of torchmetrics: those of all samples at once, for any number of batches, ranks, variants and clients."""
 
+import math
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -296,3 +297,31 @@ def test_an_evaluation_that_is_finished_twice_has_the_same_metrics():
     evaluation = ServerEvaluation()
     evaluation.update(torch.ones(3), torch.zeros(3), torch.tensor(1.0), task)
     assert evaluation.finish() == evaluation.finish() == {"loss": 1.0, "mse": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("average", "labels", "defined"),
+    [
+        ("macro", [0, 1, 2], True),
+        ("macro", [0, 1], False),
+        ("weighted", [0, 1], True),
+        ("weighted", [0], False),
+    ],
+)
+def test_a_metric_of_a_class_that_no_sample_has_is_nan(average, labels, defined):
+    """torchmetrics takes 0 for such a class. In a weighted mean, the weight of an absent class is 0."""
+    targets = torch.tensor(labels).repeat(8)
+    scores = torch.randn(len(targets), 3, generator=torch.Generator().manual_seed(0)).softmax(1)
+    task = Classification()
+    task.measured = make_metrics({"auroc": partial(tm.AUROC, task="multiclass", average=average)}, 3)
+    evaluation = ServerEvaluation()
+    evaluation.update(scores.log(), targets, torch.tensor(1.0), task)
+    found = evaluation.finish()["auroc"]
+    if not defined:
+        assert math.isnan(found)
+        return
+    of_classes = []
+    for label in labels:
+        own, others = scores[targets == label, label], scores[targets != label, label]
+        of_classes.append((own[:, None] > others[None]).double().mean())
+    assert found == pytest.approx(float(torch.stack(of_classes).mean()), abs=1e-6)

@@ -206,7 +206,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """
         if self._active(trainer) and not trainer.global_step and isinstance(pl_module, FederatedModule):
             self._check_round_trip(trainer, pl_module)
-        self._complete_round = self.saved_round = None
+        self._complete_round, self.saved_round, self._evaluated = None, None, False
         self._saved_at = time.monotonic()
 
     def _check_round_trip(self, trainer: L.Trainer, module: FederatedModule) -> None:
