@@ -1,19 +1,17 @@
 """HBN: Chen, Xu, Wu and Kittler, "Hybrid Batch Normalisation", ICML 2025, arXiv 2505.21877."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import ceil
 from typing import Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fl_lightning import Cohort, FederatedModule, SwappedBatchNorm, swap_batch_norm
 from fl_lightning.batch_norm import (
     batch_norm_layers,
     evaluating,
-    restore_batch_norm,
     total_variance,
 )
 from fl_lightning.cohort import ClientMemory, StateSlots
@@ -21,21 +19,18 @@ from fl_lightning.errors import check_number
 from fl_lightning.methods import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 
-Statistics = dict[str, tuple[Tensor, Tensor]]
-
 
 class HybridBatchNorm(SwappedBatchNorm):
     """BN layer that normalises with a mixture of the server's and the batch's statistics."""
 
     method = "HybridBN"
-    scratch = ("sent_mean", "sent_var", "settings")
+    scratch = ("sent", "settings")
     settings: tuple[float | None, bool]
     mix: Tensor
 
     def prepare(self) -> None:
         """Register the statistics that a client would send; the method sets ``settings``."""
-        for name in self.scratch[:2]:
-            self.register_buffer(name, torch.zeros_like(self.get_buffer("running_mean")), False)
+        self.register_buffer("sent", torch.zeros_like(self.get_buffer("running_mean").expand(2, -1)), False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalise with ``(1 - a) m + a u`` and ``(1 - a) v + a s^2`` in training."""
@@ -47,7 +42,7 @@ class HybridBatchNorm(SwappedBatchNorm):
         values = inputs.transpose(0, 1).flatten(1).to(m.dtype)
         u, s = values.mean(1), values.var(1, correction=0)
         mean, var = (1 - a) * m + a * u, (1 - a) * v + a * s
-        self.sent_mean, self.sent_var = (mean.detach(), var.detach()) if mixed else (u.detach(), s.detach())
+        self.sent = torch.stack((mean, var) if mixed else (u, s)).detach()
         self.num_batches_tracked = steps + 1
         scale = (var + self.eps).rsqrt()
         return self.scaled(inputs, scale, -mean * scale)
@@ -92,7 +87,7 @@ class HybridBN(VariantEvaluation):
     paper = "Chen et al., arXiv 2505.21877 (HBN)"
     claims = ("equal_passes",)
     examples = ({"samples": 16}, {"samples": 8, "mix": 0.5, "collect": "batch", "rate": 0.5})
-    saved = ("memory", "clients", "last_round")
+    saved = ("memory", "passed")
 
     def __init__(
         self,
@@ -105,8 +100,7 @@ class HybridBN(VariantEvaluation):
         check_number("HybridBN.rate", rate, least=0, most=1)
         check_number("HybridBN.samples", samples, least=2)
         self.mix, self.rate, self.samples, self.collect = mix, rate, samples, collect
-        self.memory, self.last_round = ClientMemory(), 0
-        self.clients: dict[int, list[int]] = {}
+        self.memory, self.passed = ClientMemory(), dict[str, Tensor]()
         self._parts: list[str] = []
 
     def extend_model(self, model: nn.Module) -> None:
@@ -127,95 +121,65 @@ class HybridBN(VariantEvaluation):
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Restore each client's w, and make the clients' passes."""
         cohort.recall(self.memory)
-
-        def sent(row: int) -> tuple[int, Statistics]:
-            state, client = {**cohort.params.row(row), **cohort.buffers.row(row)}, cohort.client_ids[row]
-            return self._pass(pl_module, client, cohort.round, self._steps(pl_module, client, cohort), state)
-
-        passes = pl_module.ranks.map(sent, range(len(cohort)))
-        device = pl_module.device
-        cohort.extra["HybridBN samples"] = torch.tensor([float(n) for n, _ in passes], device=device)
-        for name in passes[0][1]:
-            rows = [torch.stack(statistics[name]) for _, statistics in passes]
-            cohort.extra[f"HybridBN {name}"] = torch.stack(rows).to(device)
+        cohort.extra |= self._passes(pl_module, cohort, cohort.params.row)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Store each client's w."""
         cohort.remember(self.memory)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Move the server's statistics towards the statistics of the passes."""
-        self.clients = {client: self._steps(pl_module, client, cohort) for client in cohort.client_ids}
-        self.last_round = cohort.round
-        counts = cohort.extra["HybridBN samples"]
-        for name, layer in batch_norm_layers(pl_module.model).items():
-            mean, variance = _pooled(cohort.extra[f"HybridBN {name}"], counts)
-            layer.get_buffer("running_mean").lerp_(mean, self.rate)
-            layer.get_buffer("running_var").lerp_(variance, self.rate)
+        """Move the server's statistics towards those of the passes, and make the passes of the evaluation."""
+        layers = batch_norm_layers(pl_module.model)
+        for name, statistics in _pooled(cohort.extra, layers).items():
+            pl_module.model.get_buffer(name).lerp_(statistics, self.rate)
+
+        def factors(row: int) -> dict[str, Tensor]:
+            own = self.memory.get(cohort.client_ids[row], {})  # a block of a head has two @
+            return {block.split("@")[1]: x.to(pl_module.device) for block, x in own.items()}
+
+        self.passed = _pooled(self._passes(pl_module, cohort, factors), layers)
 
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the statistics of another pass of the round's clients as the variant ``pass``."""
-        if not self.clients:
-            return {"pass": {}}
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if not fitting:  # a test has neither clients nor layers that mix statistics
-            pl_module.data.setup("fit")
-            self.configure_batch_norm(pl_module)
-
-        def sent(client: int) -> tuple[int, Statistics]:
-            own = self.memory.get(client, {})
-            blocks = {block.split("@")[1]: x for block, x in own.items()}  # a block of a head has two @
-            state = {part: blocks[part].to(pl_module.device) for part in self._parts if own}
-            return self._pass(pl_module, client, self.last_round, self.clients[client], state)
-
-        passes, tensors = pl_module.ranks.map(sent, [*self.clients]), dict[str, Tensor]()
-        if not fitting:
-            restore_batch_norm(pl_module.model)
-        for name in passes[0][1]:
-            rows = torch.stack([torch.stack(statistics[name]) for _, statistics in passes])
-            mean, variance = _pooled(rows, torch.tensor([float(n) for n, _ in passes]).to(rows))
-            tensors |= {f"{name}.running_mean": mean, f"{name}.running_var": variance}
-        return {"pass": tensors}
+        return {"pass": self.passed}
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return the numbers of floats that a client sends (the number of samples of its pass) and receives."""
         return 1, 0
 
-    def _steps(self, pl_module: FederatedModule, client: int, cohort: Cohort) -> list[int]:
-        """Return the local steps of the round whose batches a client's pass reads."""
-        first = pl_module.plan.first_step(client, cohort.round)
-        count = ceil(self.samples / pl_module.data.samples_per_step(client))
-        return [*range(first, first + min(count, pl_module.plan.steps(client, cohort.round)))]
+    def _passes(
+        self, pl_module: FederatedModule, cohort: Cohort, state: Callable[[int], Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return the clients' numbers of samples, ``[C]``, and each layer's statistics, ``[C, 2, channels]``."""
+        layers, data = batch_norm_layers(pl_module.model), pl_module.data
 
-    def _pass(
-        self,
-        pl_module: FederatedModule,
-        client: int,
-        round_number: int,
-        steps: Sequence[int],
-        state: Mapping[str, Tensor],
-    ) -> tuple[int, Statistics]:
-        """Return the number of samples in a client's pass, and the statistics of each layer."""
-        model, layers = pl_module.model, batch_norm_layers(pl_module.model)
-        batches = pl_module.data.cohort_batch([client] * len(steps), steps)
-        with (
-            torch.no_grad(),
-            seeded(derive_seed(pl_module.seed, "HybridBN pass", round_number, client)),
-            StateSlots(model).filled(state),
-            evaluating(model),
-        ):
-            for layer in layers.values():
-                layer.training = True
-            pl_module.client_loss(pl_module.on_device(batches.union().batches()[0]))
-            sent = {
-                name: (layer.get_buffer("sent_mean"), layer.get_buffer("sent_var"))
-                for name, layer in layers.items()
-            }
-        return sum(batches.sizes()), {name: (mean.cpu(), var.cpu()) for name, (mean, var) in sent.items()}
+        def sent(row: int) -> dict[str, Tensor]:
+            client = cohort.client_ids[row]
+            first, steps = (f(client, cohort.round) for f in (pl_module.plan.first_step, pl_module.plan.steps))
+            count = min(steps, ceil(self.samples / data.samples_per_step(client)))
+            batches = data.cohort_batch([client] * count, [*range(first, first + count)])
+            with (
+                torch.no_grad(),
+                seeded(derive_seed(pl_module.seed, "HybridBN pass", cohort.round, client)),
+                StateSlots(pl_module.model).filled(state(row)),
+                evaluating(pl_module.model),
+            ):
+                for layer in layers.values():
+                    layer.training = True
+                pl_module.client_loss(pl_module.on_device(batches.union().batches()[0]))
+                found = {f"HybridBN {name}": layer.get_buffer("sent").cpu() for name, layer in layers.items()}
+            return {"HybridBN samples": torch.tensor(float(sum(batches.sizes()))), **found}
+
+        passes = pl_module.ranks.map(sent, range(len(cohort)))
+        return {x: torch.stack([sent[x] for sent in passes]).to(pl_module.device) for x in passes[0]}
 
 
-def _pooled(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and variance, ``[channels]``, of clients' statistics ``[C, 2, channels]``."""
+def _pooled(passes: Mapping[str, Tensor], layers: Iterable[str]) -> dict[str, Tensor]:
+    """Return the running statistics, ``[channels]``, of all samples of the clients' passes."""
+    counts, pooled = passes["HybridBN samples"], dict[str, Tensor]()
     total = counts.sum()
-    mean, variance = total_variance(rows[:, 0], rows[:, 1], counts / total)
-    return mean, variance * total / (total - 1)
+    for name in layers:
+        means, variances = passes[f"HybridBN {name}"].unbind(1)
+        mean, variance = total_variance(means, variances, counts / total)
+        pooled |= {f"{name}.running_mean": mean, f"{name}.running_var": variance * total / (total - 1)}
+    return pooled

@@ -96,6 +96,11 @@ def found(executor=SequentialExecutor, participation=3, **settings):
     return train(small_cnn(), blobs(), callbacks=[HybridBN(**settings)], **run)
 
 
+def pooled(rows, counts):
+    passes = {"HybridBN samples": torch.tensor(counts).double(), "HybridBN 1": rows}
+    return _pooled(passes, ["1"]).values()
+
+
 def gap(state, reference):
     return distance({name: state[name] for name in reference}, reference)
 
@@ -158,7 +163,7 @@ def test_the_gradient_of_w_is_that_of_the_formula():
 
 def test_the_server_pools_mixed_statistics_of_two_clients_far_apart():
     rows = torch.tensor([[[0.0], [1.0]], [[5.0], [1.0]]]).double()  # a = 1/2 of means 0 and 10
-    mean, variance = _pooled(rows, torch.tensor([1e9, 1e9]).double())
+    mean, variance = pooled(rows, [1e9, 1e9])
     assert (float(mean), float(variance)) == pytest.approx((2.5, 7.25), rel=1e-8)
 
 
@@ -219,13 +224,18 @@ def test_a_setting_out_of_range_is_refused(settings, message):
 
 def test_a_pass_reads_whole_batches_and_weighs_clients_by_their_samples():
     """17 samples are three batches of 8, as far as the round has them. Rows of unequal passes are weighed."""
-    federated_run(method := HybridBN(mix=1.0, samples=17), rounds=2, local_steps=4)
-    assert method.clients == {client: [4, 5, 6] for client in range(3)}
-    method = HybridBN(mix=1.0, samples=99)
-    federated_run(method, rounds=2, local_steps=STEPS)
-    assert method.clients == {client: [2, 3] for client in range(3)}
+
+    class Counted(HybridBN):
+        def on_round_start(self, trainer, pl_module, cohort):
+            super().on_round_start(trainer, pl_module, cohort)
+            self.counts = cohort.extra["HybridBN samples"].tolist()
+
+    federated_run(method := Counted(mix=1.0, samples=17), rounds=2, local_steps=4)
+    assert method.counts == [24.0] * 3
+    federated_run(method := Counted(mix=1.0, samples=99), rounds=2, local_steps=STEPS)
+    assert method.counts == [16.0] * 3
     rows = torch.tensor([[[0.0], [1.0]], [[4.0], [2.0]]]).double()
-    mean, variance = _pooled(rows, torch.tensor([3.0, 1.0]).double())
+    mean, variance = pooled(rows, [3.0, 1.0])
     assert float(mean) == pytest.approx(1.0)
     assert float(variance) == pytest.approx((3 * (1 + 1) + 1 * (2 + 9)) / 3)
 
