@@ -134,8 +134,9 @@ class HybridBN(VariantEvaluation):
             pl_module.model.get_buffer(name).lerp_(statistics, self.rate)
 
         def factors(row: int) -> dict[str, Tensor]:
-            own = self.memory.get(cohort.client_ids[row], {})  # a block of a head has two @
-            return {block.split("@")[1]: x.to(pl_module.device) for block, x in own.items()}
+            own = self.memory.get(cohort.client_ids[row], {}).items()
+            parts = ((block.rpartition("@")[2], x) for block, x in own)  # not MTFL's gamma and beta
+            return {part: x.to(pl_module.device) for part, x in parts if part in self._parts}
 
         self.passed = _pooled(self._passes(pl_module, cohort, factors), layers)
 
@@ -151,12 +152,14 @@ class HybridBN(VariantEvaluation):
         self, pl_module: FederatedModule, cohort: Cohort, state: Callable[[int], Mapping[str, Tensor]]
     ) -> dict[str, Tensor]:
         """Return the clients' numbers of samples, ``[C]``, and each layer's statistics, ``[C, 2, channels]``."""
-        layers, data = batch_norm_layers(pl_module.model), pl_module.data
+        layers = batch_norm_layers(pl_module.model)
+        data, plan = pl_module.data, pl_module.plan
 
         def sent(row: int) -> dict[str, Tensor]:
             client = cohort.client_ids[row]
-            first, steps = (f(client, cohort.round) for f in (pl_module.plan.first_step, pl_module.plan.steps))
-            count = min(steps, ceil(self.samples / data.samples_per_step(client)))
+            first = plan.first_step(client, cohort.round)
+            count = ceil(self.samples / data.samples_per_step(client))
+            count = min(count, plan.steps(client, cohort.round))
             batches = data.cohort_batch([client] * count, [*range(first, first + count)])
             with (
                 torch.no_grad(),
