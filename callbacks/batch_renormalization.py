@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import lightning as L
 import torch
@@ -13,50 +13,30 @@ from fl_lightning.batch_norm import batch_norm_layers
 from fl_lightning.errors import ConfigurationError, check_number
 
 
-class Growth(NamedTuple):
-    """Linear growth of a limit from ``first`` to ``last`` between two times."""
-
-    first: float
-    last: float
-    start: int
-    end: int
-
-    def at(self, time: Tensor) -> Tensor:
-        """Return the limit after ``time`` local steps or rounds."""
-        share = ((time - self.start) / (self.end - self.start)).clamp(0, 1)
-        return self.first + (self.last - self.first) * share
-
-
 class RenormalizedBatchNorm(SwappedBatchNorm):
     """BN layer that corrects batch statistics towards the running statistics (Algorithm 1)."""
 
     method = "BatchRenormalization"
-    scratch = ("rounds", "settings")
+    scratch = ("rounds",)
     linear = False
-    settings: tuple[Growth, Growth, str, float, float]
-
-    def prepare(self) -> None:
-        """Register ``rounds``, the number of earlier rounds; the method sets ``settings``."""
-        self.register_buffer("rounds", torch.zeros_like(self.get_buffer("num_batches_tracked")), False)
+    settings: "BatchRenormalization"
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return ``gamma ((x - m_B) / s_B r + d) + beta`` in training."""
         if not self.training:
             return super().forward(inputs)
-        r_limit, d_limit, unit, momentum, eps = self.settings
-        names = ("running_mean", "running_var", "num_batches_tracked", "rounds")
+        settings, names = self.settings, ("running_mean", "running_var", "num_batches_tracked", "rounds")
         running_mean, running_var, steps, rounds = map(self.get_buffer, names)
-        values = inputs.transpose(0, 1).flatten(1).to(running_mean.dtype)
-        mean, deviation = values.mean(1), (values.var(1, correction=0) + eps).sqrt()
+        values = self.values(inputs)
+        mean, deviation = values.mean(1), (values.var(1, correction=0) + settings.eps).sqrt()
         with torch.no_grad():
-            time = rounds if unit == "rounds" else steps
-            r_max, d_max = r_limit.at(time), d_limit.at(time)
+            r_max, d_max = settings.limits(rounds if settings.unit == "rounds" else steps)
             running = (running_var + self.eps).sqrt()
             r = torch.clamp(deviation / running, 1 / r_max, r_max)
             d = torch.clamp((mean - running_mean) / running, -d_max, d_max)
-            self.running_mean = running_mean + momentum * (mean - running_mean)
+            self.running_mean = running_mean + settings.momentum * (mean - running_mean)
             # in evaluation, sqrt(running_var + self.eps) is the running deviation
-            self.running_var = (running + momentum * (deviation - running)).square() - self.eps
+            self.running_var = (running + settings.momentum * (deviation - running)).square() - self.eps
             self.num_batches_tracked = steps + 1
         scale = r / deviation
         return self.scaled(inputs, scale, d - mean * scale)
@@ -129,11 +109,15 @@ class BatchRenormalization(FederatedCallback):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Replace BN layers by layers that renormalise."""
-        growth = Growth(1.0, self.r_max, *self.r_growth), Growth(0.0, self.d_max, *self.d_growth)
-        for layer in swap_batch_norm(pl_module.model, RenormalizedBatchNorm):
+        for layer in swap_batch_norm(pl_module.model, RenormalizedBatchNorm, settings=self):
             note = ", the eps of the layers, as they hold s^2 - eps"
             check_number("BatchRenormalization.eps", self.eps, note, least=layer.eps)
-            layer.settings = (*growth, self.unit, self.momentum, self.eps)
+
+    def limits(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the limits of r and d after ``time`` local steps or rounds."""
+        growths = (self.r_growth, self.d_growth)
+        r, d = (((time - start) / (end - start)).clamp(0, 1) for start, end in growths)
+        return 1 + (self.r_max - 1) * r, self.d_max * d
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Tell the layers the number of earlier rounds."""

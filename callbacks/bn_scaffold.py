@@ -19,20 +19,15 @@ class CorrectedBatchNorm(SwappedBatchNorm):
     """BN layer that shifts the batch's statistics by ``k - k_i``."""
 
     method = "BNSCAFFOLD"
-    scratch = ("mean_shift", "var_shift", "mean_sum", "var_sum", "calls", "floored", "floor")
+    scratch = ("mean_shift", "var_shift", "mean_sum", "var_sum", "calls", "floored")
     floor: float
-
-    def prepare(self) -> None:
-        """Register the shifts, the sums of batch statistics, and the number of batches."""
-        for name in self.scratch[:-1]:
-            self.register_buffer(name, torch.zeros_like(self.get_buffer("running_mean")), False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalise with the corrected statistics of the batch in training."""
         if not self.training:
             return super().forward(inputs)
         buffers = dict(self.named_buffers(recurse=False))
-        values = inputs.transpose(0, 1).flatten(1).to(buffers["running_mean"].dtype)
+        values = self.values(inputs)
         size, u, s = values.shape[1], values.mean(1), values.detach().var(1, correction=0)
         mean = u + buffers["mean_shift"]
         # the gradient of the variance is that of the mean square around a constant mean
@@ -43,7 +38,7 @@ class CorrectedBatchNorm(SwappedBatchNorm):
         seen |= {"calls": 1, "num_batches_tracked": 1}
         for name, value in seen.items():
             setattr(self, name, buffers[name] + value)
-        rate, unbias = self.momentum or 0.0, size / max(size - 1, 1)
+        rate, unbias = self.momentum or 0.0, size / (size - 1)
         self.running_mean = buffers["running_mean"].lerp(mean.detach(), rate)
         self.running_var = buffers["running_var"].lerp(var.detach() * unbias, rate)
         scale = (var + self.eps).rsqrt()
@@ -101,8 +96,7 @@ class BNSCAFFOLD(SCAFFOLD):
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Replace BN layers by layers that correct the statistics of batches."""
         require_weighted_mean(pl_module, "BNSCAFFOLD", "averages control variates", ["aggregator"])
-        for layer in swap_batch_norm(pl_module.model, CorrectedBatchNorm, momentum=True):
-            layer.floor = self.floor
+        swap_batch_norm(pl_module.model, CorrectedBatchNorm, momentum=True, floor=self.floor)
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Load the control variates, and tell the layers ``k - k_i``."""

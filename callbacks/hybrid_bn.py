@@ -16,6 +16,7 @@ from fl_lightning.batch_norm import (
 )
 from fl_lightning.cohort import ClientMemory, StateSlots
 from fl_lightning.errors import check_number
+from fl_lightning.execution.base import client_loss
 from fl_lightning.methods import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 
@@ -24,25 +25,21 @@ class HybridBatchNorm(SwappedBatchNorm):
     """BN layer that normalises with a mixture of the server's and the batch's statistics."""
 
     method = "HybridBN"
-    scratch = ("sent", "settings")
-    settings: tuple[float | None, bool]
+    scratch = ("sent_mean", "sent_var")
+    settings: "HybridBN"
     mix: Tensor
-
-    def prepare(self) -> None:
-        """Register the statistics that a client would send; the method sets ``settings``."""
-        self.register_buffer("sent", torch.zeros_like(self.get_buffer("running_mean").expand(2, -1)), False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalise with ``(1 - a) m + a u`` and ``(1 - a) v + a s^2`` in training."""
         if not self.training:
             return super().forward(inputs)
-        mix, mixed = self.settings
         m, v, steps = map(self.get_buffer, ("running_mean", "running_var", "num_batches_tracked"))
-        a = self.mix.sigmoid() if mix is None else mix
-        values = inputs.transpose(0, 1).flatten(1).to(m.dtype)
+        a = self.mix.sigmoid() if self.settings.mix is None else self.settings.mix
+        values = self.values(inputs)
         u, s = values.mean(1), values.var(1, correction=0)
         mean, var = (1 - a) * m + a * u, (1 - a) * v + a * s
-        self.sent = torch.stack((mean, var) if mixed else (u, s)).detach()
+        sent = (mean, var) if self.settings.collect == "mixed" else (u, s)
+        self.sent_mean, self.sent_var = sent[0].detach(), sent[1].detach()
         self.num_batches_tracked = steps + 1
         scale = (var + self.eps).rsqrt()
         return self.scaled(inputs, scale, -mean * scale)
@@ -111,8 +108,7 @@ class HybridBN(VariantEvaluation):
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Replace BN layers by layers that mix statistics."""
         self._parts = [f"{x}.mix" for x in batch_norm_layers(pl_module.model)] if self.mix is None else []
-        for layer in swap_batch_norm(pl_module.model, HybridBatchNorm):
-            layer.settings = (self.mix, self.collect == "mixed")
+        swap_batch_norm(pl_module.model, HybridBatchNorm, settings=self)
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Declare that w is local, and that this method computes the server's statistics."""
@@ -169,8 +165,11 @@ class HybridBN(VariantEvaluation):
             ):
                 for layer in layers.values():
                     layer.training = True
-                pl_module.client_loss(pl_module.on_device(batches.union().batches()[0]))
-                found = {f"HybridBN {name}": layer.get_buffer("sent").cpu() for name, layer in layers.items()}
+                client_loss(pl_module, pl_module.on_device(batches.union().batches()[0]))
+                found = {
+                    f"HybridBN {name}": torch.stack([*map(layer.get_buffer, HybridBatchNorm.scratch)]).cpu()
+                    for name, layer in layers.items()
+                }
             return {"HybridBN samples": torch.tensor(float(sum(batches.sizes()))), **found}
 
         passes = pl_module.ranks.map(sent, range(len(cohort)))

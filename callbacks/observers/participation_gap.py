@@ -192,43 +192,34 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
         """Return lines for the result table: the mean of the main metric over each group of clients."""
         if not self._rows:
             return {"never train": "no client; set data.held_out to a number, a fraction or names"}
-        means = {
-            source: f"{fmean(known):.4f}"
-            for source, values in self.values.items()
-            if (known := [x[self._main] for x in values.values() if self._main in x])
-        }
+        means = {source: f"{fmean(values):.4f}" for source, values in self._main_values().items()}
         own = means.pop("trained", "unknown")
-        return {
-            "clients that train": own,
-            "never train": ", ".join(f"{x} {mean}" for x, mean in means.items()),
-        }
+        others = ", ".join(f"{source} {mean}" for source, mean in means.items())
+        return {"clients that train": own, "never train": others}
+
+    def _main_values(self) -> dict[str, list[float]]:
+        known = {s: [x[self._main] for x in v.values() if self._main in x] for s, v in self.values.items()}
+        return {source: values for source, values in known.items() if values}
 
     def tables(self) -> Mapping[str, Table]:
         """Return the table ``held_out``: the values of each client in the last evaluation."""
-        metrics = sorted(
-            {name for values in self.values.values() for known in values.values() for name in known}
-        )
-        sources = [source for source in self.values if source != "trained"]
+        values = self.values.values()
+        metrics = sorted({name for by_client in values for known in by_client.values() for name in known})
         columns = [
             "client",
             "name",
             "samples",
             "trains",
-            *(f"{m}_{s}" for s in ("trained", *sources) for m in metrics),
+            *(f"{m}_{s}" for s, m in product(self.values, metrics)),
         ]
         rows: list[list[float | str]] = []
         for client, name, samples in self._rows:
-            values = [
-                self.values[s].get(client, {}).get(m, "") for s in ("trained", *sources) for m in metrics
-            ]
-            rows.append([client, name, samples, "yes" if client in self.values["trained"] else "no", *values])
+            trains = "yes" if client in self.values["trained"] else "no"
+            found = (by_client.get(client, {}).get(m, "") for by_client, m in product(values, metrics))
+            rows.append([client, name, samples, trains, *found])
         return {"held_out": Table(columns, rows)} if rows else {}
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
         """Return the figure ``held_out``: the main metric of each client, by source."""
-        known = {
-            source: [x[self._main] for x in values.values() if self._main in x]
-            for source, values in self.values.items()
-        }
-        known = {source: values for source, values in known.items() if values}
+        known = self._main_values()
         return {"held_out": partial(participation_figure, known, self._main)} if len(known) > 1 else {}

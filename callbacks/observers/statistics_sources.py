@@ -268,10 +268,8 @@ def _server_share(model: nn.Module, cohort: Cohort, before: Mapping[str, Tensor]
 def _balanced(pl_module: FederatedModule, source: str, testing: bool) -> dict[str, Tensor]:
     """Return class-balanced statistics of the server's evaluation data, as buffers by name."""
     loader: Any = pl_module.data.test_dataloader() if testing else pl_module.data.val_dataloader()
-    classes = pl_module.data.num_classes or 10
-    adapt = partial(balanced_statistics, rate=0.01 if classes <= 10 else 0.05 if classes <= 100 else 0.5)
-    if source == "balanced_labels":
-        adapt = partial(adapt, labels=(pl_module.on_device(labels) for _, labels in loader))
+    labels = (pl_module.on_device(labels) for _, labels in loader)
+    adapt = partial(balanced_statistics, labels=labels if source == "balanced_labels" else None)
     state = adapted_state(pl_module, adapt, loader, source)
     return {
         name: state[name] for name, kind in buffer_kinds(pl_module.model).items() if kind in ("mean", "var")

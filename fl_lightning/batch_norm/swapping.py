@@ -49,6 +49,17 @@ class SwappedBatchNorm(_BatchNorm):
         for name in self.scratch:
             self.register_buffer(name, torch.zeros_like(self.running_mean), persistent=False)
 
+    def values(self, inputs: Tensor) -> Tensor:
+        """Return inputs ``[b, channels, ...]`` as values ``[channels, n]``. Refuse a single value.
+
+        Raises:
+            ValueError: n is 1, as in PyTorch's BN.
+        """
+        values = inputs.transpose(0, 1).flatten(1).to(self.get_buffer("running_mean").dtype)
+        if values.shape[1] == 1:
+            raise ValueError("expected more than 1 value per channel")
+        return values
+
     def scaled(self, inputs: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """Return ``gamma (inputs * scale + shift) + beta``.
 
@@ -64,7 +75,7 @@ class SwappedBatchNorm(_BatchNorm):
 
 
 def swap_batch_norm(
-    model: nn.Module, forward: type[SwappedBatchNorm], *, momentum: bool = False
+    model: nn.Module, forward: type[SwappedBatchNorm], *, momentum: bool = False, **settings: Any
 ) -> list[Any]:
     """Replace the forward pass of every BN layer. Parameters and buffers do not change.
 
@@ -72,6 +83,7 @@ def swap_batch_norm(
         model: The model.
         forward: A subclass of :class:`SwappedBatchNorm` with the method's ``forward``.
         momentum: Whether the method uses the layers' momentum.
+        **settings: Attributes of the layers until :func:`restore_batch_norm`.
 
     Returns:
         The layers, which are now instances of both ``forward`` and their original class.
@@ -82,8 +94,8 @@ def swap_batch_norm(
     """
     layers = require_batch_norm(model, forward.method, momentum=momentum)
     for name, layer in layers.items():
+        kind = layer.original if isinstance(layer, forward) else type(layer)
         if not isinstance(layer, forward):
-            kind = type(layer)
             if isinstance(layer, SwappedBatchNorm):
                 raise ConfigurationError(
                     f"callbacks {layer.method} and {forward.method} cannot be combined: both change the forward pass of BN "
@@ -94,7 +106,8 @@ def swap_batch_norm(
                     f"{forward.method}: BN layer {name!r} is a {kind.__name__} with a custom forward pass, which this method "
                     "would replace; use torch's BatchNorm layers and put the additional operations in a separate module"
                 )
-            layer.__class__ = type(f"{forward.__name__}{kind.__name__}", (forward, kind), {"original": kind})
+        attributes = {"original": kind, **settings}
+        layer.__class__ = type(f"{forward.__name__}{kind.__name__}", (forward, kind), attributes)
         layer.prepare()  # type: ignore[operator]  # a method of the mixin
     return list(layers.values())
 

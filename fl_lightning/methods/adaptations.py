@@ -67,7 +67,7 @@ def entropy_steps(model: nn.Module, batches: Iterable[Any], lr: float = 1e-3) ->
 def balanced_statistics(
     model: nn.Module,
     batches: Iterable[Any],
-    rate: float = 0.01,
+    rate: float | None = None,
     share: float = 0.0,
     labels: Iterable[Tensor] | None = None,
 ) -> None:
@@ -88,8 +88,8 @@ def balanced_statistics(
     Args:
         model: The classifier in eval mode, changed in place.
         batches: Batches of model inputs.
-        rate: Largest weight of a value of a rare class. TRIBE uses 0.01 for 10 classes, 0.05 for 100,
-            and 0.5 for 1,000.
+        rate: Largest weight of a value of a rare class. None: 0.01 for up to 10 classes, 0.05 for up to
+            100, and 0.5 for more, as TRIBE uses for 10, 100 and 1,000 classes.
         share: Share in [0, 1] of the mean over the classes in the update of each class.
         labels: Class of each sample ``[b]``, by batch. Default: the classes that the model predicts
             before the update (pseudo-labels).
@@ -105,7 +105,8 @@ def balanced_statistics(
         m, v = known[name]
         values = inputs[0].double().reshape(*inputs[0].shape[:2], -1)
         n = (counts * values.shape[2]).double().unsqueeze(1)
-        a = torch.where(n <= 1 / rate, rate, 1 / n.clamp(min=1))
+        eta = rate or (0.01 if len(counts) <= 10 else 0.05 if len(counts) <= 100 else 0.5)
+        a = torch.where(n <= 1 / eta, eta, 1 / n.clamp(min=1))
         sums, squares = (onehot.T.double() @ x.sum(2) for x in (values, values.square()))
         d = a * (sums - n * m)
         e = a * (squares - 2 * m * sums + n * m.square() - n * v) - d.square()

@@ -14,6 +14,7 @@ from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_o
 from fl_lightning.batch_norm.moments import merge_, moments
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.client_data.batches import copied
+from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
 
@@ -58,6 +59,7 @@ def adapted_state(
         torch.enable_grad(),
         seeded(derive_seed(pl_module.seed, f"adaptation {name}", pl_module.trainer.global_step, client)),
         pl_module.trainer.precision_plugin.val_step_context(),
+        doing(lambda: f"{name} of {'the server' if client < 0 else pl_module.named(client)}"),
         explain_batch_of_one(),
     ):
         model = deepcopy(pl_module.model).eval()

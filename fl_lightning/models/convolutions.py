@@ -46,13 +46,13 @@ class StandardizedConv2d(ComputedConv2d):
 
 
 class SmallStandardizedConv2d(StandardizedConv2d):
-    """Weight Standardization of FedWS: filters with the standard deviation 1e-3.
+    """Weight Standardization of FedWS: filters with a small standard deviation.
 
     A filter is ``rho (W - mean) / (std + eps)``. Group Normalization follows. Its ``eps`` then
     matters: with small filters, it damps channels of low variance (arXiv 2506.23516).
 
     Attributes:
-        rho: Standard deviation of a filter: 1e-3, as in the paper. A subclass may set another.
+        rho: Standard deviation of a filter: 1e-3, as in the paper. The norm ``fed_ws:X`` sets X.
     """
 
     rho: float = 1e-3

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.errors import ConfigurationError, check_choice, doing
+from fl_lightning.errors import ConfigurationError, check_choice, check_number, doing
 from fl_lightning.models.convolutions import (
     ScaledStandardizedConv2d,
     SmallStandardizedConv2d,
@@ -18,7 +18,7 @@ NORMS = {
     "ln": "Layer Normalization over channels and pixels: one group.",
     "in": "Instance Normalization: one group per channel.",
     "gn_ws": "Group Normalization after convolutions with Weight Standardization.",
-    "fed_ws": "As gn_ws, with small filters of standard deviation 1e-3 (FedWS).",
+    "fed_ws": "As gn_ws, with filters of standard deviation 1e-3, or of X with fed_ws:X (FedWS).",
     "weight_norm": "No layer; convolutions with weight normalization.",
     "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
     "fn": "No layer; the features before the linear layer get the norm sqrt(d) (FN).",
@@ -68,6 +68,7 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     Raises:
         ConfigurationError: ``norm`` is unknown, or ``groups`` does not divide the channels.
     """
+    norm = norm.removesuffix(_fed_ws_scale(norm))
     if norm == "bn":
         return nn.BatchNorm2d(channels)
     if norm == "in":
@@ -84,6 +85,11 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     raise ConfigurationError(
         f"norm={norm!r} is unknown; use one of {', '.join(NORMS)} (CIFARResNet also: fixup)"
     )
+
+
+def _fed_ws_scale(norm: str) -> str:
+    """Return ``":X"`` of ``"fed_ws:X"``, and nothing of other norms."""
+    return norm.removeprefix("fed_ws") if norm.startswith("fed_ws:") else ""
 
 
 class FeatureNormLinear(nn.Linear):
@@ -149,7 +155,8 @@ def make_conv(
     """Create the convolution before a norm layer: ``nn.Conv2d`` for most norm layers.
 
     Args:
-        norm: The norm layer, see :func:`make_norm`.
+        norm: The norm layer, see :func:`make_norm`. ``"fed_ws:0.01"`` sets the standard deviation of
+            the filters of FedWS.
         in_channels: Channels of the input.
         out_channels: Channels of the output.
         kernel_size: Height and width of the filters.
@@ -160,5 +167,13 @@ def make_conv(
     """
     if bias is None:
         bias = norm in ("none", "weight_norm", "scaled_ws")
-    kind = _CONVOLUTIONS.get(norm, nn.Conv2d)
-    return kind(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
+    scale = _fed_ws_scale(norm)
+    kind = _CONVOLUTIONS.get(norm.removesuffix(scale), nn.Conv2d)
+    layer = kind(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
+    if isinstance(layer, SmallStandardizedConv2d) and scale:
+        try:
+            layer.rho = float(scale[1:])
+        except ValueError:
+            layer.rho = 0.0
+        check_number(f"norm={norm!r}: the standard deviation of filters", layer.rho, above=0)
+    return layer

@@ -18,6 +18,7 @@ from fl_lightning import (
 from fl_lightning.aggregation import Aggregator, Median
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.batch_norm.swapping import SwappedBatchNorm, restore_batch_norm, swap_batch_norm
 from fl_lightning.callbacks import FBN, FedTAN, FixBN
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.policy import policy_table, resolve_policy
@@ -334,3 +335,25 @@ def test_a_method_does_not_replace_a_forward_pass_that_is_not_torchs(method):
     model[1] = BNReLU(4)
     with pytest.raises(ConfigurationError, match="BN layer '1' is a BNReLU with a custom forward pass"):
         train(model, blobs(), 1, [method()])
+
+
+class Scaled(SwappedBatchNorm):
+    method, scratch = "Scaled", ("calls",)
+    factor: float
+
+    def forward(self, inputs):
+        return self.factor * super().forward(inputs)
+
+
+def test_settings_of_swapped_layers_are_those_of_the_last_swap_until_they_are_restored():
+    model, inputs = nn.Sequential(nn.BatchNorm1d(3)).eval(), torch.randn(5, 3)
+    before = model(inputs)
+    for factor in (2.0, 3.0):
+        swap_batch_norm(model, Scaled, factor=factor)
+        assert torch.equal(model(inputs), factor * before)
+        assert set(dict(model.named_buffers())) >= {"0.calls"}
+    restore_batch_norm(model)
+    assert type(model[0]) is nn.BatchNorm1d
+    assert torch.equal(model(inputs), before)
+    assert not hasattr(model[0], "factor")
+    assert not hasattr(model[0], "calls")

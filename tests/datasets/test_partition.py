@@ -162,6 +162,15 @@ def test_every_pair_of_classes_is_drawn_alike():
     torch.testing.assert_close(apart, torch.full((12,), 4 / 6), atol=0.08, rtol=0)
 
 
+def test_fewer_owners_than_classes_are_drawn_alike_too():
+    pairs, labels = torch.zeros(3, 3), balanced(3, 20)
+    for seed in range(300):
+        held = (histogram(labels, ExtendedDirichlet(2, 5.0)(labels, 2, rng(seed))) > 0).float()
+        pairs += held.T @ held
+    apart = pairs[~torch.eye(3, dtype=torch.bool)] / 300  # 2 clients choose 1 of 3 pairs each
+    torch.testing.assert_close(apart, torch.full((6,), 2 / 3), atol=0.1, rtol=0)
+
+
 def test_shares_among_the_owners_have_the_variance_of_a_symmetric_dirichlet():
     labels, alpha = torch.arange(400_000) % 200, 0.5
     counts = histogram(labels, ExtendedDirichlet(100, alpha)(labels, 6, rng())).double() / 2000

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from helpers import blobs, client_batch, distance, federated_run, fit, small_cnn, train
+from helpers import ArrayClient, blobs, client_batch, distance, federated_run, fit, small_cnn, train
 from lightning_sites import Lit, Site
 from torch.nn import functional as F
 
@@ -113,8 +113,19 @@ def test_the_table_has_every_client_by_name():
         ("b", "no"),
         ("e", "no"),
     ]
+    assert [row["samples"] for row in rows] == [24, 32, 24, 32, 40, 40]
     assert [isinstance(row["accuracy_adabn"], float) for row in rows] == [False] * 4 + [True] * 2
     assert [isinstance(row["accuracy_trained"], float) for row in rows] == [True] * 4 + [False] * 2
+
+
+def test_the_picture_has_every_clients_value_and_the_means():
+    federated_run(gap := ParticipationGap(["server"]), data=federation(), rounds=2, trainer=EVALUATED)
+    axes = gap.figures([])["held_out"](["title"]).axes[0]
+    for points, mean, group in zip(axes.lines, axes.collections, ("trained", "server"), strict=True):
+        values = sorted(x["accuracy"] for x in gap.values[group].values())
+        assert list(points.get_ydata()) == values
+        assert mean.get_segments()[0][0][1] == pytest.approx(fmean(values))
+        assert points.get_label() == group
 
 
 def test_a_number_a_fraction_or_names_choose_the_clients():
@@ -193,6 +204,15 @@ def test_images_are_scaled_without_the_images_of_clients_that_never_train():
 def test_a_method_with_models_of_the_clients_must_come_first():
     with pytest.raises(ConfigurationError, match="put FedBN before ParticipationGap"):
         federated_run(ParticipationGap(), FedBN(), data=federation())
+
+
+def test_a_client_whose_statistics_cannot_be_computed_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    sites = {f"s{i}": ArrayClient(torch.randn(n, 3), torch.arange(n) % 2, n) for i, n in enumerate((4, 4, 1))}
+    data = FederatedDataModule(sites, ArrayClient(torch.randn(4, 3), torch.arange(4) % 2, 4), held_out=["s2"])
+    with pytest.raises(ConfigurationError, match="one value per channel") as raised:
+        federated_run(ParticipationGap(["adabn"]), data=data, model=model, rounds=1, trainer=EVALUATED)
+    assert "adabn of client 2 (s2)" in raised.value.__notes__
 
 
 def test_a_source_that_the_model_does_not_allow_is_refused():

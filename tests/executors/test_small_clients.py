@@ -10,7 +10,7 @@ from recorded_calls import RecordingExecutor
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import SCAFFOLD, FedBN, FedTAN, FixBN
+from fl_lightning.callbacks import BNSCAFFOLD, SCAFFOLD, BatchRenormalization, FedBN, FedTAN, FixBN, HybridBN
 from fl_lightning.datamodules import TensorData
 from fl_lightning.models import TabularMLP
 
@@ -117,6 +117,12 @@ def test_a_client_of_one_sample_trains_unless_batch_norm_needs_two():
     data = hospitals(sizes, min_examples=2)
     train(network(), data, 1)
     assert data.client_names == [*SIZES]
+
+
+@pytest.mark.parametrize("method", [BatchRenormalization, BNSCAFFOLD, HybridBN])
+def test_a_method_that_normalises_with_a_batch_of_its_own_refuses_one_value_too(method):
+    with pytest.raises(ConfigurationError, match=r"one value per channel.* data.min_examples: 2"):
+        train(network(), hospitals({**SIZES, "Narvik": 1}), 1, [method()])
 
 
 def test_a_joint_forward_pass_refuses_small_clients_in_words():

@@ -145,6 +145,17 @@ def test_balanced_statistics_are_those_of_the_formula_class_by_class(rate, share
     assert min(gap("divisor K"), gap("no square")) > 1e-4
 
 
+@pytest.mark.parametrize(("classes", "rate"), [(10, 0.01), (11, 0.05), (100, 0.05), (101, 0.5)])
+def test_the_largest_weight_depends_on_the_number_of_classes(classes, rate):
+    def variance(**settings):
+        network = deepcopy(model(classes))
+        balanced_statistics(network, batches(2)[0], **settings)
+        return network[1].running_var
+
+    assert torch.equal(variance(), variance(rate=rate))
+    assert not torch.equal(variance(), variance(rate=0.01 if rate == 0.05 else 0.05))
+
+
 def test_of_balanced_data_they_are_those_of_the_union_up_to_the_divisor_of_the_variance_between_classes():
     inputs, labels = (x[:1] for x in batches())
     network = deepcopy(model())

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from fl_lightning import ConfigurationError, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import BatchRenormalization
-from fl_lightning.callbacks.batch_renormalization import Growth, RenormalizedBatchNorm
+from fl_lightning.callbacks.batch_renormalization import RenormalizedBatchNorm
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SETTINGS = {"r_max": 1.3, "d_max": 0.4, "r_growth": (1, 5), "d_growth": (0, 4), "momentum": 0.2, "eps": 1e-2}
@@ -105,18 +105,14 @@ def test_without_limits_the_forward_pass_normalises_with_running_statistics(affi
     layer.__class__ = type("Unlimited", (RenormalizedBatchNorm, nn.BatchNorm2d), {})
     layer.prepare()
     open_limits = BatchRenormalization(r_max=1e9, d_max=1e9, r_growth=(0, 1), d_growth=(0, 1), eps=1e-5)
-    layer.train().settings = settings_of(open_limits)
+    layer.train().settings = open_limits
     assert torch.allclose(layer(inputs), expected, atol=1e-10)
 
 
-def settings_of(method):
-    growth = Growth(1.0, method.r_max, *method.r_growth), Growth(0.0, method.d_max, *method.d_growth)
-    return (*growth, method.unit, method.momentum, method.eps)
-
-
 def test_limits_stay_at_their_last_values():
-    limit = Growth(1.0, 3.0, 2, 4)
-    assert [float(limit.at(torch.tensor(time))) for time in (0, 2, 3, 4, 9)] == [1, 1, 2, 3, 3]
+    limits = BatchRenormalization(r_max=3.0, d_max=8.0, r_growth=(2, 4), d_growth=(0, 4)).limits
+    found = [limits(torch.tensor(time)) for time in (0, 2, 3, 4, 9)]
+    assert [(float(r), float(d)) for r, d in found] == [(1, 0), (1, 4), (2, 6), (3, 8), (3, 8)]
 
 
 def test_an_eps_below_that_of_the_layers_is_refused():

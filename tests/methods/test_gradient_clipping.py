@@ -123,21 +123,22 @@ def test_a_setting_out_of_range_is_named(settings, named):
         ClientGradientClipping(**settings)
 
 
-def adaptively(parameters, every_layer=False, whole=False, least=1e-3):
+def adaptively(parameters, every_layer=False, whole=False, least=1e-3, norm=2.0):
     """Adaptive clipping with l = 0.05 of one model's gradients, unit by unit."""
     parameters = [*parameters]
     for parameter in parameters if every_layer else parameters[:-2]:
         units = [parameter] if whole or parameter.dim() < 2 else [*parameter]
         grads = [parameter.grad] if whole or parameter.dim() < 2 else [*parameter.grad]
         for unit, gradient in zip(units, grads, strict=True):
-            limit = 0.05 * max(unit.detach().norm(), torch.tensor(least))
-            if gradient.norm() > limit:
-                gradient *= limit / gradient.norm()
+            limit = 0.05 * max(unit.detach().norm(norm), torch.tensor(least))
+            if gradient.norm(norm) > limit:
+                gradient *= limit / gradient.norm(norm)
 
 
 @EXECUTORS
-def test_adaptive_clipping_equals_the_formula_unit_by_unit_on_each_clients_own_model(executor):
-    found = run(ClientGradientClipping(0.05, adaptive=True), executor=executor())
-    assert distance(found, clipped(3, adaptively)) < 1e-10
-    for mutant in ({"every_layer": True}, {"whole": True}, {"least": 1.0}):
-        assert distance(found, clipped(3, partial(adaptively, **mutant))) > 1e-4
+@pytest.mark.parametrize("norm", [2.0, 1.0, INFINITY])
+def test_adaptive_clipping_equals_the_formula_unit_by_unit_on_each_clients_own_model(executor, norm):
+    found = run(ClientGradientClipping(0.05, norm, adaptive=True), executor=executor())
+    assert distance(found, clipped(3, partial(adaptively, norm=norm))) < 1e-10
+    for mutant in ({"every_layer": True}, {"whole": True}, {"least": 1.0}, {"norm": 3.0}):
+        assert distance(found, clipped(3, partial(adaptively, **{"norm": norm, **mutant}))) > 1e-4

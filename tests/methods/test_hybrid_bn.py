@@ -240,6 +240,40 @@ def test_a_pass_reads_whole_batches_and_weighs_clients_by_their_samples():
     assert float(variance) == pytest.approx((3 * (1 + 1) + 1 * (2 + 9)) / 3)
 
 
+class Noise(nn.Module):
+    """Random augmentation of the model's own, in training and in evaluation."""
+
+    def forward(self, x):
+        return x + torch.rand_like(x[:1])
+
+
+class LastOne(list):
+    """A cohort of the last client of a cohort."""
+
+    def __init__(self, cohort):
+        super().__init__(cohort.client_ids[-1:])
+        self.client_ids, self.round = [*self], cohort.round
+
+
+class Apart(HybridBN):
+    def _passes(self, pl_module, cohort, state):
+        every = super()._passes(pl_module, cohort, state)
+        last = super()._passes(pl_module, LastOne(cohort), lambda row: state(len(cohort) - 1))
+        assert all(torch.equal(every[name][-1:], last[name]) for name in every)
+        return every
+
+
+def test_a_pass_is_without_dropout_and_draws_numbers_of_its_own():
+    def served(*first):
+        model = nn.Sequential(small_cnn()[:1], *first, *small_cnn()[1:])
+        run = federated_run(Apart(mix=1.0, rate=1.0, samples=16), model=model, rounds=1, local_steps=STEPS)
+        layer = run.module.model[1 + len(first)]
+        return torch.stack([layer.running_mean, layer.running_var])
+
+    assert torch.equal(served(nn.Dropout(0.5)), served())
+    assert not torch.equal(served(Noise()), served())
+
+
 def test_a_new_process_tests_with_another_pass(tmp_path):
     """The checkpoint has what the pass reads, and a head with BN keeps w under another name."""
     settings = {"samples": 16}

@@ -207,6 +207,19 @@ def test_fed_ws_scales_the_filters_of_weight_standardization_by_a_thousandth():
     )
 
 
+def test_fed_ws_takes_another_standard_deviation():
+    model = resnet("fed_ws:0.02")
+    convolutions = [x for x in model.modules() if isinstance(x, SmallStandardizedConv2d)]
+    assert len(convolutions) > 5
+    for conv in convolutions:
+        assert torch.allclose(conv.filters().std((1, 2, 3)), torch.tensor(0.02), rtol=1e-3)
+    for value in ("0", "x", "", "nan"):
+        with pytest.raises(
+            ConfigurationError, match=f"norm='fed_ws:{value}': the standard deviation of filters"
+        ):
+            resnet(f"fed_ws:{value}")
+
+
 class NormOfOne(FeatureNormLinear):
     def forward(self, input):
         return nn.Linear.forward(self, input / input.norm(dim=-1, keepdim=True))
