@@ -171,11 +171,10 @@ class PartitionedDataModule(FederatedDataModule):
 
     def trained(self) -> Tensor:
         """Return the indices of all training samples, except for samples of clients that never train."""
-        clients = self.distribution.clients
-        held_out = torch.cat(
-            [torch.empty(0, dtype=torch.int64), *clients[len(clients) - self._num_held_out :]]
-        )
-        return _without(torch.arange(self.distribution.num_train), held_out)
+        dealt = self.distribution
+        first, none = len(dealt.clients) - self._num_held_out, torch.empty(0, dtype=torch.int64)
+        held_out = [part for parts in (dealt.clients, *dealt.own.values()) for part in parts[first:]]
+        return _without(torch.arange(dealt.num_train), torch.cat([none, *held_out]))
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of training samples of class c at client i."""

@@ -176,6 +176,16 @@ def test_clients_share_samples_only_where_the_file_says_so():
         made(from_file([clients[0], {"id": "b", "train": [3, 4], "test": [4]}], overlap=True))
 
 
+def test_no_sample_of_a_client_that_never_trains_scales_the_inputs():
+    parts = [{"id": str(i), "train": [*range(i, 40, 4)], "val": [40 + i, 44 + i]} for i in range(4)]
+    data = made(from_file(parts), held_out=1)
+    client = int(data.distribution.clients[-1][0])
+    assert {*range(client, 40, 4), 40 + client, 44 + client}.isdisjoint(data.trained().tolist())
+    assert len(data.trained()) == TRAIN - 12
+    images = data.load().train_images[data.trained()] / 255
+    assert float(data.samples.normalize.mean) == pytest.approx(float(images.mean()), abs=1e-6)
+
+
 LABELS_OF = {True: np.arange(TRAIN) % 4, False: np.arange(TEST) % 4}
 """The labels of a data set's training and test part in the programs that a partition comes from."""
 
