@@ -124,7 +124,7 @@ class HybridBN(VariantEvaluation):
         cohort.remember(self.memory)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Move the server's statistics towards those of the passes, and make the passes of the evaluation."""
+        """Move the server's statistics, and make the passes for the evaluation."""
         layers = batch_norm_layers(pl_module.model)
         for name, statistics in _pooled(cohort.extra, layers).items():
             pl_module.model.get_buffer(name).lerp_(statistics, self.rate)

@@ -88,7 +88,7 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
 
 
 def _fed_ws_scale(norm: str) -> str:
-    """Return ``":X"`` of ``"fed_ws:X"``, and nothing of other norms."""
+    """Return ``":X"`` of ``"fed_ws:X"``, and an empty string for other norms."""
     return norm.removeprefix("fed_ws") if norm.startswith("fed_ws:") else ""
 
 
