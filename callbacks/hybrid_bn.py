@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import Cohort, FederatedModule, SwappedBatchNorm, swap_batch_norm
-from fl_lightning.batch_norm import (
-    batch_norm_layers,
-    evaluating,
-    total_variance,
-)
+from fl_lightning.batch_norm import batch_norm_layers, evaluating, total_variance
 from fl_lightning.cohort import ClientMemory, StateSlots
 from fl_lightning.errors import check_number
 from fl_lightning.execution.base import client_loss
@@ -117,7 +113,11 @@ class HybridBN(VariantEvaluation):
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Restore each client's w, and make the clients' passes."""
         cohort.recall(self.memory)
-        cohort.extra |= self._passes(pl_module, cohort, cohort.params.row)
+
+        def restored(row: int) -> dict[str, Tensor]:
+            return {**cohort.params.row(row), **cohort.buffers.row(row)}
+
+        cohort.extra |= self._passes(pl_module, cohort, restored)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Store each client's w."""

@@ -1,10 +1,12 @@
 """Functions that create norm layers and the convolutions before norm layers."""
 
+from math import inf, nan
+
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.errors import ConfigurationError, check_choice, check_number, doing
+from fl_lightning.errors import ConfigurationError, check_choice, doing
 from fl_lightning.models.convolutions import (
     ScaledStandardizedConv2d,
     SmallStandardizedConv2d,
@@ -68,7 +70,7 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     Raises:
         ConfigurationError: ``norm`` is unknown, or ``groups`` does not divide the channels.
     """
-    norm = norm.removesuffix(_fed_ws_scale(norm))
+    norm = _name_and_deviation(norm)[0]
     if norm == "bn":
         return nn.BatchNorm2d(channels)
     if norm == "in":
@@ -87,9 +89,20 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     )
 
 
-def _fed_ws_scale(norm: str) -> str:
-    """Return ``":X"`` of ``"fed_ws:X"``, and an empty string for other norms."""
-    return norm.removeprefix("fed_ws") if norm.startswith("fed_ws:") else ""
+def _name_and_deviation(norm: str) -> tuple[str, float]:
+    """Return the norm's name, and the standard deviation of FedWS's filters, X in ``"fed_ws:X"``."""
+    if not norm.startswith("fed_ws:"):
+        return norm, SmallStandardizedConv2d.rho
+    name, _, value = norm.partition(":")
+    try:
+        deviation = float(value)
+    except ValueError:
+        deviation = nan
+    if not 0 < deviation < inf:
+        raise ConfigurationError(
+            f"norm={norm!r}: {value!r} is no standard deviation of filters; use a number above 0, such as fed_ws:0.001"
+        )
+    return name, deviation
 
 
 class FeatureNormLinear(nn.Linear):
@@ -167,13 +180,9 @@ def make_conv(
     """
     if bias is None:
         bias = norm in ("none", "weight_norm", "scaled_ws")
-    scale = _fed_ws_scale(norm)
-    kind = _CONVOLUTIONS.get(norm.removesuffix(scale), nn.Conv2d)
+    name, deviation = _name_and_deviation(norm)
+    kind = _CONVOLUTIONS.get(name, nn.Conv2d)
     layer = kind(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
-    if isinstance(layer, SmallStandardizedConv2d) and scale:
-        try:
-            layer.rho = float(scale[1:])
-        except ValueError:
-            layer.rho = 0.0
-        check_number(f"norm={norm!r}: the standard deviation of filters", layer.rho, above=0)
+    if isinstance(layer, SmallStandardizedConv2d):
+        layer.rho = deviation
     return layer

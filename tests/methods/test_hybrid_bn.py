@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import FedPer, HybridBN
+from fl_lightning.callbacks import MTFL, FedPer, HybridBN
 from fl_lightning.callbacks.hybrid_bn import _pooled
 from fl_lightning.experiments.run.trainer import make_trainer
 from fl_lightning.round.plan import sample_cohort
@@ -238,6 +238,21 @@ def test_a_pass_reads_whole_batches_and_weighs_clients_by_their_samples():
     mean, variance = pooled(rows, [3.0, 1.0])
     assert float(mean) == pytest.approx(1.0)
     assert float(variance) == pytest.approx((3 * (1 + 1) + 1 * (2 + 9)) / 3)
+
+
+class Compared(HybridBN):
+    """Compares a pass of one batch with the first local step, which reads the same batch."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        super().on_before_aggregate(trainer, pl_module, cohort)
+        for layer in ("1", "4"):
+            step = torch.stack([cohort.buffers[f"{layer}.sent_{x}"] for x in ("mean", "var")], 1)
+            assert float((step - cohort.extra[f"HybridBN {layer}"]).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("others", [list, lambda: [FedPer(head="4")], lambda: [MTFL()]])
+def test_a_pass_starts_from_the_clients_own_state(others):
+    federated_run(*others(), Compared(rate=0.5, samples=8), rounds=3, local_steps=1)
 
 
 class Noise(nn.Module):

@@ -213,9 +213,9 @@ def test_fed_ws_takes_another_standard_deviation():
     assert len(convolutions) > 5
     for conv in convolutions:
         assert torch.allclose(conv.filters().std((1, 2, 3)), torch.tensor(0.02), rtol=1e-3)
-    for value in ("0", "x", "", "nan"):
+    for value in ("0", "x", "", "nan", "inf", "-1"):
         with pytest.raises(
-            ConfigurationError, match=f"norm='fed_ws:{value}': the standard deviation of filters"
+            ConfigurationError, match=f"norm='fed_ws:{value}': '{value}' is no standard deviation"
         ):
             resnet(f"fed_ws:{value}")
 
