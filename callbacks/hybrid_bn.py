@@ -12,7 +12,7 @@ from fl_lightning import Cohort, FederatedModule, SwappedBatchNorm, swap_batch_n
 from fl_lightning.batch_norm import batch_norm_layers, evaluating, total_variance
 from fl_lightning.cohort import ClientMemory, StateSlots
 from fl_lightning.errors import check_number
-from fl_lightning.execution.base import client_loss
+from fl_lightning.execution import client_loss
 from fl_lightning.methods import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 

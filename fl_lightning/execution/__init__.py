@@ -1,6 +1,6 @@
 """Executors, which compute the clients' forward and backward passes."""
 
-from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.execution.base import ClientTask, Executor, client_loss
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor, joint_executor
@@ -11,5 +11,6 @@ __all__ = [
     "GraphExecutor",
     "SequentialExecutor",
     "VectorizedExecutor",
+    "client_loss",
     "joint_executor",
 ]
