@@ -2,9 +2,12 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
+from pathlib import Path
+from traceback import extract_tb
+from types import TracebackType
 
 
 class ConfigurationError(ValueError):
@@ -79,19 +82,39 @@ def missing_module(name: str, owner: str = "") -> str:
     return "" if not name or "." in name or owner.partition(".")[0] == package else f"; pip install {package}"
 
 
-@contextmanager
-def doing(what: str | Callable[[], str]) -> Iterator[None]:
-    """Add a note to an exception that leaves the block; the command line prints the note.
+class doing(AbstractContextManager[None]):  # a function for its users
+    """Context that adds a note to an exception, which the command line prints.
+
+    ``StopIteration`` leaves the block as ``RuntimeError``. Otherwise, a loop around the block would
+    end without an error.
 
     Args:
         what: Activity of the block, such as ``"drawing the batch of client 3"``, or a function that
             returns this text. Pass a function if the text is slow to make.
     """
-    try:
-        yield
-    except Exception as error:
-        error.add_note(what if isinstance(what, str) else what())
-        raise
+
+    def __init__(self, what: str | Callable[[], str]) -> None:
+        self._what = what
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception):
+            return
+        told = stopped(error) if isinstance(error, StopIteration) else error
+        told.add_note(self._what if isinstance(self._what, str) else self._what())
+        if told is not error:
+            raise told from error
+
+
+def stopped(error: StopIteration) -> RuntimeError:
+    """Return the exception to raise for a ``StopIteration`` that no loop has caught."""
+    place = extract_tb(error.__traceback__)[-1]
+    words = f" ({str(error).strip().splitlines()[-1]})" if str(error).strip() else ""
+    return RuntimeError(
+        f"StopIteration{words} was raised in {Path(place.filename).name}, line {place.lineno}, where no loop catches it; iterate with "
+        "for, or give next() a default"
+    )
 
 
 def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:

@@ -384,14 +384,15 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         known: dict[int, str] = {}
         sources, training = [self._source(client_id) for client_id in self._everyone()], []
         for client_id, source in enumerate(sources):
-            loader = source.loader if isinstance(source, LoaderBatches) else None
+            loader, drawable = None, None
+            if isinstance(source, LoaderBatches):
+                loader, drawable = source.loader, source.drawable
             dataset = getattr(loader, "dataset", None)
             with doing(f"reading the data of {self.named(client_id)}"):
-                if loader is None or isinstance(dataset, IterableDataset):
+                if dataset is None or isinstance(dataset, IterableDataset):
                     training.append(digest(sample(partial(source.train_batch, 0))))
                 else:
-                    chosen = getattr(getattr(loader, "sampler", None), "indices", None)
-                    training.append(digest(dataset_digest(dataset, known), chosen))
+                    training.append(digest(dataset_digest(dataset, known), drawable))
         partition = digest([source.num_examples for source in sources])
         return {"training": digest(training), "evaluation": self.evaluation_digest(), "partition": partition}
 

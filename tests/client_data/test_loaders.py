@@ -71,6 +71,7 @@ def test_epochs_are_shuffled_anew_and_each_is_a_pass_over_the_data(own_generator
 
 def test_a_jump_to_a_position_fetches_its_own_batch_only():
     batches = LoaderBatches(Client(size=400), 0, seed=3)
+    batches.train_batch(0)  # read twice, to see that it repeats
     Counting.fetched = 0
     batches.train_batch(40)
     assert Counting.fetched == 8
