@@ -79,6 +79,7 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True) -> Iterator[i
         BlockingIOError: Another process holds the lock, and ``wait`` is False.
         OSError: The path cannot be opened. A file system without locks is no error.
     """
+    process = os.getpid()
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW if folder else os.O_RDWR | os.O_CREAT
     file = os.open(path, flags, 0o666)
     try:
@@ -89,6 +90,10 @@ def locked(path: Path, *, folder: bool = False, wait: bool = True) -> Iterator[i
                 raise
         yield file
     finally:
+        if os.getpid() == process:
+            with suppress(OSError):
+                # not only close: processes that were started meanwhile have the file open too
+                fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)
 
 

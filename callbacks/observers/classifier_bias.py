@@ -19,6 +19,7 @@ from fl_lightning.callbacks.observers.calibration import (
     shared_class,
     uniform_bias,
 )
+from fl_lightning.client_data import every_batch
 from fl_lightning.cohort import StateSlots
 from fl_lightning.errors import check_at_least
 from fl_lightning.methods import Observer, evenly_spaced
@@ -133,7 +134,7 @@ class ClassifierBias(Observer):
             batch = pl_module.on_device(data.cohort_batch([client], [step]).batches()[0])
             train.divide(pl_module, batch, index, pl_module.evaluate_batch)
         loader = data.test_dataloader() if pl_module.trainer.testing else data.val_dataloader()
-        for index, batch in enumerate(loader):
+        for index, batch in enumerate(every_batch(loader)):
             outputs.divide(pl_module, pl_module.on_device(batch), index, pl_module.evaluate_batch)
         metrics = {f"train_{name}": value for name, value in train.finish().items()}
         if suffix:

@@ -12,6 +12,7 @@ from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.aggregation import StatisticsAggregator, require_weighted_mean, sent_statistics
 from fl_lightning.batch_norm import SwappedBatchNorm, batch_norm_layers, buffer_kinds, require_batch_norm
 from fl_lightning.callbacks.feddna import FedDNA
+from fl_lightning.client_data import every_batch
 from fl_lightning.cohort import SERVER, ClientMemory, is_finite
 from fl_lightning.errors import check_choice, check_number
 from fl_lightning.methods import (
@@ -268,7 +269,7 @@ def _server_share(model: nn.Module, cohort: Cohort, before: Mapping[str, Tensor]
 def _balanced(pl_module: FederatedModule, source: str, testing: bool) -> dict[str, Tensor]:
     """Return class-balanced statistics of the server's evaluation data, as buffers by name."""
     loader: Any = pl_module.data.test_dataloader() if testing else pl_module.data.val_dataloader()
-    labels = (pl_module.on_device(labels) for _, labels in loader)
+    labels = (pl_module.on_device(labels) for _, labels in every_batch(loader))
     adapt = partial(balanced_statistics, labels=labels if source == "balanced_labels" else None)
     state = adapted_state(pl_module, adapt, loader, source)
     return {

@@ -256,6 +256,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
                 client.setup(stage)
         self._prepared.add(stage)
 
+    def teardown(self, stage: str) -> None:
+        """End the worker processes of the clients' loaders."""
+        for batches in self._batches.values():
+            batches.close()
+
     def train_dataloader(self) -> DataLoader[int]:
         """Return a loader with a single item, because a Lightning epoch is one round."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count, islice
+from math import inf
 from typing import Any
 
 import lightning as L
@@ -123,7 +124,7 @@ class LoaderBatches:
         if self._at_random:
             if epoch != self._epoch:
                 self._order, self._epoch = self._drawn(epoch), epoch
-            with self._seeded_batch(epoch, index):
+            with self._seeded("client batch", epoch, index):
                 return self._load(self._order[index])
         if self._iterator is None or step != self._next_step or index == 0:
             with self._seeded_epoch(epoch):
@@ -153,7 +154,7 @@ class LoaderBatches:
         examples, sizes = {_key(index): index for index in every}, [*map(len, batches)]
         self.num_examples = len(examples)
         if not batched and not _is_several(order[0]):
-            with self._seeded_batch(0, 0):
+            with self._seeded("client batch", 0, 0):
                 if _ready(self._load(order[0])):
                     known = {key: _ready(self._load(index)) for key, index in examples.items()}
                     self.num_examples, sizes = sum(known.values()), [known[_key(index)] for index in order]
@@ -202,7 +203,7 @@ class LoaderBatches:
 
     def _fetch(self, epoch: int, index: int) -> Any:
         assert self._iterator is not None
-        with self._seeded_batch(epoch, index):
+        with self._seeded("client batch", epoch, index):
             for batch in self._iterator:
                 if index == self.steps_per_epoch - 1:
                     self._check_length(index + 1 + len([*islice(self._iterator, 1)]), epoch)
@@ -224,21 +225,21 @@ class LoaderBatches:
 
     @contextmanager
     def _seeded_epoch(self, epoch: int) -> Iterator[None]:
-        own = derive_seed(self.seed, "client loader's generator", self.client_id, epoch)
         for owner in self._owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
-        with seeded(derive_seed(self.seed, "client loader", self.client_id, epoch)):
-            for generator in (*self._of_order, *self._of_samples):
+        own = derive_seed(self.seed, "client loader's generator", self.client_id, epoch)
+        with self._seeded("client loader", epoch):
+            for generator in self._of_order:
                 reseed(generator, own)
             yield
 
     @contextmanager
-    def _seeded_batch(self, epoch: int, index: int) -> Iterator[None]:
-        with seeded(derive_seed(self.seed, "client batch", self.client_id, epoch, index)):
+    def _seeded(self, purpose: str, *coordinates: int) -> Iterator[None]:
+        with seeded(derive_seed(self.seed, purpose, self.client_id, *coordinates)):
             for number, generator in enumerate(self._of_samples):
-                purpose = f"data set's generator {number}"
-                reseed(generator, derive_seed(self.seed, purpose, self.client_id, epoch, index))
+                own = f"{purpose}, generator {number}"
+                reseed(generator, derive_seed(self.seed, own, self.client_id, *coordinates))
             yield
 
 
@@ -290,9 +291,14 @@ def every_batch(loader: Any) -> Iterator[Any]:
 
 
 def check_evaluated(batches: int, length: float) -> None:
-    """Raise a ``ConfigurationError`` if an evaluation has ended before its last batch."""
-    if batches < length:
+    """Raise a ``ConfigurationError`` if an evaluation has ended before its last batch.
+
+    Args:
+        batches: Number of evaluated batches.
+        length: Length of the loaders; infinity if a loader has no length.
+    """
+    if batches < length < inf:
         raise ConfigurationError(
-            f"data: a loader of evaluation data gives {batches} batches, but its length is {length:.0f}; raise no StopIteration in a data set "
+            f"data: a loader of evaluation data gives {batches} batches, but its length is {length}; raise no StopIteration in a data set "
             "or transform, and let __len__ be the number that it gives"
         )

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import lightning as L
@@ -45,7 +45,7 @@ def _inside(part: Any) -> Iterator[Any]:
         yield from part.values() if isinstance(part, dict) else part
     elif isinstance(part, partial):
         yield from (part.func, part.args, part.keywords)
-    elif isinstance(part, MethodType):
+    elif isinstance(part, MethodType | BuiltinMethodType):
         yield part.__self__
     elif isinstance(part, FunctionType):
         yield from (part.__defaults__, part.__kwdefaults__)

@@ -22,7 +22,7 @@ from fl_lightning.client_module.client_trainer import ClientTrainer, refuse
 from fl_lightning.client_module.configured_optimizer import ConfiguredOptimizer
 from fl_lightning.client_module.logged_values import Logged, LoggedValues, reduction
 from fl_lightning.client_module.metric_states import MetricObjects, MetricStates
-from fl_lightning.errors import CannotVectorize, ConfigurationError
+from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
 
 _NEVER_CALLED = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
@@ -171,7 +171,8 @@ class ClientModule:
 
     def call(self, hook: str, *args: Any) -> Any:
         """Call a hook of the module."""
-        return getattr(self.module, hook)(*args)
+        with doing(f"{type(self.module).__name__}.{hook}"):
+            return getattr(self.module, hook)(*args)
 
     def transferred(self, batch: Any) -> Any:
         """Move a batch to the module's device, with the hooks before and after it."""

@@ -14,6 +14,7 @@ from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_o
 from fl_lightning.batch_norm.moments import merge_, moments
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.client_data.batches import copied
+from fl_lightning.client_data.loaders import every_batch
 from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -47,8 +48,8 @@ def adapted_state(
     """
 
     def inputs() -> Iterator[Any]:
-        parts = loader if isinstance(loader, list) else [loader]  # the loaders of all clients
-        for batch in chain.from_iterable(parts):
+        several = client < 0 and isinstance(loader, list)  # several loaders, not a list of batches
+        for batch in chain.from_iterable(map(every_batch, loader if several else [loader])):
             batch = pl_module.on_device(batch)
             batch = batch[0] if isinstance(batch, list | tuple) else batch
             # copy: autograd rejects tensors that a loader has cached in inference mode
@@ -118,7 +119,7 @@ def evaluate_client(
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
         loader = pl_module.data.own_dataloader(client, split)
         has_data = False
-        for batch in () if loader is None else loader:
+        for batch in every_batch(() if loader is None else loader):
             evaluate(copied(pl_module.on_device(batch)), evaluation)
             has_data = True
     if loader is not None:

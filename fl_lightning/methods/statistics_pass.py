@@ -15,6 +15,7 @@ from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_o
 from fl_lightning.batch_norm.moments import merge_, moments, total_variance
 from fl_lightning.batch_norm.swapping import batch_statistics, evaluating
 from fl_lightning.client_data.batches import copied
+from fl_lightning.client_data.loaders import every_batch
 from fl_lightning.execution.base import client_loss
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -134,7 +135,8 @@ def _evaluation_sums(pl_module: "FederatedModule", split: str) -> list[dict[str,
 
         def measured() -> list[dict[str, Sums]]:
             loader = getattr(pl_module.data, f"{split}_dataloader")()
-            batches = enumerate(chain.from_iterable(loader) if isinstance(loader, list) else loader)
+            loaders = loader if isinstance(loader, list) else [loader]
+            batches = enumerate(chain.from_iterable(map(every_batch, loaders)))
             return [measure(index, [batch]) for index, batch in batches if index % ranks.size == ranks.rank]
 
         by_rank = ranks.exchange(measured)

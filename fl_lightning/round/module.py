@@ -15,13 +15,14 @@ from fl_lightning.aggregation import Aggregator, Domain, StatisticsAggregator, W
 from fl_lightning.batch_norm.layers import batch_norm_layers, refuse_synchronised, set_momentum
 from fl_lightning.batch_norm.swapping import evaluating, overriding_train, restore_batch_norm
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_data.loaders import check_evaluated
 from fl_lightning.client_module.client_module import ClientModule, client_module_of
 from fl_lightning.client_module.left_out import check_left_out, left_out
 from fl_lightning.client_module.logged_values import LoggedValues
 from fl_lightning.client_module.metric_states import MetricObjects
 from fl_lightning.cohort.client_memory import locate, saved
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, stopped
 from fl_lightning.execution.base import Compilation, Executor
 from fl_lightning.execution.choice import Choice, choose_executor
 from fl_lightning.execution.compiling import decide
@@ -272,9 +273,12 @@ class FederatedModule(Recorded, RunContext):
                 communication_round(self)
         except RoundSkipped as skipped:
             skip_round(self, skipped)
-        except BaseException:
+        except BaseException as error:
             restore_batch_norm(self.model)
             self.executor.close()
+            self.data.teardown("fit")
+            if isinstance(error, StopIteration):  # to Lightning, the end of training
+                raise stopped(error) from error
             raise
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -676,6 +680,7 @@ class FederatedModule(Recorded, RunContext):
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation of the server model, and measure its duration."""
         self._evaluation_started = time.perf_counter()
+        self._batches_before, _ = self._progress()
         self.label_weights.forget()
         self.evaluation.start()
 
@@ -702,7 +707,22 @@ class FederatedModule(Recorded, RunContext):
         for name, value in metrics.items():
             self.log(name, value, prog_bar=name in shown, add_dataloader_idx=False)
 
+    def on_predict_epoch_end(self) -> None:
+        """Check that all batches have predictions."""
+        loop = self.trainer.predict_loop
+        check_evaluated(loop.batch_progress.current.completed, sum(loop.max_batches))
+
+    def _progress(self) -> tuple[int, float]:
+        """Return how many batches Lightning has evaluated so far, and how many an evaluation has."""
+        trainer = self.trainer
+        loop = trainer.test_loop if trainer.testing else trainer.validate_loop
+        if trainer.state.fn == TrainerFn.FITTING:
+            loop = trainer.fit_loop.epoch_loop.val_loop
+        return loop.batch_progress.total.completed, sum(loop.max_batches)
+
     def _evaluated(self, prefix: str) -> dict[str, float]:
+        batches, length = self._progress()
+        check_evaluated(batches - self._batches_before, length)
         metrics = self.evaluation.finish()
         self.record.diverge(self.trainer.global_step, self.evaluation.diverged)
         return {self.metric_name(prefix, name): value for name, value in metrics.items()}

@@ -6,9 +6,11 @@ from itertools import islice
 from math import inf
 from typing import Any
 
+from fl_lightning.client_data.loaders import every_batch
 from fl_lightning.client_module import ClientModule
 from fl_lightning.client_module.logged_values import LoggedValues
 from fl_lightning.client_module.metric_states import MetricStates
+from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -98,7 +100,7 @@ class ModuleEvaluation(ServerEvaluation):
         for number, batches in enumerate(loaders):
             self.loader, self._index = number if len(loaders) > 1 else None, 0
             limit = self._limits[number]
-            for batch in islice(batches, None if limit == inf else int(limit)):
+            for batch in islice(every_batch(batches), None if limit == inf else int(limit)):
                 evaluate(self._run.on_device(batch), self)
         return self.finish()
 
@@ -124,9 +126,10 @@ class ModuleEvaluation(ServerEvaluation):
                 self._client.call(f"on_{self._kind}_epoch_start")
         seed_everything(derive_seed(self._run.seed, "evaluation", self._run.trainer.global_step, batch_idx))
         self._index = batch_idx + 1
-        return self._client.evaluate(
-            self._kind, batch, batch_idx, None if by_client else loader, self._values
-        )
+        with doing(f"{self._kind}_step of {type(self._client.module).__name__}, batch {batch_idx + 1}"):
+            return self._client.evaluate(
+                self._kind, batch, batch_idx, None if by_client else loader, self._values
+            )
 
     def step_of_loop(self, batch: Any, batch_idx: int, loader: int) -> Any:
         """Evaluate a batch in a loop of Lightning's trainer, and return the step's outputs."""

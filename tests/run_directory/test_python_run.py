@@ -1,9 +1,14 @@
 """A run from Python has all that one of the command line has."""
 
 import json
+import multiprocessing
 import re
+import time
+from contextlib import ExitStack
+from multiprocessing import active_children
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 import yaml
@@ -12,8 +17,16 @@ from helpers import SGD, blobs, small_cnn
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning import Classification, ConfigurationError, FederatedModule, RoundProgress, Run
+from fl_lightning import (
+    Classification,
+    ConfigurationError,
+    FederatedDataModule,
+    FederatedModule,
+    RoundProgress,
+    Run,
+)
 from fl_lightning.callbacks import FixBN, MaintainedMomentum
 from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
@@ -21,6 +34,7 @@ from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.describe import run_title
 from fl_lightning.experiments.studies.report import write_report
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
+from fl_lightning.files import locked
 from fl_lightning.models import LeNet
 
 QUIET = {"enable_progress_bar": False, "accelerator": "cpu"}
@@ -257,3 +271,51 @@ def test_threads_are_given_back_after_an_error_and_several_of_them_are_one_proce
 def test_a_number_of_threads_that_there_is_not_is_an_error(threads):
     with pytest.raises(ConfigurationError, match=f"threads: {threads} must be a whole number from 1 to 1024"):
         a_run(1, threads=threads)
+
+
+class WithWorkers(L.LightningDataModule):
+    """A data module whose loaders have worker processes."""
+
+    samples = TensorDataset(torch.zeros(8, 1, 8, 8), torch.arange(8))
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, 2, num_workers=1, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.samples, 4, num_workers=1, persistent_workers=True)
+
+
+def test_worker_processes_do_not_lock_the_folder_after_the_fit():
+    def start(rounds):
+        return a_run(rounds, data=FederatedDataModule([WithWorkers()], server=WithWorkers()), callbacks=[], devices=1)
+
+    first = start(1)
+    first.fit()
+    assert not first.attempt.is_locked()
+    assert active_children() == []
+    again = start(2)
+    again.fit(resume=str(first.path / "checkpoints/last.ckpt"))
+    assert [row["round"] for row in rows(again.attempt)] == [0, 1, 2]
+
+
+def test_a_lock_ends_with_its_block_whatever_was_started_in_it(tmp_path):
+    with locked(tmp_path / "lock", wait=False):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        with pytest.raises(BlockingIOError), locked(tmp_path / "lock", wait=False):
+            pass
+    with locked(tmp_path / "lock", wait=False):
+        assert child.is_alive()
+    child.kill()
+    child.join()
+
+
+def test_a_process_that_was_started_in_the_block_does_not_release_the_lock(tmp_path):
+    with ExitStack() as held:
+        held.enter_context(locked(tmp_path / "lock", wait=False))
+        child = multiprocessing.get_context("fork").Process(target=held.close)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        with pytest.raises(BlockingIOError), locked(tmp_path / "lock", wait=False):
+            pass
