@@ -45,7 +45,8 @@ class PartitionedDataModule(FederatedDataModule):
             left out, and a run names them.
         held_out: Clients of the partition that never train: their number, their fraction in [0, 1),
             or their names. ``ParticipationGap`` evaluates them. A number or fraction is drawn at
-            random, and depends on the seed.
+            random, and depends on the seed. The server's validation and test data have no sample
+            of these clients.
 
     Attributes:
         distribution: Samples of clients and server. It is known after ``setup``.
@@ -85,6 +86,7 @@ class PartitionedDataModule(FederatedDataModule):
         self.fit_split: Literal["val", "test"] = "val" if val_fraction > 0 else "test"
         self._num_clients = num_clients
         self.client_names: list[str] = []
+        self._unseen = torch.empty(0, dtype=torch.int64)  # samples of clients that never train
 
     @property
     def num_clients(self) -> int:
@@ -171,10 +173,7 @@ class PartitionedDataModule(FederatedDataModule):
 
     def trained(self) -> Tensor:
         """Return the indices of all training samples, except for samples of clients that never train."""
-        dealt = self.distribution
-        first, none = len(dealt.clients) - self._num_held_out, torch.empty(0, dtype=torch.int64)
-        held_out = [part for parts in (dealt.clients, *dealt.own.values()) for part in parts[first:]]
-        return _without(torch.arange(dealt.num_train), torch.cat([none, *held_out]))
+        return _without(torch.arange(self.distribution.num_train), self._unseen)
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of training samples of class c at client i."""
@@ -239,12 +238,34 @@ class PartitionedDataModule(FederatedDataModule):
         dealt = self._large_enough(dealt, chain(*every), group_names)
         names = [group_names[group] for group in dealt.groups] if group_names else []
         order, self._num_held_out = clients_in_order(self._held_out, names, len(dealt.clients), self.seed)
-        dealt = self.distribution = _chosen(dealt, order) if self._num_held_out else dealt
+        if self._num_held_out:
+            dealt = self._without_held_out(_chosen(dealt, order), train_groups)
+        self.distribution = dealt
         if len(dealt.test) != len(test_labels) or bool((dealt.test < num_train).any()):
             # the test data are not fixed: the partition file moved samples into or out of them
             self.drawn_splits = ("val", "test")
         self.client_names = [group_names[group] for group in dealt.groups] if group_names else []
         return dealt
+
+    def _without_held_out(self, dealt: Distribution, groups: Tensor | None) -> Distribution:
+        """Take the samples of clients that never train out of the server's evaluation data.
+
+        Validation samples of such a client's group become training samples of the client.
+        """
+        clients, first = [*dealt.clients], len(dealt.clients) - self._num_held_out
+        for client, group in [*enumerate(dealt.groups)][first:] if groups is not None else ():
+            of_group = (groups == group).nonzero().flatten()
+            clients[client] = torch.cat([clients[client], dealt.val[torch.isin(dealt.val, of_group)]])
+            self._unseen = torch.cat([self._unseen, of_group])
+        parts = [part for parts in (clients, *dealt.own.values()) for part in parts[first:]]
+        self._unseen = torch.cat([self._unseen, *parts])
+        val, test = _without(dealt.val, self._unseen), _without(dealt.test, self._unseen)
+        for split, before, after in (("validation", dealt.val, val), ("test", dealt.test, test)):
+            if len(before) and not len(after):
+                raise ConfigurationError(
+                    f"held_out={self._held_out} leaves no {split} data, as all are of clients that never train; hold out fewer clients"
+                )
+        return replace(dealt, clients=clients, val=val, test=test)
 
     def _drawn(self, labels: Tensor, train: Tensor, groups: Tensor | None) -> tuple[list[Tensor], list[int]]:
         """Return each client's samples, and each client's group if the partition is ``Natural``."""

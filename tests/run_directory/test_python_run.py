@@ -287,7 +287,9 @@ class WithWorkers(L.LightningDataModule):
 
 def test_worker_processes_do_not_lock_the_folder_after_the_fit():
     def start(rounds):
-        return a_run(rounds, data=FederatedDataModule([WithWorkers()], server=WithWorkers()), callbacks=[], devices=1)
+        return a_run(
+            rounds, data=FederatedDataModule([WithWorkers()], server=WithWorkers()), callbacks=[], devices=1
+        )
 
     first = start(1)
     first.fit()
