@@ -16,8 +16,9 @@ from fl_lightning.round.context import RunContext
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.tasks import Task
 
-_LARGE = "acc|accuracy|f1|auc|auroc|ap|map|precision|recall|iou|miou|dice|r2|psnr|ssim|bleu"
-_SMALL = "loss|error|err|mse|mae|rmse|nll|perplexity|ece|brier"
+# words in names of metrics whose best values are large, and whose best values are small
+LARGE = "acc|accuracy|f1|auc|auroc|ap|map|precision|recall|iou|miou|dice|r2|psnr|ssim|bleu"
+SMALL = "loss|error|err|mse|mae|rmse|nll|perplexity|ece|brier"
 
 
 class _ModuleTask(Task):
@@ -45,9 +46,9 @@ class _ModuleTask(Task):
         """Add the names of logged metrics."""
         for name, large in names.items():
             words = re.split("[_/]", name.lower())
-            if large is None and any(re.fullmatch(_SMALL, word) for word in words):
+            if large is None and any(re.fullmatch(SMALL, word) for word in words):
                 large = False
-            elif large is None and any(re.fullmatch(_LARGE, word) for word in words):
+            elif large is None and any(re.fullmatch(LARGE, word) for word in words):
                 large = True
             if large is not None:
                 self.logged[name] = "max" if large else "min"

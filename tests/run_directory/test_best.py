@@ -6,6 +6,7 @@ import pytest
 import torch
 from command_line import message_of, rows, run
 from helpers import SGD, Rows, blobs, federated_run, fit, small_cnn
+from lightning_sites import Lit
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
@@ -63,6 +64,28 @@ def test_a_metric_of_ones_own_needs_a_mode(capsys):
     with pytest.raises(ConfigurationError) as refused:
         fit(module, blobs(), 1, [RoundCheckpoint(monitor="train/norm")])
     assert str(refused.value) == line
+
+
+@pytest.mark.parametrize(
+    ("model", "monitor", "end"),
+    [
+        (small_cnn, "val/acuracy", "known are those of accuracy, loss; did you mean accuracy?"),
+        (small_cnn, "val/norm", "known are those of accuracy, loss"),
+        (Lit, "val/aurocs", "names such as val/acc and val/loss say it; did you mean auroc or auc?"),
+        (Lit, "val_losss", "names such as val/acc and val/loss say it; did you mean loss?"),
+        (Lit, "train/norm", "names such as val/acc and val/loss say it"),
+    ],
+)
+def test_a_misspelt_metric_has_a_suggestion(model, monitor, end):
+    settings = {"client_optimizer": SGD} if model is small_cnn else {}
+    with pytest.raises(ConfigurationError) as refused:
+        fit(
+            FederatedModule(model(), local_steps=1, **settings),
+            blobs(),
+            1,
+            [RoundCheckpoint(monitor=monitor)],
+        )
+    assert str(refused.value).endswith(f"max or min; {end}")
 
 
 def test_the_quality_of_a_task_of_ones_own_is_known():

@@ -182,3 +182,10 @@ def test_a_study_shows_the_models_of_clients_beside_the_server_s(ran):
     assert clients == {**personal, **local, **server}
     assert bn == {name: load_run(places.iloc[0]).values[name] for name in metrics}
     assert study.rows[2].metric == "test/personal_accuracy"
+
+
+def test_labels_become_columns_by_reset_index(tmp_path):
+    study = load_study(write_study(tmp_path / "runs"))  # its axis "method" is described by the runs too
+    cells, values = study.cells.reset_index(), study.values.reset_index()
+    assert {*study.axes, "run_method", "run_partition"} <= {*cells.columns}
+    assert {*study.axes, "metric"} <= {*values.columns}

@@ -29,7 +29,7 @@ from fl_lightning.experiments.studies.tables import (
 
 def run(seed, phase="done", **more):
     took = {"samples": 1000, "upload_bytes": 2e6, "exchanges": 10, "train_seconds": 30.0, "diverged": False}
-    took |= {"rounds": 10, "planned_rounds": 10, "model": "LeNet", "loaded": {"images": "a"}}
+    took |= {"rounds": 10, "planned_rounds": 10, "run_model": "LeNet", "loaded": {"images": "a"}}
     return {
         "seed": seed,
         "phase": phase,

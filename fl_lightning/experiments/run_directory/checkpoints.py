@@ -15,11 +15,12 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.client_memory import copy_listed
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.files import atomic_write, unwritable
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.module_evaluation import LARGE, SMALL
 from fl_lightning.round.tasks import best_is
 
 
@@ -183,9 +184,16 @@ class RoundCheckpoint(Recorded, Checkpoint):
         if not self._active(trainer):
             return
         if self.monitor and self._best_is() is None:
+            known, name = sorted(self._best), self.monitor.rpartition("/")[2]
+            words = (
+                f"known are those of {', '.join(known)}"
+                if known
+                else "names such as val/acc and val/loss say it"
+            )
+            hint = nearest(name, known or f"{LARGE}|{SMALL}".split("|"))
             raise ConfigurationError(
                 f"checkpoint.monitor: it is not known which values of {self.monitor!r} are best; if the run logs it, set checkpoint.mode "
-                f"to max or min; known are those of {', '.join(sorted(self._best)) or 'no metric'}"
+                f"to max or min; {words}{hint}"
             )
         if trainer.max_steps != -1:
             # with max_steps, Lightning would resume inside an epoch, and repeat or omit a round

@@ -12,17 +12,16 @@ from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.run_directory.finished import Result, metric_values
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import Cell, State
-from fl_lightning.experiments.studies.definition import Study
-from fl_lightning.experiments.studies.report_rule import LAST, MEAN
-from fl_lightning.experiments.studies.study_frame import (
+from fl_lightning.experiments.studies.columns import (
     CELL_COLUMNS,
     COSTS,
     FROM_RESULT,
+    IN_WORDS,
     VALUE_COLUMNS,
-    Chosen,
-    StudyFrame,
-    labelled,
 )
+from fl_lightning.experiments.studies.definition import Study
+from fl_lightning.experiments.studies.report_rule import LAST, MEAN
+from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame, labelled
 from fl_lightning.experiments.studies.table_columns import SERVER, local_metrics, models_of, of_same_models
 from fl_lightning.experiments.studies.verdicts import with_verdicts
 from fl_lightning.methods import formatted
@@ -183,5 +182,9 @@ def run_row(config: Config, state: State, place: Path, error: str = "") -> dict[
         return row | ({"diverged": True, "diverged_round": state.round + 1} if state.diverged else {})
     loaded = state.result.get("loaded")
     exchanges = sum(line.get("comm/exchanges", 0) for line in read_metrics(state.attempt.metrics))
-    of_result = {name: x for name, x in state.result.items() if name in (*COSTS, *FROM_RESULT)}
+    of_result = {
+        f"run_{name}" if name in IN_WORDS else name: x
+        for name, x in state.result.items()
+        if name in (*COSTS, *FROM_RESULT)
+    }
     return of_result | {"exchanges": exchanges, "loaded": {"images": loaded} if loaded else {}} | row

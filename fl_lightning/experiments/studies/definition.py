@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass as schema
 from typing_extensions import TypedDict
 
 from fl_lightning.experiments.run_directory.directory import Config
+from fl_lightning.experiments.studies.columns import CELL_COLUMNS, VALUE_COLUMNS
 from fl_lightning.experiments.studies.report_rule import BEST, LAST, MEAN
 from fl_lightning.files import shipped
 
@@ -55,6 +56,12 @@ def _printable(text: str) -> str:
     if not text.isprintable():
         raise ValueError("must be one line without control characters")
     return text
+
+
+def _no_column(axis: str) -> str:
+    if axis in {*CELL_COLUMNS, *VALUE_COLUMNS}:
+        raise ValueError("is a column of the results; give the axis another name")
+    return axis
 
 
 def _different(values: list[Any]) -> list[Any]:
@@ -88,6 +95,7 @@ def _without(*names: str) -> Callable[[Config], Config]:
 
 
 Name = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_printable)]
+AxisName = Annotated[Name, AfterValidator(_no_column)]
 Text = Annotated[str, Strict(), AfterValidator(lambda text: _printable(" ".join(text.split())))]
 Label = Annotated[Name, BeforeValidator(lambda x: x if isinstance(x, list | dict) else str(x))]
 Wanted = Annotated[list[Label], BeforeValidator(listed), Field(min_length=1)]
@@ -228,7 +236,7 @@ class Definition:
 
     title: Text
     scales: dict[Name, Scale]
-    axes: dict[Name, Axis]
+    axes: dict[AxisName, Axis]
     paper: Text = ""
     settings: Settings = field(default_factory=CellSettings)
     metrics: Annotated[dict[Name, Text], Field(min_length=1)] = field(

@@ -123,7 +123,7 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
         "published": bool(cells["published"].notna().any()),
         "tables": {name: table for name, table in tables.items() if table is not None},
         "figures": [*_drawn(results)],
-        "settings": {name: "; ".join(cells[name].dropna().unique()) for name in ("method", "partition")}
+        "settings": {x: "; ".join(cells[f"run_{x}"].dropna().unique()) for x in ("method", "partition")}
         | {words: "; ".join(values) for words, values in shown.items()},
         "runs": [_run(run, label, home) for label, run in runs],
         "base": next((yaml.safe_dump(config, sort_keys=False) for config in configs.values()), ""),

@@ -17,9 +17,8 @@ from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.experiments.studies.cells import State, last_round
 from fl_lightning.experiments.studies.collecting import run_row
+from fl_lightning.experiments.studies.columns import CELL_COLUMNS, VALUE_COLUMNS
 from fl_lightning.experiments.studies.study_frame import (
-    CELL_COLUMNS,
-    VALUE_COLUMNS,
     StudyFrame,
     labelled,
 )

@@ -13,19 +13,10 @@ import pandas as pd
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.cells import RUNS
+from fl_lightning.experiments.studies.columns import CELL_COLUMNS, VALUE_COLUMNS
 from fl_lightning.experiments.studies.definition import Labels
 from fl_lightning.experiments.studies.report_rule import LAST
 from fl_lightning.files import restored, user_path, write_json
-
-COSTS = ("rounds", "samples", "upload_bytes", "download_bytes", "exchanges", "train_seconds", "diverged")
-FROM_RESULT = (
-    "method", "model", "partition", "planned_rounds", "diverged_round", "provenance", "data", "computed_by", "environment",
-)  # fmt: skip
-CELL_COLUMNS = (
-    "seed", "phase", "metric", "published", "published_deviation", "learning_rate", *COSTS, "directory", "why", "origin",
-    "loaded", *FROM_RESULT,
-)  # fmt: skip
-VALUE_COLUMNS = ("seed", "metric", "value")
 
 
 @dataclass(frozen=True)

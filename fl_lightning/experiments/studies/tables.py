@@ -14,9 +14,10 @@ from fl_lightning.console import format_bytes, in_words
 from fl_lightning.experiments.studies import axis_labels
 from fl_lightning.experiments.studies.axis_labels import compared, short
 from fl_lightning.experiments.studies.choosing import edge_of
+from fl_lightning.experiments.studies.columns import COSTS
 from fl_lightning.experiments.studies.latex_table import RULES, latex_table
 from fl_lightning.experiments.studies.report_rule import LAST, rule_in_words
-from fl_lightning.experiments.studies.study_frame import COSTS, Chosen, Row, StudyFrame
+from fl_lightning.experiments.studies.study_frame import Chosen, Row, StudyFrame
 from fl_lightning.experiments.studies.table_columns import (
     COST_COLUMNS,
     FURTHER,
@@ -319,12 +320,12 @@ def _own_models(results: StudyFrame) -> str:
 
 
 def _smaller(results: StudyFrame) -> str:
-    known = results.cells.dropna(subset="model")
+    known = results.cells.dropna(subset="run_model")
     if known.empty or not results.paper:
         return ""
     rounds = dict.fromkeys((known["rounds"].min(), known["rounds"].max()))
     numbers = " to ".join(f"{int(x):,}" for x in rounds)
-    smaller = f" Smaller than in the paper ({', '.join(known['model'].unique())}, {numbers} rounds)"
+    smaller = f" Smaller than in the paper ({', '.join(known['run_model'].unique())}, {numbers} rounds)"
     return f"{smaller}: the order of methods can be compared, numbers cannot."
 
 

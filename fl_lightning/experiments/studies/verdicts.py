@@ -19,7 +19,8 @@ import pandas as pd
 from scipy.stats import t
 
 from fl_lightning.experiments.studies.claims import Claim, read_claim, read_difference
-from fl_lightning.experiments.studies.study_frame import VALUE_COLUMNS, Row, StudyFrame, Verdict, labelled
+from fl_lightning.experiments.studies.columns import VALUE_COLUMNS
+from fl_lightning.experiments.studies.study_frame import Row, StudyFrame, Verdict, labelled
 
 FAMILY_ERROR = 0.05
 """Largest probability of one or more wrong verdicts in a family of claims."""
