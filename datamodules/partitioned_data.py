@@ -69,7 +69,7 @@ class PartitionedDataModule(FederatedDataModule):
         seed: int = 0,
         max_examples: int | None = None,
         min_examples: int = 1,
-        held_out: int | float | list[str] = 0,
+        held_out: int | float | list[str | int] = 0,
     ) -> None:
         super().__init__(seed=seed)
         self._held_out = held_out
@@ -253,8 +253,9 @@ class PartitionedDataModule(FederatedDataModule):
         Validation samples of such a client's group become training samples of the client.
         """
         clients, first = [*dealt.clients], len(dealt.clients) - self._num_held_out
-        for client, group in [*enumerate(dealt.groups)][first:] if groups is not None else ():
-            of_group = (groups == group).nonzero().flatten()
+        for client, group in [*enumerate(dealt.groups)][first:]:
+            assert groups is not None
+            of_group = torch.eq(groups, group).nonzero().flatten()
             clients[client] = torch.cat([clients[client], dealt.val[torch.isin(dealt.val, of_group)]])
             self._unseen = torch.cat([self._unseen, of_group])
         parts = [part for parts in (clients, *dealt.own.values()) for part in parts[first:]]

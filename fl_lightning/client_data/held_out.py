@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.randomness import permutation
 
-HeldOut = int | float | Sequence[str]
+HeldOut = int | float | Sequence[str | int]
 """Clients that never train: their number, their fraction in [0, 1), or their names."""
 
 
@@ -33,7 +33,8 @@ def clients_in_order(held_out: HeldOut, names: Sequence[str], count: int, seed: 
             )
         chosen = set(permutation(count, seed, "held-out clients")[:number].tolist())
     else:
-        for name in held_out:
+        asked = [*map(str, held_out)]  # in YAML, a name such as 10 is a number
+        for name in asked:
             if name not in names:
                 known = (
                     f"{nearest(name, names)}; names are {', '.join(names)}"
@@ -41,7 +42,7 @@ def clients_in_order(held_out: HeldOut, names: Sequence[str], count: int, seed: 
                     else ", as the clients have no names"
                 )
                 raise ConfigurationError(f"held_out: there is no client {name!r}{known}")
-        chosen = {client for client, name in enumerate(names) if name in held_out}
+        chosen = {client for client, name in enumerate(names) if name in asked}
         if len(chosen) == count:
             raise ConfigurationError(f"held_out names all {count} clients; leave some to train")
     return sorted(range(count), key=lambda client: (client in chosen, client)), len(chosen)

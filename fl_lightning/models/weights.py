@@ -146,8 +146,11 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
         if not is_legacy:
             with zipfile.ZipFile(path) as archive:
                 # torch.load ignores CRC errors, and returns random memory for "folder" entries
-                folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
-                if folder or archive.testzip() is not None:
+                entries = archive.infolist()
+                folder = any(entry.external_attr & 0x10 for entry in entries)
+                # torch.save compresses nothing; a compressed file may be larger than the memory
+                inflated = sum(entry.file_size for entry in entries) > path.stat().st_size
+                if folder or inflated or archive.testzip() is not None:
                     raise zipfile.BadZipFile
         return torch.load(path, map_location=map_location or "cpu", weights_only=weights_only is not False)
     except Exception as error:

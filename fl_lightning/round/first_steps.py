@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.batch_norm.freezing import freeze_statistics
+from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.cohort.parts import treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
@@ -82,6 +83,8 @@ def check_first_steps(run: RunContext) -> None:
                 _by_torch(run, cohort, row, batches, rate)
                 torchs = _tensors(run.model)
                 written = [*_differing(run, attributes, _attributes(run))]
+            if row == 0:
+                _note_repeated_updates(run, before, torchs, len(batches))
             if written:
                 _refuse_memory(run, written, [x for batch in batches for x in batch.batches()][:2])
             noise = dict.fromkeys(torchs, 0.0)
@@ -98,6 +101,25 @@ def check_first_steps(run: RunContext) -> None:
                     break
             else:
                 _refuse_side_effects(run, off)
+
+
+def _note_repeated_updates(
+    run: RunContext, before: Mapping[str, Tensor], after: Mapping[str, Tensor], steps: int
+) -> None:
+    """Print how often a local step updates running statistics, if a layer does so more than once."""
+    counts = {
+        name: int(after[counter] - before[counter]) // steps
+        for name in batch_norm_layers(run.model)
+        if (counter := f"{name}.num_batches_tracked") in before
+    }
+    most = max(counts, key=counts.__getitem__, default="")
+    if counts.get(most, 0) > 1:
+        times, momentum = counts[most], batch_norm_layers(run.model)[most].momentum
+        words = f": a momentum of {momentum} acts as {1 - (1 - momentum) ** times:.3g}" if momentum else ""
+        run.print(
+            f"BN: {most!r} and {sum(x > 1 for x in counts.values()) - 1} other layers update running statistics {times} times in a local step, "
+            f"as by activation checkpointing or several forward passes{words}"
+        )
 
 
 def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:

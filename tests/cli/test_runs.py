@@ -101,6 +101,17 @@ def test_runs_are_sorted_and_filtered_by_columns_settings_and_metrics(runs, caps
     ]
 
 
+def test_runs_behind_links_are_shown_once(tmp_path):
+    elsewhere = write_run(tmp_path / "disk/gn/b-s1", name="gn", seed=1)
+    run = write_run(Path("runs/bn/a-s0"))
+    Path("runs/bn/a-latest").symlink_to("a-s0")  # a name of a run that is there
+    Path("runs/again").symlink_to(Path("runs").resolve())  # a loop
+    Path("runs/0-disk").symlink_to(tmp_path / "disk")
+    Path("runs/lost").symlink_to("nowhere")
+    assert [*runs_frame(Path("runs"))["directory"]] == [str(run), "runs/0-disk/gn/b-s1"]
+    assert elsewhere.is_dir()
+
+
 def test_the_csv_has_all_columns_and_all_digits(capsys):
     write_run(Path("runs/a"), accuracy=0.1 + 0.2)
     write_run(Path("runs/b"), seed=1, finished=False)

@@ -1,6 +1,8 @@
 """What a finished offline run at W&B holds: the rows, the configuration, tables, pictures and checkpoints."""
 
 import json
+import os
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ from command_line import run, write_config
 from wandb_files import metrics, read_run
 
 from fl_lightning.experiments.dashboard.contents import callback_settings
+from fl_lightning.experiments.dashboard.logger import RoundWandbLogger
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 
@@ -161,3 +164,11 @@ def test_checkpoints_are_an_artifact_whose_files_stay_where_they_are(finished):
         assert finished.folder in Path(entry.local_path).parents, (
             "wandb sync would need a file of another folder"
         )
+
+
+def test_the_command_for_an_upload_works_with_any_name_of_the_folder(tmp_path):
+    folder = tmp_path / "my $runs; (1)" / "offline-run-1"
+    logger = RoundWandbLogger.__new__(RoundWandbLogger)
+    logger._run, logger._failed = SimpleNamespace(offline=True, dir=str(folder / "files")), False
+    words = shlex.split(logger.place.rpartition("upload the run: ")[2])
+    assert words == ["wandb", "sync", os.path.relpath(folder)]

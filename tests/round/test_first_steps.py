@@ -1002,3 +1002,42 @@ def test_a_layer_may_keep_its_last_output_under_vmap():
         for executor in (SequentialExecutor(), VectorizedExecutor())
     ]
     assert distance(*states) < 1e-12
+
+
+class TwoViews(Net):
+    """A siamese network: two forward passes of the same layers in a step."""
+
+    def forward(self, x):
+        return super().forward(x) + super().forward(x.flip(-1))
+
+
+class Cumulative(TwoViews):
+    """Two passes, with running statistics that are plain means."""
+
+    def __init__(self):
+        super().__init__()
+        self.body[1].momentum = None
+
+
+REPEATED = "BN: 'body.1' and 0 other layers update running statistics 2 times in a local step, as by"
+
+
+@pytest.mark.parametrize(
+    ("model", "end"),
+    [
+        (Checkpointed, ": a momentum of 0.1 acts as 0.19"),
+        (TwoViews, ": a momentum of 0.1 acts as 0.19"),
+        (Cumulative, "several forward passes"),
+        (Net, None),
+    ],
+)
+@pytest.mark.parametrize("local_steps", [1, 3])
+def test_statistics_that_a_step_updates_twice_are_said_once(model, end, local_steps, capsys):
+    train(model(), blobs(), 2, local_steps=local_steps, executor=SequentialExecutor())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("BN: ")]
+    if end is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith(REPEATED)
+        assert line.endswith(end)

@@ -4,6 +4,7 @@ import random
 import resource
 import signal
 import warnings
+import zipfile
 from pathlib import Path
 
 import lightning as L
@@ -405,6 +406,21 @@ def test_damaged_checkpoint_is_named_with_its_size(tmp_path, damage):
         rf"last\.ckpt is truncated, damaged or holds .* \({len(damaged):,} bytes, \w+\); use another one"
     )
     with pytest.raises(ConfigurationError, match=message):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
+def test_a_file_that_inflates_is_refused_before_it_is_read(compression, tmp_path, monkeypatch):
+    torch.save({"state_dict": {"weight": torch.zeros(50_000)}}, tmp_path / "whole.ckpt")
+    path = tmp_path / "last.ckpt"
+    with zipfile.ZipFile(tmp_path / "whole.ckpt") as whole, zipfile.ZipFile(path, "w", compression) as bomb:
+        for entry in whole.infolist():
+            bomb.writestr(entry.filename, whole.read(entry))
+    if compression == zipfile.ZIP_STORED:  # each entry has its own bytes
+        assert AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"].shape == (50_000,)
+        return
+    monkeypatch.setattr(zipfile.ZipFile, "open", None)  # nothing is inflated
+    with pytest.raises(ConfigurationError, match=r"last\.ckpt is truncated, damaged or holds .* BadZipFile"):
         AtomicCheckpointIO().load_checkpoint(path)
 
 

@@ -366,6 +366,9 @@ def test_latex_escapes_all_that_it_would_read_otherwise():
     assert escaped("--lr ± \N{GREEK SMALL LETTER ALPHA} λ Σ é Þ 中") == (
         r"-{}-lr $\pm$ $\alpha$ $\lambda$ $\Sigma$ é {[}U+00DE] {[}U+4E2D]"
     )
+    assert escaped("5 \N{MICRO SIGN}s, \N{OHM SIGN}, 10² ± ½, x₂, ő, ﬁ") == (
+        r"5 $\mu$s, $\Omega$, 10$^{2}$ $\pm$ 1/2, x$_{2}$, o, fi"
+    )
     groups = [{**GROUPS[0], "labels": {**GROUPS[0]["labels"], "method": "[a] & b"}}]
     _, rows = cells_of(latex_tables(results(groups)))
     assert rows[1][0] == r"{[}a] \& b"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -101,7 +102,7 @@ class RoundWandbLogger(WandbLogger):
             return None
         if not self._run.offline:
             return f"W&B: {self._run.url}"
-        return f"W&B: offline; to upload the run: wandb sync {os.path.relpath(self._folder)}"
+        return f"W&B: offline; to upload the run: wandb sync {shlex.quote(os.path.relpath(self._folder))}"
 
     @property
     def _folder(self) -> Path:

@@ -28,7 +28,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C, ten tim
 
 
 def runs_frame(folder: Path, settings: Sequence[str] = ()) -> pd.DataFrame:
-    """Return one row for each run below a folder. The table is empty if the folder has no run.
+    """Return one row for each run below a folder, also behind links; no row if there is no run.
 
     Args:
         folder: Folder such as ``runs``.
@@ -64,8 +64,14 @@ def settings_of(tree: Any, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _runs(folder: Path) -> Iterator[tuple[Attempt, Config]]:
-    for place, folders, files in os.walk(folder):
-        folders.sort()
+    seen = set[str]()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        # a run that has links to it is shown once, if possible under its own name
+        folders.sort(key=lambda name: (os.path.islink(os.path.join(place, name)), name))
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
         if "config.yaml" in files:
             attempt = Attempt(Path(place))
             with suppress(OSError, ValueError, yaml.YAMLError):

@@ -16,7 +16,7 @@ _ESCAPED = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
     "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
     "|": "$|$", "[": "{[}", "*": "{*}", "±": r"$\pm$", "\N{MINUS SIGN}": "$-$", "\N{MULTIPLICATION SIGN}": r"$\times$", "≤": r"$\leq$", "≥": r"$\geq$",
-    "≈": r"$\approx$", "∞": r"$\infty$", "→": r"$\to$", "·": r"$\cdot$", "…": r"\ldots{}", "°": r"$^\circ$",
+    "≈": r"$\approx$", "∞": r"$\infty$", "→": r"$\to$", "·": r"$\cdot$", "…": r"\ldots{}", "\N{FRACTION SLASH}": "/", "°": r"$^\circ$",
     "\N{EN DASH}": r"\textendash{}", "\N{EM DASH}": r"\textemdash{}", "\N{LEFT SINGLE QUOTATION MARK}": "`", "\N{RIGHT SINGLE QUOTATION MARK}": "'", "“": "``", "”": "''", "≠": r"$\neq$",
 }  # fmt: skip
 """LaTeX code for special characters.
@@ -51,8 +51,11 @@ def _letter(letter: str) -> str:
         return f"$\\{capital.capitalize()}$"
     if name.startswith("latin ") and ord(letter) < 0x100 and letter not in "ÐðÞþ":
         return letter
-    plain = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
-    return "".join(map(_letter, plain)) or f"{{[}}U+{ord(letter):04X}]"
+    parts = [x for x in unicodedata.normalize("NFKD", letter) if not unicodedata.combining(x)]
+    if parts == [letter]:
+        return f"{{[}}U+{ord(letter):04X}]"
+    plain, kind = "".join(map(_letter, parts)), unicodedata.decomposition(letter).partition(" ")[0]
+    return {"<super>": f"$^{{{plain}}}$", "<sub>": f"$_{{{plain}}}$"}.get(kind, plain)
 
 
 def latex_table(table: pd.DataFrame, texts: Collection[int], caption: str, label: str) -> str:
