@@ -1,9 +1,9 @@
 """Random generators that a user's loader, samplers and data set hold."""
 
+import gc
 import random
-from collections.abc import Iterable, Iterator
-from functools import partial
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import lightning as L
@@ -17,9 +17,9 @@ _MANY = 1000  # a larger container holds samples
 
 
 def own_generators(roots: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
-    """Return the random generators of torch, NumPy and Python that objects hold.
+    """Return the random generators of torch, NumPy and Python that objects refer to.
 
-    Attributes, small containers, partial functions, methods and closures are searched.
+    Generators in global variables are not found.
 
     Args:
         roots: The objects.
@@ -29,28 +29,15 @@ def own_generators(roots: Iterable[Any], without: Iterable[Any] = ()) -> list[An
     generators = []
     while waiting:
         part = waiting.pop()
-        if id(part) not in seen:
-            seen[id(part)] = part
-            if isinstance(part, _KINDS):
-                generators.append(part)
-            else:
-                waiting += _inside(part)
+        if id(part) in seen or isinstance(part, _CLOSED):
+            continue
+        seen[id(part)] = part
+        if isinstance(part, _KINDS):
+            generators.append(part)
+        elif not isinstance(part, dict | list | tuple) or len(part) <= _MANY:
+            is_global = isinstance(part, dict) and "__builtins__" in part  # of a function
+            waiting += [] if is_global else gc.get_referents(part)
     return generators
-
-
-def _inside(part: Any) -> Iterator[Any]:
-    if isinstance(part, _CLOSED):
-        return
-    if type(part) in (dict, list, tuple) and len(part) <= _MANY:
-        yield from part.values() if isinstance(part, dict) else part
-    elif isinstance(part, partial):
-        yield from (part.func, part.args, part.keywords)
-    elif isinstance(part, MethodType | BuiltinMethodType):
-        yield part.__self__
-    elif isinstance(part, FunctionType):
-        yield from (part.__defaults__, part.__kwdefaults__)
-        yield from (cell.cell_contents for cell in part.__closure__ or () if cell != type(cell)())
-    yield from getattr(part, "__dict__", {}).values()
 
 
 def reseed(generator: Any, seed: int) -> None:

@@ -80,6 +80,24 @@ class Transform:
         return self.first.normal() - self.second.normal()
 
 
+class Slotted:
+    """An object with slots in place of attributes."""
+
+    __slots__ = ("rng",)
+
+    def __init__(self):
+        self.rng = np.random.default_rng(1)
+
+    def __call__(self):
+        return self.rng.normal()
+
+    def __iter__(self):
+        return iter(self.rng.permutation(16).tolist())
+
+    def __len__(self):
+        return 16
+
+
 def noisy_collate(rng, batch):
     return torch.stack([x for x, _ in batch]) + rng.normal(), torch.tensor([y for _, y in batch])
 
@@ -95,6 +113,8 @@ KINDS = {
     "data set": lambda: DataLoader(Noisy(Transform()), 4),
     "method of a generator": lambda: DataLoader(Noisy(np.random.default_rng(1).normal), 4),
     "subset": lambda: DataLoader(Subset(Noisy(Transform()), range(8)), 4),
+    "slots": lambda: DataLoader(Noisy(Slotted()), 4),
+    "sampler with slots": lambda: DataLoader(SAMPLES, 4, sampler=Slotted()),
     "closure": lambda: DataLoader(Noisy(closure()), 4),
     "Python": lambda: DataLoader(Noisy(random.Random(1).random), 4),
     "torch": lambda: DataLoader(Noisy(partial(torch.randn, (), generator=torch.Generator())), 4),
@@ -143,22 +163,17 @@ def test_two_generators_of_a_data_set_draw_different_numbers():
     assert noise.unique().numel() == 4
 
 
-class Slotted:
-    """An object without attributes that can be searched."""
+GLOBAL = np.random.default_rng(1)
 
-    __slots__ = ("rng",)
+
+class GlobalOrder(Order):
+    """A sampler that draws from a global variable."""
 
     def __init__(self):
-        self.rng = np.random.default_rng(1)
-
-    def __call__(self):
-        return self.rng.normal()
+        pass
 
     def __iter__(self):
-        return iter(self.rng.permutation(16).tolist())
-
-    def __len__(self):
-        return 16
+        return iter(GLOBAL.permutation(16).tolist())
 
 
 class Counting(Order):
@@ -175,8 +190,8 @@ class Counting(Order):
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: DataLoader(Noisy(Slotted()), 4), "batch"),
-        (lambda: DataLoader(SAMPLES, 4, sampler=Slotted()), "order of BatchSampler"),
+        (lambda: DataLoader(Noisy(lambda: GLOBAL.normal()), 4), "batch"),
+        (lambda: DataLoader(SAMPLES, 4, sampler=GlobalOrder()), "order of BatchSampler"),
         (lambda: DataLoader(SAMPLES, 4, sampler=Counting()), "order of BatchSampler"),
         (lambda: DataLoader(Noisy(lambda: np.random.default_rng().normal()), 4), "batch"),
     ],
