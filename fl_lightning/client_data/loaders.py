@@ -175,7 +175,7 @@ class LoaderBatches:
             return
         single = isinstance(loader, DataLoader) and loader.batch_size is None
         with self._seeded_epoch(0):
-            batches = islice(loader, self.steps_per_epoch + 1)
+            batches = islice(loader, self.steps_per_epoch)
             sizes = [_ready(x) or 1 if single else BatchStack(batches=[x]).sizes()[0] for x in batches]
         self._check_length(len(sizes), 0)
         self.num_examples = sum(sizes)

@@ -190,6 +190,12 @@ def test_samples_are_counted_as_the_loader_gives_them(kind):
     assert plan.weights([0, 1], 1).tolist() == [expected.examples / total, 5 / total]
 
 
+def test_ready_batches_of_graphs_count_their_first_tensor():
+    graphs = [(torch.zeros(nodes, 1), torch.zeros(2, edges)) for nodes, edges in ((5, 7), (4, 2))]
+    source = LoaderBatches(Site(graphs), 0, seed=0)
+    assert (source.num_examples, source.samples_per_step) == (9, 4.5)
+
+
 def test_clients_with_batch_samplers_over_parts_of_shared_data_weigh_their_parts():
     # a weight of 1/3 each was wrong: torch gives such a loader a default sampler over all samples
     shared = TensorDataset(torch.zeros(60, 1), torch.zeros(60))
