@@ -51,23 +51,36 @@ class Recorded:
 
     deciding_files: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]  # keeps the signature
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Check the choices, and record the constructor's arguments, before ``__init__`` runs."""
-        _check_choices(cls, args, kwargs)
+        """Record the constructor's arguments before ``__init__`` runs."""
         made = super().__new__(cls)
         _record(made, cls, args, kwargs)
         return made
 
 
-def _check_choices(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    kinds = {name: given.annotation for name, given in inspect.signature(cls.__init__).parameters.items()}  # type: ignore[misc]  # of this very class
-    for name, value in {**dict(zip([*kinds][1:], args, strict=False)), **kwargs}.items():
-        kind = kinds.get(name)
+def _checked(start: Callable[..., None]) -> Callable[..., None]:
+    """Let an ``__init__`` check its choices, also if a subclass calls it."""
+    names, choices = [*inspect.signature(start).parameters][1:], dict[str, list[Any]]()
+    for name, given in inspect.signature(start).parameters.items():
+        kind = given.annotation
         options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         literals = [option for option in options if get_origin(option) is Literal]
-        others = [option for option in options if option not in literals]
-        if literals and not (value is None and others) and {*others} <= {NoneType}:
-            check_choice(f"{cls.__name__}.{name}", value, get_args(literals[0]))
+        if literals and {*options}.difference(literals) <= {NoneType}:
+            choices[name] = [*get_args(literals[0]), *([None] if NoneType in options else [])]
+
+    @functools.wraps(start)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+            if value not in choices.get(name, [value]):
+                check_choice(f"{type(self).__name__}.{name}", value, filter(None, choices[name]))
+        start(self, *args, **kwargs)
+
+    return init if choices else start
 
 
 def records(*deciding_files: str) -> Callable[[Item], Item]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from fl_lightning.aggregation.mean import Aggregator, WeightedMean
 from fl_lightning.aggregation.robust import RobustAggregator
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.recorded import Recorded
 
 Domain = Literal["variance", "log_variance", "second_moment"]
 
@@ -49,7 +50,7 @@ def sent_statistics(
     return sent
 
 
-class StatisticsAggregator:
+class StatisticsAggregator(Recorded):
     """Aggregator of BN statistics by a rule F: ``m = F(m_i)``, ``v = F(v_i) + b F((m_i - m)^2)``.
 
     Client i has the running mean m_i and the running variance v_i. If F is the weighted mean, the

@@ -17,7 +17,7 @@ from fl_lightning.aggregation import (
     median,
 )
 from fl_lightning.attacks import NonFinite, SignFlip
-from fl_lightning.callbacks import FBN, Byzantine, MomentMatching
+from fl_lightning.callbacks import FBN, Byzantine, FixBN, MomentMatching
 
 UNIFORM = torch.full((10,), 0.1, dtype=torch.float64)
 
@@ -147,6 +147,41 @@ def test_second_moments_are_refused_where_nothing_is_added_between_clients():
 def test_a_wrong_choice_is_refused_in_python_too(setting, choices):
     with pytest.raises(ConfigurationError, match=rf"^FederatedModule\.{choices}"):
         FederatedModule(small_cnn(), **setting)
+
+
+class PassingOn(Krum):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+class WithoutTypes(FBN):
+    def __init__(self, wire="run"):
+        super().__init__(wire)
+
+
+class Misspelt(FixBN):
+    def __init__(self):
+        super().__init__(freeze="affin")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PassingOn(1, score="paper"), "PassingOn.score: 'paper' must be one of byzfl, blanchard"),
+        (lambda: PassingOn(1, None, "block"), "PassingOn.per: 'block' must be one of model, layer"),
+        (lambda: WithoutTypes("bach"), "WithoutTypes.wire: 'bach' must be one of run, batch"),
+        (Misspelt, "Misspelt.freeze: 'affin' must be one of statistics, affine, both"),
+        (
+            lambda: StatisticsAggregator(Median(), "log"),
+            "StatisticsAggregator.domain: 'log' must be one of variance, log_variance, second_moment",
+        ),
+    ],
+)
+def test_a_wrong_choice_is_refused_in_a_subclass_with_arguments_of_its_own(make, message):
+    with pytest.raises(ConfigurationError) as refused:
+        make()
+    assert str(refused.value) == message
+    assert PassingOn(1, score="blanchard", per=None).score == "blanchard"
 
 
 TEN = {"num_clients": 10, "sizes": (16,)}
