@@ -131,10 +131,11 @@ def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_at_least(least: int, **settings: int) -> None:
-    """Raise a ``ConfigurationError`` for the first setting that is below ``least``."""
+    """Raise a ``ConfigurationError`` for the first setting that is no whole number, or below ``least``."""
     for name, value in settings.items():
-        if value < least:
-            raise ConfigurationError(f"{name} must be at least {least}, found {value}")
+        whole = "" if hasattr(value, "__index__") else " and a whole number"
+        if whole or value < least:
+            raise ConfigurationError(f"{name} must be at least {least}{whole}, found {value}")
 
 
 def check_number(setting: str, value: float, note: str = "", **bounds: float) -> None:

@@ -19,7 +19,7 @@ from fl_lightning.callbacks.observers.measurements import (
     rounding,
     statistics_bias,
 )
-from fl_lightning.errors import check_choice, check_number
+from fl_lightning.errors import check_at_least, check_choice
 from fl_lightning.methods import (
     BATCH_STATISTICS,
     VariantEvaluation,
@@ -125,8 +125,8 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         window: int = 20,
         measure: Sequence[str] | None = None,
     ) -> None:
-        check_number("BatchNormDiagnostics.every_n_rounds", every_n_rounds, least=1)
-        check_number("BatchNormDiagnostics.window", window, least=2)
+        check_at_least(1, **{"BatchNormDiagnostics.every_n_rounds": every_n_rounds})
+        check_at_least(2, **{"BatchNormDiagnostics.window": window})
         if isinstance(measure, str):
             raise ConfigurationError(f"BatchNormDiagnostics.measure: {measure!r} must be a list: [{measure}]")
         self._chosen = _MEASURES[:-1] if measure is None else tuple(measure)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigurationError, check_number
+from fl_lightning.errors import ConfigurationError, check_at_least, check_number
 from fl_lightning.randomness import derive_seed
 
 _MASK32 = 0xFFFFFFFF
@@ -71,6 +71,7 @@ class Dropout(nn.Module):
     def __init__(self, p: float = 0.5, dim: int = 0) -> None:
         super().__init__()
         check_number("Dropout.p", p, least=0, most=1)
+        check_at_least(0, **{"Dropout.dim": dim})
         check_number("Dropout.dim", dim, " (0 for elements, 1, 2 or 3 for channels)", least=0, most=3)
         self.p = p
         self.dim = dim

@@ -6,9 +6,11 @@ import torch
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import (
     IID,
+    Digits,
     Dirichlet,
     ExtendedDirichlet,
     GammaSimilarity,
+    HonestOnly,
     Natural,
     Partition,
     Shards,
@@ -365,6 +367,10 @@ def test_the_number_of_clients_lies_between_one_and_the_number_of_samples(partit
             "Shards.assignment: 'sorted' must be one of random, consecutive, modulo",
         ),
         (lambda: Shards(0.2, tail=-1), "tail must be at least 0, found -1"),
+        (lambda: Shards(0.2, tail=1.5), "tail must be at least 0 and a whole number, found 1.5"),
+        (lambda: HonestOnly(IID(), 0.5), "attackers must be at least 0 and a whole number, found 0.5"),
+        (lambda: Digits(num_clients=2.5), "num_clients must be at least 1 and a whole number, found 2.5"),
+        (lambda: Digits(batch_size=8.0), "batch_size must be at least 1 and a whole number, found 8.0"),
         (lambda: Natural()(torch.arange(10), 2, rng()), "groups"),
     ],
 )

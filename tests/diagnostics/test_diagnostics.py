@@ -382,8 +382,10 @@ def test_many_rounds_are_thinned_evenly():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every_n_rounds": 0}, "every_n_rounds: 0 must be at least 1"),
-        ({"window": 1}, "window: 1 must be at least 2"),
+        ({"every_n_rounds": 0}, "every_n_rounds must be at least 1, found 0"),
+        ({"every_n_rounds": 1.5}, "every_n_rounds must be at least 1 and a whole number, found 1.5"),
+        ({"window": 1}, "window must be at least 2, found 1"),
+        ({"window": 2.5}, "window must be at least 2 and a whole number, found 2.5"),
         ({"measure": "gap"}, r"measure: 'gap' must be a list: \[gap\]"),
         ({"measure": ["drift"]}, "measure: 'drift' must be one of statistics, gradients, gap, bias"),
     ],

@@ -207,9 +207,16 @@ def test_p_outside_the_unit_interval_is_refused(p):
         Dropout(p)
 
 
-def test_unknown_dim_is_refused():
-    with pytest.raises(ConfigurationError, match=r"Dropout.dim: 4 must be at least 0 and at most 3"):
-        Dropout(0.5, dim=4)
+@pytest.mark.parametrize(
+    ("dim", "message"),
+    [
+        (4, "Dropout.dim: 4 must be at least 0 and at most 3"),
+        (1.5, "Dropout.dim must be at least 0 and a whole number, found 1.5"),
+    ],
+)
+def test_unknown_dim_is_refused(dim, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Dropout(0.5, dim=dim)
 
 
 def test_key_is_not_part_of_the_state_dict():
