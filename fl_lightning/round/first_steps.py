@@ -56,6 +56,7 @@ def check_first_steps(run: RunContext) -> None:
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
     policy = resolve_policy(run.federated_callbacks, run.round, run.planned_rounds)
+    _refuse_hooks(run.model)
     with isolate_rng(), _restored(run):
         freeze_statistics(run.model, run.tracking_layers, treatments(run.model, policy))
         before, attributes = _tensors(run.model), _attributes(run)
@@ -214,6 +215,16 @@ def _refuse_kept(run: RunContext) -> None:
                     f"model: {type(part).__name__} keeps a tensor of a step in the attribute {name!r}, which {type(run.executor).__name__} "
                     "cannot do for several clients at once; use SequentialExecutor"
                 )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks on gradients, which may act only on gradients that the first steps do not have."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigurationError(
+                f"model: {name!r} has a gradient hook, which clients' copies of the parameter do not call; change gradients in a "
+                "method's on_after_local_backward"
+            )
 
 
 def _refuse_memory(run: Any, written: Sequence[str], batches: Sequence[Any]) -> None:

@@ -155,6 +155,20 @@ class Hooked(Net):
         self.head.weight.register_hook(lambda gradient: 0.1 * gradient)
 
 
+class HookedIfLarge(Net):
+    """Clips gradients that the first steps do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))
+
+
+class HookedAfterwards(Net):
+    def __init__(self):
+        super().__init__()
+        self.head.bias.register_post_accumulate_grad_hook(lambda bias: None)
+
+
 class SpareHead(Net):
     def __init__(self):
         super().__init__()
@@ -629,7 +643,10 @@ REFUSED = {
     "a parameter replaced": (Codebook, SequentialExecutor, "'head.bias' differs from plain PyTorch"),
     "a buffer that grows": (Growing, SequentialExecutor, r"the forward pass changes the shape of 'seen' from \[1\] to \[3\]"),
     "parameters without gradient": (Momentum, SequentialExecutor, "changes 'slow.weight' of the server's model"),
-    "a hook on a gradient": (Hooked, SequentialExecutor, "'head.weight' differs from plain PyTorch"),
+    "a hook on a gradient": (Hooked, SequentialExecutor, "'head.weight' has a gradient hook, which clients' copies"),
+    "a hook on large gradients": (HookedIfLarge, SequentialExecutor, "'head.weight' has a gradient hook"),
+    "a hook after a gradient": (HookedAfterwards, SequentialExecutor, "'head.bias' has a gradient hook"),
+    "a hook of clients at once": (HookedIfLarge, VectorizedExecutor, "'head.weight' has a gradient hook"),
     "a count in an attribute": (Warming, SequentialExecutor, "attribute 'model.calls'"),
     "a count that waits": (Waiting, SequentialExecutor, "attribute 'model.calls'"),
     "a count at once": (Waiting, VectorizedExecutor, "attribute 'model.calls'"),
