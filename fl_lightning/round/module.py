@@ -179,6 +179,10 @@ class FederatedModule(Recorded, RunContext):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model: {model!r} is no model; give an object of torch.nn.Module")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
+            )
         check_layers(model)
         client_module: ClientModule | None = client_module_of(model)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -258,6 +258,15 @@ def test_settings_of_the_local_work_out_of_range_are_named(settings, named):
         FederatedModule(small_cnn(), SGD, **settings)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated.*")  # until torch drops it
+@pytest.mark.parametrize(
+    "made", [torch.jit.script, lambda model: torch.jit.trace(model.eval(), torch.ones(2, 2, 6, 6))]
+)
+def test_a_model_whose_layers_are_hidden_is_refused(made):
+    with pytest.raises(ConfigurationError, match=r"^model: torch\.jit\.script hides the layers of Sequential; give"):
+        FederatedModule(made(small_cnn()), SGD, local_steps=1)
+
+
 def test_a_model_without_trainable_parameters_is_refused():
     model = FBNCNN(num_classes=3, in_channels=2, image_size=4).requires_grad_(False)
     with pytest.raises(ConfigurationError, match="FBNCNN has no trainable parameters"):
