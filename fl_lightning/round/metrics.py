@@ -82,11 +82,13 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
     try:
         return make()
     except (TypeError, ValueError) as error:
-        if "num_classes" not in str(error):
-            raise
-        if num_classes is None:
+        if num_classes is None and "num_classes" in str(error):
             raise ValueError(f"{error} The data have no classes (integer targets).") from None
-    return make(num_classes=num_classes)
+        first = error
+    try:  # also if the error does not name num_classes, such as torch's error for a size of None
+        return make(num_classes=num_classes)
+    except (TypeError, ValueError) as second:
+        raise (first if num_classes is None or "num_classes" in str(second) else second) from None
 
 
 def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> dict[str, State]:

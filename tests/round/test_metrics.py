@@ -255,6 +255,36 @@ def test_a_metric_that_cannot_be_computed_is_refused_before_training(metrics, wo
     assert trained == []
 
 
+class PerClass(tm.Metric):
+    full_state_update = False
+
+    def __init__(self, num_classes=None):
+        super().__init__()
+        self.add_state("counts", torch.zeros(num_classes), "sum")
+
+    def update(self, scores, labels):
+        self.counts += labels.bincount(minlength=len(self.counts))
+
+    def compute(self):
+        return self.counts.max()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        PerClass,
+        lambda num_classes=None: tm.classification.MulticlassAUROC(num_classes, thresholds=5),
+        lambda num_classes=0: tm.classification.MulticlassAccuracy(num_classes or int("no number")),
+        lambda num_classes: tm.classification.MulticlassAccuracy(num_classes),
+    ],
+)
+def test_a_metric_gets_the_number_of_classes_whatever_its_error_without_them_says(setting):
+    (metric,) = make_metrics({"it": setting}, 3).values()
+    assert getattr(metric, "num_classes", 3) == 3
+    with pytest.raises(ConfigurationError, match=r"^model\.metrics\.it: "):
+        make_metrics({"it": setting}, None)
+
+
 def test_a_task_needs_no_more_than_a_loss():
     given = blobs(4, sizes=(40, 24, 33))
     sources = [(*x.dataset.tensors, x.batch_size) for x in (*given.clients, given.server)]
