@@ -7,6 +7,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -90,6 +91,12 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     def __contains__(self, client: object) -> bool:
         return client in self._entries or client in self._sums
+
+    def setdefault(self, client: int, default: Any = MappingProxyType({})) -> Mapping[str, Tensor]:
+        """Return a client's entry, which cannot be changed. If it is missing, first store the default."""
+        if client not in self:
+            self[client] = default
+        return self[client]
 
     def __iter__(self) -> Iterator[int]:
         return iter({**self._entries, **self._sums})
@@ -197,8 +204,10 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     def _write(self, client: int) -> None:
         path, content = self._path(client), io.BytesIO()
         temporary = path.with_suffix(".tmp")
-        if path.exists():  # the entry is the same as in an earlier round
-            return
+        if path.exists():
+            with suppress(ConfigurationError):  # a killed run may have left a part of the file
+                self._read(client)
+                return  # the entry is the same as in an earlier round
         torch.save({name: tensor.cpu() for name, tensor in self._entries[client].items()}, content)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -269,6 +269,35 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         memory.flush()
 
 
+@pytest.mark.usefixtures("in_files")
+@pytest.mark.parametrize("content", [b"", b"half a file"])
+def test_a_file_that_a_killed_run_left_incomplete_is_written_again(content, tmp_path):
+    def written():
+        memory = ClientMemory({0: entry(0, 0)})
+        memory.open(tmp_path / "memory" / "method", Ranks())
+        memory.flush()
+        return memory
+
+    written()
+    (file,) = (tmp_path / "memory" / "method").glob("*.pt")
+    whole = file.read_bytes()
+    file.write_bytes(content)
+    assert written()[0]["a"].equal(entry(0, 0)["a"])
+    assert file.read_bytes() == whole
+    before = file.stat().st_ino
+    written()
+    assert file.stat().st_ino == before  # a complete file is not written again
+
+
+def test_setdefault_gives_the_stored_entry_which_cannot_be_changed():
+    memory = ClientMemory()
+    given = memory.setdefault(3, {"a": torch.zeros(1)})
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        given["a"] = torch.ones(1)
+    assert memory.setdefault(3, {})["a"] == 0
+    assert memory.setdefault(4) == memory[4] == {}
+
+
 def equal_in_32_bits():
     """Two numbers whose bytes have the same CRC-32."""
     known = {}
