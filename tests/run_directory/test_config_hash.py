@@ -216,6 +216,15 @@ def test_nan_does_not_differ_from_nan():
     assert [*differences({"a": nan, "b": 1}, {"a": 1.0, "b": 1.0})] == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("now", "differs"),
+    [("removed.pt", False), ("content b", True), (None, True), (3, True), (False, True), ({"a": "x"}, True)],
+)
+def test_only_the_path_of_a_removed_file_is_no_difference(now, differs):
+    name = "model.initial_weights"
+    assert differences({name: "content a"}, {name: now}) == ({name: ["content a", now]} if differs else {})
+
+
 def test_how_often_the_server_evaluates_counts_where_a_callback_may_act_upon_it():
     """Clients send for it, or it stops the run."""
     for path, counts in (

@@ -139,7 +139,8 @@ def differences(before: Config, after: Config) -> dict[str, list[Any]]:
 
 def _is_removed(old: Any, new: Any) -> bool:
     old_is_file, new_is_file = (str(value).startswith("content ") for value in (old, new))
-    return old_is_file and not new_is_file and not Path(str(new)).expanduser().exists()
+    is_path = isinstance(new, str) and not new_is_file
+    return old_is_file and is_path and not Path(new).expanduser().exists()
 
 
 def _callbacks(config: Config) -> dict[str, Any]:
