@@ -129,6 +129,24 @@ def test_files_that_no_run_writes_leave_a_row_without_their_values():
     assert (run["name"], run["state"], run["metric"], run["rounds"]) == ("bn", "stopped", None, 0)
 
 
+@pytest.mark.parametrize("damaged", ['{"rou', "[1]", '{"val/accuracy": 0.9}', '{"round": null}', "nonsense"])
+def test_a_damaged_line_of_metrics_hides_neither_other_lines_nor_other_runs(damaged):
+    place = write_run(Path("runs/a"), finished=False)
+    write_run(Path("runs/b"), seed=1)
+    rows = [{"round": 1, "val/accuracy": 0.5}, {"round": 2, "val/accuracy": 0.7}]
+    first, second = map(json.dumps, rows)
+    third = json.dumps({"round": 3, "val/accuracy": None})
+    (place / "metrics.jsonl").write_text(f"{first}\n{damaged}\n{second}\n{third}\n")
+    runs = runs_frame(Path("runs"))
+    assert len(runs) == 2
+    assert runs.set_index("seed").loc[0, ["rounds", "metric", "value", "best_round"]].tolist() == [
+        3,
+        "val/accuracy",
+        0.7,
+        2,
+    ]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

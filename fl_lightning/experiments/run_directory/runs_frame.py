@@ -88,7 +88,11 @@ def _row(attempt: Attempt, config: Config, settings: Sequence[str]) -> dict[str,
     main, direction = next(iter(metrics.items()), ("accuracy", "max"))
     rows = _rows(attempt.metrics)
     logged = {
-        name: {row["round"]: float(row[name]) for row in rows if name in row and row["round"] > 0}
+        name: {
+            row["round"]: float(row[name])
+            for row in rows
+            if isinstance(row.get(name), int | float) and row["round"] > 0
+        }
         for name in (f"val/{main}", f"test/{main}", main)
     }
     metric = next((name for name, values in logged.items() if values), None)
@@ -133,10 +137,16 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    with suppress(OSError, ValueError):
-        lines = path.read_bytes().split(b"\n")[:-1]  # the last line of a killed run may be incomplete
-        return [restored(json.loads(line)) for line in lines]
-    return []
+    """Return the rows of ``metrics.jsonl``. A damaged line is left out, so that other runs are shown."""
+    rows: list[dict[str, Any]] = []
+    content = b""
+    with suppress(OSError):
+        content = path.read_bytes()
+    for line in content.split(b"\n")[:-1]:  # the last line of a killed run may be incomplete
+        with suppress(ValueError, KeyError, TypeError):
+            row = restored(json.loads(line))
+            rows.append({**row, "round": int(row["round"])})
+    return rows
 
 
 def _class(node: Any) -> str:
