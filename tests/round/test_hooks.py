@@ -263,7 +263,9 @@ def test_settings_of_the_local_work_out_of_range_are_named(settings, named):
     "made", [torch.jit.script, lambda model: torch.jit.trace(model.eval(), torch.ones(2, 2, 6, 6))]
 )
 def test_a_model_whose_layers_are_hidden_is_refused(made):
-    with pytest.raises(ConfigurationError, match=r"^model: torch\.jit\.script hides the layers of Sequential; give"):
+    with pytest.raises(
+        ConfigurationError, match=r"^model: torch\.jit\.script hides the layers of Sequential; give"
+    ):
         FederatedModule(made(small_cnn()), SGD, local_steps=1)
 
 

@@ -275,6 +275,23 @@ def test_no_module_is_run_to_find_its_file(packages):
     assert provenance(config) != before
 
 
+@pytest.mark.parametrize(
+    "line", ["from .helping import f", "from . import helping", "from ..helping import f"]
+)
+def test_a_module_without_a_package_may_try_a_relative_import(packages, line):
+    for name in ("trying", "helping"):
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    Path("helping.py").write_text("def f(): return 1\n")
+    Path("trying.py").write_text(
+        f"try:\n    {line}\nexcept ImportError:\n    from helping import f\nclass Mine: pass\n"
+    )
+    config = {"trainer": {"callbacks": [{"class_path": "trying.Mine"}]}}
+    before = provenance(config)
+    Path("helping.py").write_text("def f(): return 2\n")
+    assert provenance(config)["trying.Mine"] != before["trying.Mine"]
+
+
 def test_the_source_of_a_class_is_known_to_a_run_of_a_script():
     """Only of what stands in the script's config.yaml."""
     method = importlib.import_module("mine_methods").Method

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
-from importlib.util import find_spec, resolve_name
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
 from typing import Any
@@ -150,8 +150,10 @@ def _imports_of(content: bytes, package: str) -> tuple[str, ...]:
         if isinstance(node, ast.Import):
             names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            source = resolve_name("." * node.level + (node.module or ""), package)
-            names += (f"{source}.{alias.name}" for alias in node.names)
+            # a script has no package; it may try a relative import before another
+            around = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            source = [part for part in (around, node.module) if part]
+            names += (".".join([*source, alias.name]) for alias in node.names)
     return tuple(names)
 
 
