@@ -392,7 +392,8 @@ class ClientModule:
             value = value.to(torch.get_default_dtype())
         reduce, weight = reduction(name, given.get("reduce_fx", "mean")), 1.0
         if reduce == "mean":
-            weight = float(given.get("batch_size") or self._batch_size(name))
+            size = given.get("batch_size")  # may be 0, if no sample of the batch counts
+            weight = float(self._batch_size(name) if size is None else size)
             value = value * weight
         self._sink.add(name, Logged(value, weight, reduce, prog_bar, forked))
 

@@ -129,6 +129,16 @@ def test_a_mean_counts_samples():
     assert run.metrics["value"] == pytest.approx(float(torch.cat(values).mean()), abs=1e-12)
 
 
+@pytest.mark.parametrize("sizes", [(0, 8), (8, 0), (0, 1)])
+def test_a_step_without_samples_that_count_has_no_weight(sizes):
+    class Counts(Lit):
+        def training_step(self, batch, batch_idx):
+            self.log("step", float(batch_idx), batch_size=sizes[batch_idx])
+            return super().training_step(batch, batch_idx)
+
+    assert federated(Counts(), rounds=1).metrics["step"] == sizes.index(max(sizes))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
