@@ -45,9 +45,9 @@ class ClientFailures(Recorded):
         self.dropout = _by_client("dropout", dropout, _is_probability, probability)
         self.stragglers = _by_client("stragglers", stragglers, _is_probability, probability)
         absences = "[first round, last round] by client id, such as {7: [[3, 5]]}"
-        self.schedule = (
-            None if schedule is None else _by_client("schedule", schedule, _are_absences, absences)
-        )
+        if not isinstance(schedule, Mapping | None):
+            raise ConfigurationError(f"ClientFailures.schedule: {schedule} must be {absences}")
+        self.schedule = schedule and _by_client("schedule", schedule, _are_absences, absences)
 
     def check(self, num_clients: int) -> None:
         """Check the client ids in the settings.
