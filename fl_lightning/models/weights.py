@@ -84,7 +84,8 @@ def _expect_numbers(
     for name, value in weights.items():
         if name in without or name.endswith(_EXTRA_STATE):
             continue
-        if value.is_floating_point() != current[name].is_floating_point():
+        of_file, of_model = ((x.is_floating_point(), x.is_complex()) for x in (value, current[name]))
+        if of_file != of_model:
             raise ConfigurationError(
                 f"{place} does not fit model.model {type(model).__name__}: {name} is {value.dtype} in the file and "
                 f"{current[name].dtype} in the model; save the tensors with the model's dtypes"

@@ -152,6 +152,17 @@ def test_numbers_of_another_kind_and_nan_are_no_weights(change, message):
     assert same(before, model.state_dict())
 
 
+@pytest.mark.parametrize("change", [lambda x: x.to(torch.complex64), lambda x: x + 1j, lambda x: x.float()])
+def test_a_counter_of_another_kind_is_no_weight(change):
+    model = small_cnn()
+    state = model.state_dict()
+    torch.save({**state, "1.num_batches_tracked": change(state["1.num_batches_tracked"])}, "w.pth")
+    with pytest.raises(
+        ConfigurationError, match=r"1\.num_batches_tracked is torch\..* in the file and torch\.int64 in"
+    ):
+        load_weights(model, "w.pth")
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
