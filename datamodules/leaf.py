@@ -99,6 +99,8 @@ def _writers(path: Path) -> Iterator[tuple[Any, Any, str]]:
                 raise ValueError(
                     f"user {name} has x of shape {x.shape} for {len(y)} labels, expected 784 values in [0, 1] each"
                 )
+            if (y != y.round()).any():
+                raise ValueError(f"user {name} has labels that are no whole numbers")
             pixels, labels = (x * 255).round().astype(np.uint8), y.astype(np.int64)
             _, first = np.unique(np.column_stack([pixels, labels]), axis=0, return_index=True)
             first.sort()

@@ -93,6 +93,9 @@ def test_small_writers_can_be_left_out_and_other_partitions_taken(root):
         (lambda user: user["x"][0].pop(), "ValueError"),
         (lambda user: user["x"][0].__setitem__(0, 255.0), r"expected 784 values in \[0, 1\]"),
         (lambda user: user.clear(), "KeyError"),
+        (lambda user: user["y"].__setitem__(0, 3.7), "user f1 has labels that are no whole numbers"),
+        (lambda user: user["y"].__setitem__(0, float("nan")), "user f1 has labels that are no whole numbers"),
+        (lambda user: user["y"].__setitem__(0, None), "user f1 has labels that are no whole numbers"),
     ],
 )
 def test_a_file_with_other_contents_is_named(root, change, message):
