@@ -109,7 +109,11 @@ def place_in(file: str, line: int) -> str:
 
 
 def _check_class(tree: Config, name: str, place: str) -> None:
-    """Raise an error if settings of a class are not in the entry's ``init_args``."""
+    """Raise an error if settings of a class have no names, or are not in the entry's ``init_args``."""
+    if not isinstance(settings := tree.get("init_args"), dict | str | None):
+        raise ConfigurationError(
+            f"{name}: init_args of {tree['class_path']}: {settings} must be settings with names, such as {{name: value}}{place}"
+        )
     if beside := tree.keys() - {"class_path", "init_args", "dict_kwargs"}:
         raise ConfigurationError(
             f"{name}: {', '.join(sorted(beside))} beside class_path: {tree['class_path']}; settings of a class go below its init_args{place}"
