@@ -64,7 +64,8 @@ def check_before_training(run: RunContext) -> None:
         run.trainer.precision_plugin.val_step_context(),
     ):
         inputs, targets = run.data.cohort_batch(clients[:1], [0]).map(run.on_device).batches()[0]
-        labelled = run.model(inputs[:_SAMPLES]), targets[:_SAMPLES]
+        if isinstance(inputs, Tensor):  # a slice of other inputs need not be of samples
+            labelled = run.model(inputs[:_SAMPLES]), targets[:_SAMPLES]
     if labelled is not None:
         outputs, targets = labelled
         check_outputs(run, outputs, targets)

@@ -1,6 +1,7 @@
 """A model with more or fewer outputs than the data have classes is refused before round 1, whoever made it."""
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -9,6 +10,8 @@ import torch
 from command_line import message_of, run, write_config
 from helpers import SGD, SaveRounds, blobs, fit, small_cnn, write_cifar10_folders
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import F1Score
 
 from fl_lightning import (
     Classification,
@@ -114,6 +117,35 @@ def test_an_evaluation_before_round_1_is_the_check():
     fit(looked, data(), 1, **EVALUATED)
     fit(plain, data(classes=None), 1, **EVALUATED)
     assert looked.model[0].samples == plain.model[0].samples
+
+
+class Two(Dataset):
+    """Samples with two inputs."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return (torch.full((4,), float(index)), torch.ones(4)), index % 3
+
+
+class TwoInputs(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Two(), batch_size=4)
+
+
+class Sum(nn.Linear):
+    def forward(self, inputs):
+        first, second = inputs
+        return super().forward(first + second)
+
+
+@pytest.mark.parametrize("metrics", [{}, {"f1": partial(F1Score, task="multiclass", num_classes=3)}])
+def test_a_model_of_two_inputs_trains_without_an_evaluation(metrics):
+    found = FederatedDataModule([TwoInputs(), TwoInputs()])
+    found.num_classes = 3
+    run = FederatedModule(Sum(4, 3), SGD, local_steps=1, metrics=metrics)
+    assert fit(run, found, 1, precision="32-true").global_step == 1
 
 
 class OwnLoss(FederatedModule):
