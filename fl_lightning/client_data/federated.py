@@ -14,6 +14,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fl_lightning.client_data.batches import BatchStack, copied
@@ -461,7 +462,9 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             client.setup(stage)
             self._own_prepared.add((client_id, stage))
         place = f"clients[{client_id}].{split}_dataloader()"
-        return one_loader(getattr(client, f"{split}_dataloader")(), place)
+        loader = getattr(client, f"{split}_dataloader")()
+        parts = tree_leaves(loader)  # a list or a dict with one loader is this loader, as in Lightning
+        return one_loader(parts[0] if len(parts) == 1 and isinstance(parts[0], DataLoader) else loader, place)
 
     def _source(self, client_id: int) -> ClientDataModule | LoaderBatches:
         client = self.clients[client_id]

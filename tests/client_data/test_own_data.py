@@ -211,3 +211,40 @@ def test_a_hook_that_would_never_change_a_batch_is_refused(hook):
     ):
         with pytest.raises(ConfigurationError, match=f"data: {name}.{hook} of Changed would never be called"):
             FederatedDataModule(*modules)
+
+
+class Wrapping(L.LightningDataModule):
+    """Returns its loaders as ``wrap`` puts them."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.wrap = wrap
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(8.0), batch_size=4)
+
+    def val_dataloader(self):
+        return self.wrap(DataLoader(torch.arange(3.0)))
+
+    def test_dataloader(self):
+        return self.wrap(DataLoader(torch.arange(2.0)))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: (x,), lambda x: {"a": x}])
+def test_a_collection_with_one_loader_of_a_clients_own_data_is_this_loader(wrap):
+    data = FederatedDataModule([Wrapping(wrap), Wrapping(wrap)])
+    assert [len(data.own_dataloader(1, split)) for split in ("val", "test")] == [3, 2]
+
+
+@pytest.mark.parametrize(("wrap", "kind"), [(lambda x: [x, x], "list"), (lambda x: {"a": x, "b": x}, "dict")])
+def test_several_loaders_of_a_clients_own_data_are_refused(wrap, kind):
+    data = FederatedDataModule([Wrapping(wrap), Wrapping(wrap)])
+    with pytest.raises(
+        ConfigurationError, match=rf"clients\[1\]\.val_dataloader\(\) returns a {kind} of loaders"
+    ):
+        data.own_dataloader(1, "val")
+
+
+def test_ready_batches_of_a_clients_own_data_stay_a_list():
+    (batch,) = FederatedDataModule([Wrapping(lambda x: [torch.zeros(2)])]).own_dataloader(0, "val")
+    assert batch.shape == (2,)
