@@ -56,6 +56,7 @@ class ConciseParser(LightningArgumentParser):
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
         """Add the settings of a class."""
+        _refuse_class_defaults(class_type)
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
         self._let_links_decide(kwargs.get("linked_targets"))
         if issubclass(class_type, Metric):
@@ -72,6 +73,7 @@ class ConciseParser(LightningArgumentParser):
         """
         # the argument instantiators of jsonargparse's instantiate affects only classes
         add_instantiator(_make, function, subclasses=False)  # type: ignore[arg-type]  # a function works, too
+        _refuse_class_defaults(function)
         names: list[str] = super().add_function_arguments(function, *args, **kwargs)
         self._let_links_decide(linked_targets)
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
@@ -139,6 +141,20 @@ class ConciseParser(LightningArgumentParser):
         for command in asked.commands.choices if asked.commands else ():
             message = message.replace(f" {command}.", " ")  # users write settings without a command
         raise Refusal(one_line(message) + broken_module(ex))
+
+
+def _refuse_class_defaults(maker: Callable[..., Any]) -> None:
+    """Raise an error if a setting is by default a class that cannot be made without arguments."""
+    for name, setting in parameters(maker).items():
+        kind = setting.default
+        if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+            continue
+        needed = inspect.signature(kind).parameters.values()
+        if any(x.default is x.empty and x.kind == x.POSITIONAL_OR_KEYWORD for x in needed):
+            raise ConfigurationError(
+                f"{maker.__name__}: its setting {name} is a class by default, which a configuration cannot name; use "
+                f"fl_lightning.models.library_model with function: {maker.__module__}.{maker.__name__}"
+            )
 
 
 def _make(class_type: type, *args: Any, **settings: Any) -> Any:

@@ -11,7 +11,11 @@ from helpers import write_cifar10_folders
 from fl_lightning.batch_norm.layers import batch_norm_layers
 
 FUNCTIONS = """
+from collections.abc import Callable
 from torch import nn
+
+def activated(num_classes: int = 7, first: Callable[..., nn.Module] = nn.Identity) -> nn.Module:
+    return nn.Sequential(first(), *small(num_classes))
 
 def small(num_classes: int = 7, width: int = 4) -> nn.Module:
     return nn.Sequential(
@@ -55,6 +59,7 @@ ONE = ("--trainer.max_epochs", 1)
     ("settings", "shape"),
     [
         (("functions.small",), (10, 144)),
+        (("functions.activated",), (10, 144)),
         (("functions.small", "--model.model.width", 3), (10, 108)),
         (("functions.fixed", "--model.model.width", 2), (10, 72)),
         (("functions.by_name", "--model.model.model_name", "small"), (10, 144)),
@@ -137,3 +142,17 @@ def test_a_model_of_torchvision_takes_another_norm_from_a_yaml():
 )
 def test_what_a_function_does_not_take_is_one_line(settings, line, capsys):
     assert message_of(capsys, lambda: run("--model.model", *settings, *ONE)) == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "ShuffleNetV2"])
+def test_a_setting_that_is_a_class_by_default_names_the_way_out(name, capsys):
+    model = f"torchvision.models.{name}"
+    for changes, arguments in (({}, ["--model.model", model]), ({"model.model": {"class_path": model}}, [])):
+        write_config(changes)
+        message = message_of(capsys, lambda arguments=arguments: run(*arguments))
+        words = (
+            f"model.model: {name}",
+            "inverted_residual",
+            "library_model with function: torchvision.models.",
+        )
+        assert [word for word in words if word not in message] == []
