@@ -267,12 +267,14 @@ def _settings(part: Any) -> Iterator[Any]:
         elif type(value) in _SCALARS and not name.startswith("_"):
             yield value
         elif type(value) in (tuple, list) and not name.startswith("_"):
-            yield tuple(map(_plain, value))
+            yield _plain(value)
         elif isinstance(value, Tensor) and value.grad_fn is None:  # with grad_fn, a pass has made it
             yield value.data_ptr()
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return tuple(map(_plain, value))
     # the identity of a tensor: the CPU would wait for its values
     return value if type(value) in _SCALARS else id(value)
 

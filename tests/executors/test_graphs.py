@@ -379,6 +379,20 @@ def test_tensors_that_layers_keep_do_not_make_graphs_new(must_replay):
     assert recorded.recorded == 3
 
 
+@pytest.mark.parametrize("value", [[[0.1], [0.2]], [0, (1, [2.0])], ([3],)])
+def test_a_setting_within_a_list_of_lists_is_seen(value):
+    layer = nn.Module()
+    layer.value = deepcopy(value)
+    before = [*graphs._settings(layer)]
+    layer.value = deepcopy(value)
+    assert [*graphs._settings(layer)] == before
+    inner = layer.value
+    while isinstance(inner[-1], list | tuple):
+        inner = inner[-1]
+    inner[-1] += 1
+    assert [*graphs._settings(layer)] != before
+
+
 def test_to_look_at_settings_reads_no_tensor():
     layer = Keeps(*BN())
     with OfGPU():
