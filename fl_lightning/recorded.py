@@ -55,6 +55,8 @@ class Recorded:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]  # keeps the signature
+        if "__new__" in vars(cls):
+            cls.__new__ = _recording(cls.__new__)  # type: ignore[method-assign]  # keeps the signature
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Record the constructor's arguments before ``__init__`` runs."""
@@ -81,6 +83,18 @@ def _checked(start: Callable[..., None]) -> Callable[..., None]:
         start(self, *args, **kwargs)
 
     return init if choices else start
+
+
+def _recording(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a subclass's ``__new__`` record all arguments, also those that it does not pass on."""
+
+    @functools.wraps(make)
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        made = make(cls, *args, **kwargs)
+        _record(made, cls, args, kwargs)
+        return made
+
+    return new
 
 
 def records(*deciding_files: str) -> Callable[[Item], Item]:
@@ -122,6 +136,8 @@ def making(made: object) -> Making | None:
     ]
     values = {name: parameter.default for name, parameter in known.items() if parameter.default is not empty}
     values |= dict(zip(positional, args, strict=False)) | kwargs
+    if rest := args[len(positional) :]:
+        values["*"] = rest
     return Making(maker, {name: values[name] for name in {**known, **values} if name in values})
 
 

@@ -27,6 +27,7 @@ from fl_lightning.experiments.run_directory.describe import run_title
 from fl_lightning.experiments.run_directory.directory import RunDirectory
 from fl_lightning.experiments.run_directory.python_config import as_plain
 from fl_lightning.models import LeNet, library_model
+from fl_lightning.recorded import making
 
 
 def python_run(
@@ -217,6 +218,22 @@ def test_arguments_of_nested_objects_are_settings():
     Path("parts.json").write_text("[1]")
     assert before.startswith("content ")
     assert settings_of(data=digits(partition=FromFile("parts.json")))["data.partition.path"] != before
+
+
+class WithNew(FixBN):
+    def __new__(cls, freeze_round=1):
+        return super().__new__(cls)
+
+
+class Sizes(FederatedCallback):
+    def __init__(self, first, *sizes, last=0):
+        pass
+
+
+def test_arguments_are_recorded_whatever_the_constructor_passes_on():
+    assert making(WithNew(2)).arguments == {"freeze_round": 2}
+    assert making(copy.deepcopy(WithNew(freeze_round=2))).arguments == {"freeze_round": 2}
+    assert making(Sizes(2, 3, 4, last=5)).arguments == {"first": 2, "last": 5, "*": [3, 4]}
 
 
 def test_an_optimizer_is_known_by_what_its_factory_makes():
