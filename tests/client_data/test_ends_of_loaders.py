@@ -273,3 +273,34 @@ def test_limits_of_the_trainer_are_no_early_end():
     trainer = fit(module, data, 2, limit_val_batches=1, limit_test_batches=2, limit_predict_batches=3)
     trainer.test(module, data, verbose=False)
     assert len(trainer.predict(module, data)) == 3
+
+
+class EndsLater(TensorDataset):
+    """Samples, of which one raises StopIteration once the data were read twice."""
+
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index) if self.reads <= 16 else next(iter(()))
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_later_evaluation_that_ends_early_is_an_error(split):
+    module = FederatedModule(small_cnn(), SGD, local_steps=1)
+    loader = DataLoader(EndsLater(IMAGES, LABELS), 4)
+    data = FederatedDataModule([good()], site(**{split: loader}))
+    trainer = fit(module, data, 1)
+    evaluate = trainer.test if split == "test" else trainer.validate
+    trainer.limit_val_batches = 1.0
+    for _ in range(2):
+        evaluate(module, data, verbose=False)
+    with pytest.raises(ConfigurationError, match="evaluation data gives 0 batches, but its length is 2"):
+        evaluate(module, data, verbose=False)
+
+
+def test_the_evaluation_of_a_later_round_that_ends_early_is_an_error():
+    module = FederatedModule(small_cnn(), SGD, local_steps=1)
+    data = FederatedDataModule([good()], site(val=DataLoader(EndsLater(IMAGES, LABELS), 4)))
+    with pytest.raises(ConfigurationError, match="evaluation data gives [01] batches"):
+        fit(module, data, 4, limit_val_batches=1.0)
