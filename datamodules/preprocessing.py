@@ -45,7 +45,8 @@ class Preprocessing(TableInputs):
         """
         codes = {name: self.columns.index(name) for name in self.categories}
         if self.impute is not None and train.is_floating_point():
-            self.fill = self._filled(train.double().flatten(1).numpy(), [*codes.values()], train.shape[1:])
+            train = train.double()
+            self.fill = self._filled(train.flatten(1).numpy(), [*codes.values()], train.shape[1:])
             train = self._fill(train)
         for name, column in codes.items():
             seen = set(train[:, column].tolist())
@@ -78,9 +79,13 @@ class Preprocessing(TableInputs):
         if not self.columns:
             return []
         is_category = torch.tensor([name in self.categories for name in self.columns])
-        notes = []
+        missing, notes = features.isnan(), []
         for words, where in (
-            (f"missing values, replaced by {self.impute} of the training samples", features.isnan()),
+            (f"missing values, replaced by {self.impute} of the training samples", missing & ~is_category),
+            (
+                "missing values, replaced by the most frequent category of the training samples",
+                missing & is_category,
+            ),
             ("values that are no category of the training samples", (features == -1) & is_category),
         ):
             numbers = zip(self.columns, where.sum(0).tolist(), strict=True)

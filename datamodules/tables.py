@@ -2,8 +2,9 @@
 
 import csv
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from decimal import Context, Decimal
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def read_table(
     targets: str | Sequence[str] | None,
     groups: str | None,
     columns: Sequence[str] | None,
+    decimal: str | None = None,
 ) -> dict[str, Any]:
     """Read samples from the columns of a table. Spaces around names and values are removed.
 
@@ -36,17 +38,16 @@ def read_table(
         groups: Name of the column of groups. None: no groups.
         columns: Names of the feature columns. None: all columns that are neither targets nor
             groups.
+        decimal: See :func:`read_frame`.
 
     Returns:
-        ``features`` (``pandas.DataFrame`` of text), ``targets`` (int64 or float64, ``[N]`` or
-        ``[N, targets]``), ``class_names``, and ``groups`` (list of text), if they are read. If the
-        target column has words, each word is a class: ``targets`` has the positions in the sorted
-        ``class_names``. Otherwise, ``class_names`` is None.
+        ``features`` and ``targets`` (``pandas.DataFrame`` of text, see :func:`read_frame`), and
+        ``groups`` (list of text), if they are read.
 
     Raises:
-        ConfigurationError: The file cannot be read, or a column or value is missing or no number.
+        ConfigurationError: The file cannot be read, or a column or value is missing.
     """
-    table = read_frame(path)
+    table = read_frame(path, decimal)
     header = [*table.columns]
     names = [targets] if isinstance(targets, str) else [*(targets or ())]
     group = [groups] if groups is not None else []
@@ -72,9 +73,7 @@ def read_table(
                 )
     read: dict[str, Any] = {"features": table[used]}
     if names:
-        numbers, words = zip(*(_classes(path, table[name]) for name in names), strict=True)
-        read["targets"] = numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1)
-        read["class_names"] = words[0] if len(words) == 1 else None
+        read["targets"] = table[names]
     if groups is not None:
         read["groups"] = _names(path, "groups", table[groups])
     return read
@@ -96,21 +95,41 @@ def _missing(names: Iterable[Any]) -> list[str]:
     return missing
 
 
-def read_frame(path: Path) -> Any:
+def read_frame(path: Path, decimal: str | None = None) -> Any:
     """Return a table as a ``pandas.DataFrame`` of text. Its index are lines (CSV) or rows (parquet).
 
     The separator of a CSV file is a comma, semicolon, tab or vertical bar. If it is a semicolon, a
-    comma between digits is a decimal point.
+    comma between digits is a decimal point. The frame's ``attrs`` have these entries:
+
+    - ``text``: Names of the columns of text: a parquet file types them as text, or a value is an
+      integer with a leading zero.
+    - ``categorical``: Names of the columns that a parquet file types as categories.
+    - ``decimal``: Decimal mark of a CSV file. None: no number has one.
+
+    Args:
+        path: A ``.csv`` or ``.parquet`` file.
+        decimal: Decimal mark of the training file. None: it is unknown.
     """
     import pandas as pd  # only tables need pandas
 
+    text, categorical = set[str](), set[str]()
     try:
         if path.suffix == ".parquet":
-            typed = pd.read_parquet(path).reset_index(drop=True)
+            from pyarrow import parquet
+
+            # objects: float64, which pandas takes for integers beside gaps, would round large ones
+            file = parquet.read_table(path)
+            typed = file.to_pandas(integer_object_nulls=True).reset_index(drop=True)
+            typed.columns = typed.columns.map(str).str.strip()
+            text = {x for x in typed if pd.api.types.infer_dtype(typed[x]) == "string"}
+            # categories of numbers are read as numbers, but pandas records their type
+            records = (file.schema.pandas_metadata or {}).get("columns", ())
+            categorical = {str(x["name"]).strip() for x in records if x["pandas_type"] == "categorical"}
+            categorical |= {x for x in typed if typed[x].dtype == "category"}
             table = typed.astype(object).where(typed.notna(), "").map(str)
             table.index += 1
         else:
-            table = _read_csv(path)
+            table, decimal = _read_csv(path, decimal)
     except ImportError as error:
         raise ConfigurationError(
             f"data.features: {path} needs the package pyarrow; pip install pyarrow"
@@ -120,6 +139,8 @@ def read_frame(path: Path) -> Any:
         remedy = "write a header, and as many values in each line"
         if isinstance(error, UnicodeDecodeError):
             remedy = "save it as UTF-8"
+        elif isinstance(error, csv.Error):
+            remedy = 'close each quote, and write "" for a quote inside quotes'
         raise ConfigurationError(
             f"data.features: {path} cannot be read as a table ({reason}); {remedy}"
         ) from error
@@ -127,60 +148,80 @@ def read_frame(path: Path) -> Any:
         raise ConfigurationError(
             f"data.features: {path} has a header, but no samples; add a line for each sample"
         )
-    table.columns = [str(name).strip() for name in table.columns]
     # one form of letters with marks: two forms of Köln look alike
     table = table.apply(lambda column: column.str.strip().str.normalize("NFC"))
     if (empty := (table == "").all(axis=1).to_numpy()).any():
         raise ConfigurationError(f"data.features: {_place(path, table, empty)} has no value; leave it out")
+    zero_first = table.columns[_cells(table, r"0\d+").any(axis=0)]
+    table.attrs = {"text": text.union(zero_first), "categorical": categorical, "decimal": decimal}
     return table
 
 
-def _with_points(path: Path, table: Any) -> Any:
-    """Replace decimal commas by points.
+def _cells(table: Any, pattern: str) -> NDArray[np.bool_]:
+    """Return whether each value of a table matches a pattern."""
+    matches: NDArray[np.bool_] = table.apply(lambda column: column.str.fullmatch(pattern)).to_numpy()
+    return matches
+
+
+def _with_points(path: Path, table: Any, separator: str, decimal: str | None) -> tuple[Any, str | None]:
+    """Replace decimal commas by points. Return the table and its decimal mark.
 
     Raises:
-        ConfigurationError: A number beside decimal commas has points, which may divide thousands.
+        ConfigurationError: A number has points, and the decimal mark is a comma, or the other way
+            round. They may divide thousands.
     """
-    decimal, thousands = r"\s*([-+]?\d+),(\d+)\s*", r"\s*[-+]?\d{1,3}(\.\d{3})+\s*"
-    if not table.apply(lambda column: column.str.fullmatch(decimal)).any(axis=None):
-        return table
-    grouped = table.apply(lambda column: column.str.fullmatch(thousands)).to_numpy()
-    for row, column in np.argwhere(grouped)[:1]:
+    if separator == ",":
+        return table, "."
+    number, grouped = r"\s*([-+]?\d+)[{}](\d+)\s*", r"\s*[-+]?[1-9]\d{{0,2}}([{}]\d{{3}})+\s*"
+    commas = separator == ";" and bool(_cells(table, number.format(",")).any())
+    points = bool(_cells(table, number.format(".")).any())
+    divided = "." * (commas or decimal == ",") + "," * (commas and decimal == ".")
+    for row, column in np.argwhere(_cells(table, grouped.format(divided)))[:1] if divided else ():
+        value = table.iloc[row, column]
+        mark, other = ("commas", "points") if "." in value else ("points of the training file", "commas")
         raise ConfigurationError(
-            f"data.features: {_place(path, table, [row])} has {table.iloc[row, column]} beside decimal commas, which may be a number of "
-            "thousands; write it without points"
+            f"data.features: {_place(path, table, [row])} has {value} beside decimal {mark}, which may be a number of thousands; write it "
+            f"without {other}"
         )
-    return table.replace(f"^{decimal}$", r"\1.\2", regex=True)
+    if commas:
+        table = table.replace(f"^{number.format(',')}$", r"\1.\2", regex=True)
+    return table, decimal or ("," if commas else "." if points else None)
 
 
-def _read_csv(path: Path) -> Any:
-    """Return a CSV file as text. The index has the first line of each record.
+def _read_csv(path: Path, decimal: str | None) -> tuple[Any, str | None]:
+    """Return a CSV file as text, and its decimal mark. The index has the first line of each record.
 
     The separator is the character that divides the header into most columns.
 
     Raises:
         ValueError: A line has another number of values than the header, or there is no header.
+        csv.Error: A quote does not close.
     """
     import pandas as pd
 
-    rows, starts = list[list[str]](), list[int]()
+    rows, starts, next_line = list[list[str]](), list[int](), 1
     with path.open(newline="", encoding="utf-8-sig") as file:
         header = file.readline()
         separator = max(",;\t|", key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
         file.seek(0)
-        reader = csv.reader(file, delimiter=separator, skipinitialspace=True)
-        columns = next(reader, [])
-        next_line = reader.line_num + 1
-        for row in reader:
-            if len(row) != len(columns):
-                raise ValueError(f"line {reader.line_num} has {len(row)} values for {len(columns)} columns")
-            rows.append(row)
-            starts.append(next_line)
+        reader = csv.reader(file, delimiter=separator, skipinitialspace=True, strict=True)
+        try:
+            columns = [name.strip() for name in next(reader, [])]
             next_line = reader.line_num + 1
+            for row in reader:
+                if len(row) != len(columns):
+                    raise ValueError(
+                        f"line {reader.line_num} has {len(row)} values for {len(columns)} columns"
+                    )
+                rows.append(row)
+                starts.append(next_line)
+                next_line = reader.line_num + 1
+        except csv.Error as error:
+            raise csv.Error(f"a quote in line {next_line} does not close: {error}") from error
     if not columns:
         raise ValueError("no header")
     table = pd.DataFrame(rows, index=starts, columns=columns, dtype=str)
-    return _with_points(path, table) if separator == ";" else table
+    return _with_points(path, table, separator, decimal)
 
 
 def _place(path: Path, values: Any, rows: Any) -> str:
@@ -200,10 +241,13 @@ def _floats(values: Any) -> NDArray[np.float64]:
 
 
 def _category(word: str) -> str:
-    """Return the name of a category, so that 1 and 1.0 have one name."""
+    """Return the name of a category, so that 1, 1.0 and 1e0 have one name."""
     try:
-        return word if "_" in word else format(float(word), ".15g")
-    except ValueError:
+        number = Decimal(word)  # exact: a float would round codes of 17 digits
+        if "_" in word or re.fullmatch(r"0\d+", word):
+            return word
+        return format(number.normalize(Context(prec=len(word))) if number else Decimal(0), "f")
+    except ArithmeticError:  # no number, or none with so large an exponent
         return word
 
 
@@ -212,8 +256,9 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
 
     Args:
         path: File of the table, for messages.
-        table: ``pandas.DataFrame`` of text.
-        categorical: Names of categorical columns. Columns of words are categorical too.
+        table: ``pandas.DataFrame`` of :func:`read_frame`.
+        categorical: Names of categorical columns. Columns of words are categorical too, and so are
+            columns that the file types as text or categories.
 
     Raises:
         ConfigurationError: A column is missing, mixes words and numbers, or has another word in
@@ -223,14 +268,16 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
         raise ConfigurationError(
             f"data.categorical: {min(others)} is no feature column of {path}; use some of {', '.join(table)}"
         )
+    text, categorical = table.attrs["text"], {*categorical, *table.attrs["categorical"]}
     categories: dict[str, list[str | None]] = {}
     for name in table:
         words = table[name][~table[name].isin(_missing(table[name].unique()))]
         wrong = np.isnan(_floats(words))
         if name not in categorical:
-            if not wrong.any():
+            if name not in text and not wrong.any():
                 continue
-            if len(odd := words[words.map(_LIKE_NUMBER.fullmatch).notna()] if wrong.all() else words[wrong]):
+            odd = words[words.map(_LIKE_NUMBER.fullmatch).notna()] if wrong.all() else words[wrong]
+            if len(odd) and (wrong.all() or name not in text or not _whole(words[~wrong])):
                 raise ConfigurationError(
                     f"data.columns: {name} is no column of numbers, {_place(path, odd, [0])} has {odd.iloc[0]!r}; write a number or leave the value empty, "
                     f"name {name} in data.categorical, or leave the column out of data.columns"
@@ -266,10 +313,13 @@ def read_column(
     missing = np.isnan(known) & words.str.lower().isin(gaps).to_numpy()
     wrong = np.isnan(known) & ~missing
     if missing.any() and not may_miss:
+        example = "median" if categories is None else "most_frequent"
         raise ConfigurationError(
-            f"data.columns: {_place(path, words, missing)} has no value for {values.name}; set data.impute, for example to median, "
+            f"data.columns: {_place(path, words, missing)} has no value for {values.name}; set data.impute, for example to {example}, "
             "or leave the sample or the column out"
         )
+    if categories is None:
+        _check_finite(path, "columns", words, known)
     if wrong.any() and categories is None:
         raise ConfigurationError(
             f"data.columns: {values.name} is no column of numbers, {_place(path, words, wrong)} has {words[wrong].iloc[0]!r}; write a number"
@@ -286,17 +336,78 @@ def _names(path: Path, setting: str, values: Any) -> list[str]:
     return [str(value) for value in values.to_list()]
 
 
-def _classes(path: Path, values: Any) -> tuple[NDArray[Any], list[str] | None]:
-    """Convert a column to numbers.
+def _check_finite(path: Path, setting: str, words: Any, numbers: NDArray[Any]) -> None:
+    """Check that the numbers of a column are finite in float32, the precision of inputs and targets."""
+    if (large := np.abs(numbers) > np.finfo(np.float32).max).any():
+        raise ConfigurationError(
+            f"data.{setting}: {_place(path, words, large)} has {words[large].iloc[0]} for {words.name}, which is not finite in float32; "
+            "correct the value or its unit"
+        )
 
-    Returns:
-        The numbers and None. If a value is no number, each value is a name: the result is the
-        position of each value in the sorted list of names, and this list.
+
+def _whole(words: Any) -> bool:
+    """Return whether all numbers are integers without a decimal point."""
+    return bool(words.str.fullmatch(r"[-+]?\d+").all())
+
+
+def find_classes(path: Path, table: Any) -> dict[str, list[str] | None]:
+    """Return the sorted names of the classes in each target column. None: the column has numbers.
+
+    If a value is no number, or the column is one of text, each value is a name.
+
+    Args:
+        path: File of the table, for messages.
+        table: ``pandas.DataFrame`` of :func:`read_frame` with the target columns.
+
+    Raises:
+        ConfigurationError: A value is missing, or a word is beside numbers that are no names: they
+            have decimal places, or there are several targets.
     """
-    numbers = _floats(values)
-    if np.isnan(numbers).any():
-        names, positions = np.unique(_names(path, "targets", values), return_inverse=True)
-        return positions, [*map(str, names)]
+    classes: dict[str, list[str] | None] = {}
+    for name, values in table.items():
+        wrong = np.isnan(_floats(values))
+        if not wrong.any() and name not in table.attrs["text"] | table.attrs["categorical"]:
+            classes[name] = None
+            continue
+        classes[name] = sorted({*_names(path, "targets", values)})
+        if wrong.any() and not wrong.all() and (len(table.columns) > 1 or not _whole(values[~wrong])):
+            raise ConfigurationError(
+                f"data.targets: {_place(path, values, wrong)} has {values[wrong].iloc[0]!r} for {name} beside numbers; write a number, or "
+                "begin each name with a letter"
+            )
+    return classes
+
+
+def read_targets(path: Path, table: Any, classes: Mapping[str, Sequence[str] | None]) -> NDArray[Any]:
+    """Return the targets of a table, int64 or float64, ``[N]`` or ``[N, targets]``.
+
+    Args:
+        path: File of the table, for messages.
+        table: ``pandas.DataFrame`` of text with the target columns.
+        classes: Names of the classes in each column; the number of a name is its position. None:
+            the values are numbers.
+
+    Raises:
+        ConfigurationError: A value is missing, is no class or no number, or is not finite.
+    """
+    parts = [_target(path, table[name], names) for name, names in classes.items()]
+    return parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+
+
+def _target(path: Path, values: Any, names: Sequence[str] | None) -> NDArray[Any]:
+    words, numbers = _names(path, "targets", values), _floats(values)
+    if names is not None:
+        position = {name: number for number, name in enumerate(names)}
+        if len(unknown := values[~values.isin(names)]):
+            raise ConfigurationError(
+                f"data.targets: {_place(path, unknown, [0])}: the target {unknown.iloc[0]} is no class of the run; its classes are {', '.join(names)}"
+            )
+        return np.array([position[word] for word in words])
+    if (wrong := np.isnan(numbers)).any():
+        raise ConfigurationError(
+            f"data.targets: {_place(path, values, wrong)} has {values[wrong].iloc[0]!r} for {values.name}; write a number"
+        )
+    _check_finite(path, "targets", values, numbers)
     with suppress(ValueError, OverflowError):  # a decimal point, or more than 64 bits
-        return np.asarray([*map(int, values.to_list())], np.int64), None
-    return numbers, None
+        return np.asarray([*map(int, words)], np.int64)
+    return numbers

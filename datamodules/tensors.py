@@ -1,6 +1,7 @@
 """Data sets from tensors, arrays or tables."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,14 @@ from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.datamodules.preprocessing import Preprocessing
-from fl_lightning.datamodules.tables import MISSING, find_categories, missing_word, read_table
+from fl_lightning.datamodules.tables import (
+    MISSING,
+    find_categories,
+    find_classes,
+    missing_word,
+    read_table,
+    read_targets,
+)
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
@@ -42,7 +50,7 @@ class TensorData(InMemorySamples):
         features: Tensor or array ``[N, ...]``, or the path of a file. A ``.npz`` or ``.pt`` file
             holds ``features`` and ``targets``; ``groups``, ``test_features``, ``test_targets`` and
             ``test_groups`` are optional. A ``.csv`` file has a header. A ``.parquet`` file needs
-            the package pyarrow. Float64 is converted to float32.
+            the package pyarrow. Float64 is scaled as it is, and then converted to float32.
         targets: Tensor or array ``[N, ...]``. For a table: the name of the target column, or a list
             of names.
         groups: Group of each sample ``[N]``, as integers or names. For a table: name of the column
@@ -97,25 +105,31 @@ class TensorData(InMemorySamples):
         given = dict(zip(_PARTS, parts, strict=True))
         if isinstance(features, str | Path):
             given = _read(user_path("data.features", str(features)), given, columns)
-        if names := given.pop("class_names", None):
-            self.class_names = names
-            shown = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
-            self.notes.append(f"classes of {targets}: {shown}")
-        self.preprocessing = Preprocessing(impute=impute)
+        self.preprocessing, self.targets = Preprocessing(impute=impute), dict[str, list[str] | None]()
         if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
             path, table = Path(features), given["features"]
-            self.preprocessing = Preprocessing([*table], find_categories(path, table, categorical), impute)
+            categories, decimal = find_categories(path, table, categorical), table.attrs["decimal"]
+            self.preprocessing = Preprocessing([*table], categories, impute, decimal=decimal)
             given["features"] = self.preprocessing.raw(table, path)
+            if given["targets"] is not None:
+                self.targets = find_classes(path, given["targets"])
+                given["targets"] = read_targets(path, given["targets"], self.targets)
         elif categorical:
             raise ConfigurationError(
                 f"data.categorical: {', '.join(categorical)} are columns of a table; give a .csv or .parquet file in data.features, or "
                 "leave data.categorical out"
             )
-        self.targets = targets if self.preprocessing.columns else None
+        for name, names in self.targets.items():
+            if names is not None:
+                shown = ", ".join(names[:10]) + ", ..." * (len(names) > 10)
+                self.notes.append(f"classes of {name}: {shown}")
+                self.class_names = names if len(self.targets) == 1 else None
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
         named = {name: x for name, x in given.items() if x is not None and "groups" in name}
-        data = {n: _tensor(n, x, impute) for n, x in given.items() if x is not None and n not in named}
+        data = {
+            n: _tensor(f"data.{n}", x, impute) for n, x in given.items() if x is not None and n not in named
+        }
         numbers, self._group_names = _numbered(named)
         self._data = data | numbers
         _check_lengths(self._data)
@@ -141,34 +155,38 @@ class TensorData(InMemorySamples):
                 )
             self.num_classes = highest + 1
         self.input_shape = self._data["features"].shape[1:]
+        kinds = [x.dtype for name, x in self._data.items() if "features" in name]
+        self.preprocessing.dtype = _rounded(reduce(torch.promote_types, kinds))
         self.in_features = self.preprocessing.inputs(self._data["features"][:1]).numel()
 
     def facts(self) -> dict[str, Any]:
         """Return what a trained model needs of its data, with the fitted preprocessing."""
-        return {**super().facts(), "normalize": vars(self.preprocessing), "targets": self.targets}
+        kept = {"normalize": vars(self.preprocessing), "targets": self.targets}
+        return {**super().facts(), **kept, "target_dtype": _rounded(self._data["targets"].dtype)}
 
     @classmethod
     def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
         """Read a new file. Columns that are no features are ignored, and so are groups."""
         preprocessing = Preprocessing(**known.normalize)
-        given = {**dict.fromkeys(_PARTS), "targets": known.targets}
-        read = _read(path, given, preprocessing.columns or None, labelled)
+        given = {**dict.fromkeys(_PARTS), "targets": [*known.targets] or None}
+        read = _read(path, given, preprocessing.columns or None, labelled, preprocessing.decimal)
         places, unit = None, {".csv": "line", ".parquet": "row"}.get(path.suffix, "index")
         if unit != "index":
             places, read["features"] = (
                 read["features"].index.to_list(),
                 preprocessing.raw(read["features"], path),
             )
-        features = _tensor("features", read["features"], preprocessing.impute)
+        features = _tensor(f"{path}: features", read["features"], preprocessing.impute, preprocessing.dtype)
         if (shape := [*features.shape[1:]]) != known.input_shape:
             raise ConfigurationError(
                 f"{path}: samples have the shape {shape}, but {known.input_shape} in the run; give the features of the run, in their order"
             )
         targets = None
-        if labelled and places and known.num_classes is not None:
-            targets = _labels(path, read, known.class_names)
-        elif labelled:
-            targets = _tensor("targets", read["targets"], None)
+        if labelled and places:
+            of_run = {x: names or known.class_names for x, names in known.targets.items()}
+            read["targets"] = read_targets(path, read["targets"], of_run)
+        if labelled:
+            targets = _tensor(f"{path}: targets", read["targets"], None, known.target_dtype)
         notes = preprocessing.describe(features)
         return NewSamples(unit, places or range(len(features)), features.__getitem__, targets, notes)
 
@@ -247,7 +265,11 @@ class ScikitLearn(TensorData):
 
 
 def _read(
-    path: Path, given: Mapping[str, Any], columns: Sequence[str] | None, labelled: bool = True
+    path: Path,
+    given: Mapping[str, Any],
+    columns: Sequence[str] | None,
+    labelled: bool = True,
+    decimal: str | None = None,
 ) -> dict[str, Any]:
     kinds = ".csv, .parquet, .npz or .pt"
     if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
@@ -255,7 +277,8 @@ def _read(
     if not path.is_file():
         raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
     if path.suffix in (".csv", ".parquet"):
-        return {**given, **read_table(path, given["targets"] if labelled else None, given["groups"], columns)}
+        targets = given["targets"] if labelled else None
+        return {**given, **read_table(path, targets, given["groups"], columns, decimal)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)
@@ -271,21 +294,48 @@ def _read(
     return {**given, **{name: content[name] for name in _PARTS if name in content}}
 
 
-def _tensor(name: str, given: Any, impute: str | None) -> Tensor:
+def _tensor(name: str, given: Any, impute: str | None, dtype: str | None = None) -> Tensor:
+    """Return targets as a tensor of the type in the run, and features as a tensor of their own type.
+
+    Args:
+        name: Name for messages.
+        given: Tensor, array or list.
+        impute: Strategy for missing features. None: they are refused.
+        dtype: Type in the run. Default: int64 for classes, float32 for float64, otherwise the type
+            of ``given``.
+
+    Raises:
+        ConfigurationError: ``given`` is no tensor, or a value is not finite, or changes, in the
+            type of the run.
+    """
     try:
         tensor = torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given).detach()
     except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{name}: {type(given).__name__} is no tensor or array: {error}") from error
+    is_features = "features" in name
+    dtype = dtype or ("int64" if not is_features and _has_classes(tensor) else _rounded(tensor.dtype))
+    kind: torch.dtype = getattr(torch, dtype)
+    converted, wrong = tensor.to(kind), torch.tensor(False)
+    what, remedy = f"no {dtype}, the type in the run", "give values of this type"
+    if kind.is_floating_point:
+        gaps = is_features and impute is not None
+        wrong = ~(converted.isfinite() | tensor.isnan()) if gaps else ~converted.isfinite()
+        what, remedy = f"not finite in {dtype}", "replace NaN and infinity"
+        if is_features and impute is None:
+            remedy = "set data.impute: median for NaN, replace infinity"
+    elif kind != tensor.dtype:
+        wrong = converted.double() != tensor.double()
+    if bool(wrong.any()):
+        place = tuple(wrong.nonzero()[0].tolist())
         raise ConfigurationError(
-            f"data.{name}: {type(given).__name__} is no tensor or array: {error}"
-        ) from error
-    missing = tensor.isnan() if impute is not None and "features" in name else False
-    if tensor.is_floating_point() and not bool((tensor.isfinite() | missing).all()):
-        gaps = "features" in name and impute is None
-        remedy = "set data.impute: median for NaN, replace infinity" if gaps else "replace NaN and infinity"
-        raise ConfigurationError(f"data.{name}: some values are not finite; {remedy}, or leave samples out")
-    if "targets" in name and tensor.dim() == 1 and not tensor.is_floating_point():
-        tensor = tensor.long()
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
+            f"{name}: the value {tensor[place].item()} at {[*place]} is {what}; {remedy}, or leave samples out"
+        )
+    return tensor if is_features else converted
+
+
+def _rounded(kind: torch.dtype) -> str:
+    """Return the name of the type of inputs or targets: float32 for float64."""
+    return str(torch.float32 if kind == torch.float64 else kind).removeprefix("torch.")
 
 
 def _check_lengths(data: Mapping[str, Tensor]) -> None:
@@ -330,14 +380,3 @@ def _strata(targets: Tensor) -> Tensor:
         return torch.zeros(len(targets), dtype=torch.int64)
     edges = torch.quantile(targets.double(), torch.linspace(0, 1, _BINS + 1, dtype=torch.float64)[1:-1])
     return torch.bucketize(targets.double(), edges)
-
-
-def _labels(path: Path, read: Mapping[str, Any], names: list[str]) -> Tensor:
-    """Return the targets of a new table, numbered as the run's classes ``names``."""
-    words, numbers = read["class_names"], read["targets"].tolist()
-    given = [words[x] if words else str(x) for x in numbers]
-    if unknown := [name for name in given if name not in names]:
-        raise ConfigurationError(
-            f"{path}: the target {unknown[0]} is no class of the run; its classes are {', '.join(names)}"
-        )
-    return torch.tensor([names.index(name) for name in given])

@@ -68,6 +68,8 @@ class TableInputs:
             column, the position of the category. None: nothing is filled.
         mean: Mean of the training samples, in the shape of a sample. None: features are not scaled.
         std: Standard deviation of the training samples; 1 for constant features.
+        dtype: Type of the inputs, such as ``"float32"``. Raw features may have another type.
+        decimal: Decimal mark of the training table. None: it is unknown.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -76,18 +78,23 @@ class TableInputs:
     fill: Any = None
     mean: Any = None
     std: Any = None
+    dtype: str = "float32"
+    decimal: str | None = None
 
     def inputs(self, features: Tensor) -> Tensor:
-        """Return the inputs of a model for raw features ``[N, ...]``."""
-        features = self._fill(features)
-        scaled = features
+        """Return the inputs of a model for raw features ``[N, ...]``.
+
+        All is computed in float64, and rounded once.
+        """
+        kind = getattr(torch, self.dtype)
+        if self.fill is None and self.mean is None and not self.categories:
+            return features.to(kind)
+        features = scaled = self._fill(features.double())
         if self.mean is not None:
-            mean, std = (features.new_tensor(x, dtype=torch.float64) for x in (self.mean, self.std))
-            scaled = ((features.double() - mean) / std).to(features.dtype)
-        if not self.categories:
-            return scaled
+            mean, std = (features.new_tensor(x) for x in (self.mean, self.std))
+            scaled = (features - mean) / std
         parts = []
-        for column, name in enumerate(self.columns):
+        for column, name in enumerate(self.columns if self.categories else ()):
             part = scaled[:, column : column + 1]
             if name in self.categories:
                 known = [
@@ -95,7 +102,7 @@ class TableInputs:
                 ]  # -2: in no sample
                 part = (features[:, column : column + 1] == features.new_tensor(known)).to(part)
             parts.append(part)
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=1).to(kind) if self.categories else scaled.to(kind)
 
     def _fill(self, features: Tensor) -> Tensor:
         if self.fill is None:

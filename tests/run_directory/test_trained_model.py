@@ -151,7 +151,7 @@ def test_missing_values_and_categories_are_those_of_the_training_data(capsys):
     assert torch.equal(load_model(run)(raw), scores)
     command(["export", run])
     exported = torch.export.load(next(Path(run).glob("*.pt2"))).module()
-    torch.testing.assert_close(exported(raw), scores, rtol=0, atol=1e-6)
+    torch.testing.assert_close(exported(raw.float()), scores, rtol=0, atol=1e-6)
 
 
 def test_a_personal_method_predicts_with_the_clients_model_bit_for_bit(patients, capsys):
@@ -206,7 +206,7 @@ def test_an_exported_model_gives_the_runs_outputs_without_this_package(patients,
     (method,) = cli.model.federated_callbacks
     own = method.variants(cli.trainer, cli.model)["3"]
     expected = [outputs_on_test_data(cli), outputs_on_test_data(cli, own)]
-    torch.save(cli.datamodule._split()["test_features"], "raw.pt")
+    torch.save(cli.datamodule._split()["test_features"].float(), "raw.pt")
     files = []
     for client in ([], ["--client", "Oslo"]):
         command(["export", run, *client])
@@ -428,7 +428,7 @@ def test_a_lightning_module_keeps_its_predict_step(methods, patients, capsys):
     assert "test_loss" in capsys.readouterr().out
     command(["export", run])
     exported = torch.export.load(capsys.readouterr().out.splitlines()[-1].partition(" to ")[2]).module()
-    torch.testing.assert_close(exported(raw), model(raw), rtol=0, atol=1e-6)
+    torch.testing.assert_close(exported(raw.float()), model(raw), rtol=0, atol=1e-6)
 
 
 def test_data_that_cannot_read_a_new_file_say_so(patients, capsys):
