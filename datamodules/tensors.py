@@ -168,6 +168,8 @@ class TensorData(InMemorySamples):
     def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
         """Read a new file. Columns that are no features are ignored, and so are groups."""
         preprocessing = Preprocessing(**known.normalize)
+        if path.suffix in (".csv", ".parquet") and not preprocessing.columns:
+            raise ConfigurationError(f"{path} is a table, but the run's data are arrays; give .npz or .pt")
         given = {**dict.fromkeys(_PARTS), "targets": [*known.targets] or None}
         read = _read(path, given, preprocessing.columns or None, labelled, preprocessing.decimal)
         places, unit = None, {".csv": "line", ".parquet": "row"}.get(path.suffix, "index")
@@ -187,6 +189,11 @@ class TensorData(InMemorySamples):
             read["targets"] = read_targets(path, read["targets"], of_run)
         if labelled:
             targets = _tensor(f"{path}: targets", read["targets"], None, known.target_dtype)
+        if targets is not None and known.num_classes is not None:
+            for unknown in targets[(targets < 0) | (targets >= known.num_classes)][:1].tolist():
+                raise ConfigurationError(
+                    f"{path}: the target {unknown} is no class of the run; its classes are 0 to {known.num_classes - 1}"
+                )
         notes = preprocessing.describe(features)
         return NewSamples(unit, places or range(len(features)), features.__getitem__, targets, notes)
 

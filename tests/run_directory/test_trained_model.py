@@ -1,6 +1,5 @@
 """A run's model used outside of its run: predictions and metrics of a new file, ``load_model`` and ``export``."""
 
-import csv
 import re
 import subprocess
 import sys
@@ -10,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from command_line import main, message_of
 from helpers import write_cifar10_folders
-from torch.func import functional_call
+from trained_models import accuracy_on, fit, outputs_on_test_data, predicted, probabilities, table_of
 
 from fl_lightning import ConfigurationError, load_model
 from fl_lightning.__main__ import main as command
-from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.methods import fine_tuned
 
 SITES = ["Bergen", "Bonn", "Lund", "Oslo"]
@@ -33,64 +30,9 @@ def write_table(name, rows, seed, targets=True):
     Path(name).write_text("\n".join(lines) + "\n")
 
 
-def fit(data="TensorData", callbacks=(), model="TabularMLP", task=None, metrics=None, **arguments):
-    """Train for three rounds, and return the command line object and the run directory."""
-    if data == "TensorData" and "features" not in arguments:
-        arguments = {
-            "features": "patients.csv",
-            "targets": "outcome",
-            "groups": "site",
-            "standardize": True,
-            "batch_size": 8,
-            **arguments,
-        }
-    network = model if isinstance(model, dict) else {"class_path": model}
-    config = {
-        "seed_everything": 0,
-        "wandb": {"mode": "disabled"},
-        "trainer": {
-            "max_epochs": 3,
-            "accelerator": "cpu",
-            "enable_progress_bar": False,
-            "callbacks": [{"class_path": name} for name in callbacks],
-        },
-        "model": {"model": network, "local_steps": 2, "task": task, "metrics": metrics},
-        "data": {"class_path": data, "init_args": arguments},
-    }
-    if model != {"class_path": "methods.Lit"}:
-        config["model"]["client_optimizer"] = {"class_path": "SGD", "init_args": {"lr": 0.05}}
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    cli = main(["fit", "--config", "run.yaml"])
-    return cli, str(cli.attempt.path)
-
-
 @pytest.fixture
 def patients():
     write_table("patients.csv", 160, seed=0)
-
-
-def table_of(path):
-    with open(path, newline="") as file:
-        return list(csv.reader(file))
-
-
-def predicted(capsys, *arguments):
-    """Predict, and return the rows of the file that the last line of the output names."""
-    capsys.readouterr()
-    command(["predict", *arguments])
-    return table_of(capsys.readouterr().out.splitlines()[-1].partition(" written to ")[2])
-
-
-def accuracy_on(capsys, *arguments):
-    """Evaluate a new file, and return the printed accuracy."""
-    capsys.readouterr()
-    command(["test", *arguments])
-    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    return float(re.search(r"test/accuracy\W+([\d.]+)", plain)[1])
-
-
-def probabilities(rows):
-    return torch.tensor([[float(value) for value in row[2:]] for row in rows[1:]])
 
 
 def write_test_rows(data, path="new.csv"):
@@ -98,13 +40,6 @@ def write_test_rows(data, path="new.csv"):
     features = data._split()["test_features"].double().tolist()
     lines = ["name,dose,age", *(f"P{number},{dose},{age}" for number, (age, dose) in enumerate(features))]
     Path(path).write_text("\n".join(lines) + "\n")
-
-
-@torch.no_grad()
-def outputs_on_test_data(cli, state=None):
-    (batch,) = cli.datamodule.test_dataloader()
-    with evaluating(cli.model.model):
-        return functional_call(cli.model.model, state or {}, (batch[0],))
 
 
 def test_rows_of_a_file_are_predicted_as_inside_the_runs_test_data_bit_for_bit(patients, capsys):

@@ -85,7 +85,7 @@ def write_rows(
         A message with the number of predictions and the path.
 
     Raises:
-        ConfigurationError: The outputs do not have a row for each sample.
+        ConfigurationError: The outputs do not have a row for each sample, or scores are not finite.
     """
     import pandas as pd  # only predictions need pandas
 
@@ -100,6 +100,11 @@ def write_rows(
         values = values.reshape(len(values), -1)
         columns = [f"value_{number}" for number in range(values.shape[1])]
     else:
+        for row in (~values.isfinite().all(1)).nonzero()[:1].flatten().tolist():
+            raise ConfigurationError(
+                f"predict: the model's scores for {samples.unit} {samples.places[row]} are not finite; correct its values, or use a "
+                "checkpoint of before the run diverged"
+            )
         known = dict(enumerate(class_names))
         table = table.replace({"target": known})
         table["prediction"] = [known[guess] for guess in values.argmax(1).tolist()]
