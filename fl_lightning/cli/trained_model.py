@@ -57,8 +57,8 @@ def load_model(
         The model in eval mode on the CPU. It normalises raw inputs, and has ``class_names``.
 
     Raises:
-        ConfigurationError: There is no such run, checkpoint or client, or a class that the run's
-            ``config.yaml`` names cannot be made.
+        ConfigurationError: There is no such run, checkpoint or client, the client has never
+            trained, or a class that the run's ``config.yaml`` names cannot be made.
     """
     with refusals():
         return _Restored(run, checkpoint, client).model()
@@ -91,7 +91,17 @@ class _Restored:
         if (own := self.module.client_module) is not None:
             own.attach(self.module)  # configure_optimizers, which decides the layout, may use the trainer
             own.rounds = max(int(self.run.config["trainer"]["max_epochs"]), 1)
-        self.module.model.load_state_dict(self.personal.state_of_client(self.module, number), strict=False)
+        own_state, of_server = (
+            self.personal.state_of_client(self.module, number),
+            self.module.model.state_dict(),
+        )
+        absent = isinstance(self.personal, LocalState) and number not in self.personal.memory
+        if absent and any(not torch.equal(x, of_server[name].cpu()) for name, x in own_state.items()):
+            raise ConfigurationError(
+                f"client: {client} has trained in no round up to {self.data.round}, so its own state is that before training, which does not "
+                "fit the server's weights; leave client out to use the server's model"
+            )
+        self.module.model.load_state_dict(own_state, strict=False)
 
     def _restore(self, data: Any) -> Any:
         """Make the run's objects with these data, load the checkpoint, and return the data module."""

@@ -407,3 +407,20 @@ def test_the_folder_of_a_single_run_stands_for_the_run(patients):
     fit(standardize=False)
     with pytest.raises(ConfigurationError, match=r"runs/run is no run directory .*; it has runs/run/"):
         load_model("runs/run")
+
+
+@pytest.mark.parametrize("method", ["FedBN", "SiloBN", "FedPer"])
+def test_a_client_that_has_never_trained_has_no_model(method, patients, capsys):
+    cli, run = fit(callbacks=[method], participation=1)
+    (personal,) = cli.model.federated_callbacks
+    trained = [name for number, name in enumerate(SITES) if number in personal.memory]
+    absent = [name for name in SITES if name not in trained]
+    assert trained
+    assert absent
+    write_test_rows(cli.datamodule)
+    told = f"client: {absent[0]} has trained in no round up to 3, so its own state is that before training"
+    with pytest.raises(ConfigurationError, match=told):
+        load_model(run, client=absent[0])
+    assert told in message_of(capsys, lambda: command(["predict", run, "new.csv", "--client", absent[0]]))
+    assert load_model(run, client=trained[0])
+    assert predicted(capsys, run, "new.csv")

@@ -13,7 +13,15 @@ from fl_lightning.__main__ import main as command
 from fl_lightning.batch_norm.swapping import evaluating
 
 
-def fit(data="TensorData", callbacks=(), model="TabularMLP", task=None, metrics=None, **arguments):
+def fit(
+    data="TensorData",
+    callbacks=(),
+    model="TabularMLP",
+    task=None,
+    metrics=None,
+    participation=1.0,
+    **arguments,
+):
     """Train for three rounds, and return the command line object and the run directory."""
     if data == "TensorData" and "features" not in arguments:
         arguments = {
@@ -34,7 +42,13 @@ def fit(data="TensorData", callbacks=(), model="TabularMLP", task=None, metrics=
             "enable_progress_bar": False,
             "callbacks": [{"class_path": name} for name in callbacks],
         },
-        "model": {"model": network, "local_steps": 2, "task": task, "metrics": metrics},
+        "model": {
+            "model": network,
+            "local_steps": 2,
+            "participation": participation,
+            "task": task,
+            "metrics": metrics,
+        },
         "data": {"class_path": data, "init_args": arguments},
     }
     if model != {"class_path": "methods.Lit"}:
