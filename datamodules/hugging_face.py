@@ -1,20 +1,18 @@
 """Image classification data sets of Hugging Face's ``datasets``, read from disk."""
 
-import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from io import BytesIO
 from math import isnan
 from pathlib import Path
 from typing import Any
 
-import PIL.Image
 import torch
 from torch import Tensor
 
 from fl_lightning.datamodules.class_folders import wrong_layout
 from fl_lightning.datamodules.image_cache import cached_tensors
-from fl_lightning.datamodules.image_files import ImageFiles, decode, stacked
+from fl_lightning.datamodules.image_files import ImageFiles, decode, stacked, use_range, value_range
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 
@@ -86,7 +84,9 @@ class HuggingFaceImages(ImageFiles):
         """Return the images, from the cache if it is valid."""
         files = [file for split in self._splits.values() for file in self._files(split)]
         kind = "-".join((*self._splits.values(), self._image, f"{self.image_size}px"))
-        images = cached_tensors(files, self.data_dir, self.cache_file(kind), self._read)
+        settings = str(self.pixel_range)
+        images = cached_tensors(files, self.data_dir, self.cache_file(kind), self._read, settings)
+        use_range(self, images["pixels"].tolist())
         labels, test_labels = self._labels
         data = ImageData(images["train"], labels, images["test"], test_labels)
         if self._group is None:
@@ -159,9 +159,17 @@ class HuggingFaceImages(ImageFiles):
         return [str(value) for value in values], [torch.tensor([number[x] for x in part]) for part in parts]
 
     def _read(self) -> dict[str, Tensor]:
-        return {kind: self._images(split) for kind, split in self._splits.items()}
+        pixels = self.pixel_range or value_range(self._encoded(self._splits["train"]))
+        images = {"pixels": torch.tensor(pixels)}
+        for kind, split in self._splits.items():
+            files = (
+                decode(file, self.image_size, name, pixels or None) for file, name in self._encoded(split)
+            )
+            images[kind] = stacked(files, len(self._open(split, [self._image])), 3, self.image_size)
+        return images
 
-    def _images(self, split: str) -> Tensor:
+    def _encoded(self, split: str) -> Iterator[tuple[Path | BytesIO, str]]:
+        """Return the files of a split's images, and their names in messages."""
         from datasets import Image
 
         part = self._open(split, [self._image]).select_columns(self._image)
@@ -172,9 +180,7 @@ class HuggingFaceImages(ImageFiles):
                 f"image_column: {self._image!r} holds no images; set the column of images"
             ) from error
 
-        def image(index: int, row: Any) -> PIL.Image.Image:
+        for index, row in enumerate(files):
             encoded = row[self._image] or {"bytes": b"", "path": None}
             file = Path(encoded["path"]) if encoded["bytes"] is None else BytesIO(encoded["bytes"])
-            return decode(file, self.image_size, f"image {index} of {split} in {self.data_dir}")
-
-        return stacked(itertools.starmap(image, enumerate(files)), len(part), 3, self.image_size)
+            yield file, f"image {index} of {split} in {self.data_dir}"

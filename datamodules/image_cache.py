@@ -14,12 +14,16 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, locked, unwritable
 
-DECODER = 4
+DECODER = 5
 """Version of the decoding and of the cache's format. Another version makes every cache invalid."""
 
 
 def cached_tensors(
-    paths: Sequence[Path], root: Path, cache: Path, read: Callable[[], dict[str, Tensor]]
+    paths: Sequence[Path],
+    root: Path,
+    cache: Path,
+    read: Callable[[], dict[str, Tensor]],
+    settings: str = "",
 ) -> dict[str, Tensor]:
     """Return the tensors that ``read`` creates from files, or load them from a valid cache.
 
@@ -29,13 +33,14 @@ def cached_tensors(
     Args:
         paths: The files, all below ``root``.
         root: The folder of the data set.
-        cache: The cache file. It is memory-mapped. Its name contains the settings of ``read``.
+        cache: The cache file. It is memory-mapped. Its name contains settings of ``read``.
         read: Function that reads the files and returns tensors by name.
+        settings: Other settings of ``read``. Caches with different settings replace each other.
 
     Raises:
         ConfigurationError: A file cannot be read or the cache cannot be written.
     """
-    key = _key(paths, root, cache.name)
+    key = _key(paths, root, f"{cache.name}\0{settings}")
     tensors = _load(cache, key)
     if tensors is not None:
         return tensors

@@ -1,7 +1,8 @@
 """Data sets of image files, decoded once and cached as tensors on disk."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,40 +17,42 @@ from fl_lightning.datamodules.image_cache import cached_tensors
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.datamodules.new_images import new_images
+from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
 
+FULL = (0.0, 65535.0)
+"""Values of 16 bits."""
 
-def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
-    """Convert an image to 8 bits and mode ``"RGB"`` or ``"L"`` (greyscale).
 
-    16-bit values are scaled, and transparency is discarded.
+def converted(image: Image.Image, mode: str = "RGB", pixels: Sequence[float] = FULL) -> Image.Image:
+    """Convert an image to 8 bits and mode ``"RGB"`` or ``"L"`` (greyscale), and turn it upright.
+
+    The orientation comes from the image's EXIF data. Transparency is discarded.
+
+    Args:
+        image: The image.
+        mode: Mode of the result.
+        pixels: Values of images of more than 8 bits that become 0 and 255.
     """
+    image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        values = np.asarray(image).clip(0, 65535) / 257
-        image = Image.fromarray(np.rint(values).astype(np.uint8))
+        low, high = pixels
+        values = (np.asarray(image, np.float64) - low) / ((high - low) or 1) * 255
+        image = Image.fromarray(np.rint(values.clip(0, 255)).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # as Pillow advises for palettes with transparency
     return image.convert(mode)
 
 
-def read_image(file: Path | BinaryIO, mode: str | None = "RGB", name: str | None = None) -> Image.Image:
-    """Read an image in 8 bits.
-
-    Args:
-        file: Path of the image, or an open file.
-        mode: Mode of the result, ``"RGB"`` or ``"L"``. None: no conversion.
-        name: Name of the file in messages. Default: ``file``.
-
-    Raises:
-        ConfigurationError: The file is not an image, is damaged or has floating-point pixels.
-    """
+@contextmanager
+def _opened(file: Path | BinaryIO, name: str | None) -> Iterator[Image.Image]:
     try:
         with Image.open(file) as image:
             if image.mode == "F":
                 raise ConfigurationError(
                     f"data: {name or file} has floating-point pixels of unknown range; save it with 8 or 16 bits"
                 )
-            return image.copy() if mode is None else converted(image, mode)
+            yield image
     except ConfigurationError:
         raise
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -58,9 +61,85 @@ def read_image(file: Path | BinaryIO, mode: str | None = "RGB", name: str | None
         ) from error
 
 
-def decode(file: Path | BinaryIO, size: int, name: str | None = None) -> Image.Image:
+def read_image(
+    file: Path | BinaryIO,
+    mode: str | None = "RGB",
+    name: str | None = None,
+    pixels: Sequence[float] | None = None,
+) -> Image.Image:
+    """Read an image in 8 bits, upright as its EXIF data say.
+
+    Args:
+        file: Path of the image, or an open file.
+        mode: Mode of the result, ``"RGB"`` or ``"L"``. None: no conversion.
+        name: Name of the file in messages. Default: ``file``.
+        pixels: See :func:`converted`. None: images of more than 8 bits are refused.
+
+    Raises:
+        ConfigurationError: The file is not an image, is damaged, has floating-point pixels, or has
+            more than 8 bits without ``pixels``.
+    """
+    with _opened(file, name) as image:
+        if mode is None:
+            return ImageOps.exif_transpose(image)
+        if image.mode.startswith("I") and pixels is None:
+            raise ConfigurationError(
+                f"data: {name or file} has pixels of more than 8 bits, but no training image gives their range; save it with 8 bits, "
+                "or set data.pixel_range"
+            )
+        return converted(image, mode, pixels or FULL)
+
+
+def checked_range(pixels: Sequence[float] | None) -> Sequence[float] | None:
+    """Return the setting ``pixel_range`` if it is two numbers in ascending order, or None."""
+    if pixels is not None and not (len(pixels) == 2 and pixels[0] < pixels[1]):
+        raise ConfigurationError(f"pixel_range must be two numbers such as [0, 4095], found {list(pixels)}")
+    return pixels
+
+
+def value_range(files: Iterable[tuple[Path | BinaryIO, str | None]]) -> list[float]:
+    """Return the smallest and the largest value in images of more than 8 bits; [] if there are none.
+
+    Args:
+        files: Files of images, and their names in messages.
+    """
+    values = list[float]()
+    for file, name in files:
+        with _opened(file, name) as image:
+            if image.mode.startswith("I"):
+                pixels = np.asarray(image)
+                values += [float(pixels.min()), float(pixels.max())]
+    return [min(values), max(values)] if values else []
+
+
+def use_range(data: PartitionedDataModule, found: Sequence[float]) -> None:
+    """Keep and note the range of pixels of a data module.
+
+    Args:
+        data: The data module.
+        found: Range of the training images; [] if they have 8 bits.
+
+    Raises:
+        ConfigurationError: The range is no setting, although there are held-out clients.
+    """
+    if data.pixel_range is not None or not found:
+        return
+    data.pixel_range, (low, high) = found, found
+    if data.has_held_out:
+        raise ConfigurationError(
+            f"data.pixel_range: held-out clients must not decide it; set it, for example to [{low:.10g}, {high:.10g}], the range of all "
+            "training images"
+        )
+    data.notes.append(
+        f"pixels of more than 8 bits: {low:.10g} to {high:.10g}, the range of the training images, become 0 to 255 (data.pixel_range)"
+    )
+
+
+def decode(
+    file: Path | BinaryIO, size: int, name: str | None = None, pixels: Sequence[float] | None = None
+) -> Image.Image:
     """Read an image with :func:`read_image` as RGB and resize it with :func:`square`."""
-    return square(read_image(file, name=name), size)
+    return square(read_image(file, name=name, pixels=pixels), size)
 
 
 def square(image: Image.Image, size: int) -> Image.Image:
@@ -91,6 +170,8 @@ class ImageFiles(InMemoryDataModule):
         data_dir: The folder of the files.
         image_size: Height and width of the images in pixels.
         cache_dir: Folder of the decoded images. None: ``data/cache``.
+        pixel_range: Values of images of more than 8 bits that become 0 and 255, such as [0, 4095].
+            Default: the smallest and the largest value of the training images.
         **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
@@ -101,10 +182,17 @@ class ImageFiles(InMemoryDataModule):
     image_size: int
 
     def __init__(
-        self, data_dir: str, image_size: int, *, cache_dir: str | None = None, **settings: Any
+        self,
+        data_dir: str,
+        image_size: int,
+        *,
+        cache_dir: str | None = None,
+        pixel_range: tuple[float, float] | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(**settings)
         check_at_least(1, image_size=image_size)
+        self.pixel_range = checked_range(pixel_range)
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
 
@@ -114,7 +202,7 @@ class ImageFiles(InMemoryDataModule):
         channels, size, _ = known.input_shape
 
         def read(file: Path) -> Tensor:
-            image = square(read_image(file, "L" if channels == 1 else "RGB"), size)
+            image = square(read_image(file, "L" if channels == 1 else "RGB", pixels=known.pixel_range), size)
             return stacked([image], 1, channels, size)[0]
 
         return new_images(path, known.class_names, labelled, read)
@@ -152,9 +240,14 @@ class ImageFiles(InMemoryDataModule):
         paths = [path for path, _ in (*train, *test)]
 
         def decoded() -> dict[str, Tensor]:
-            return {"images": stacked((decode(path, size) for path in paths), len(paths), 3, size)}
+            pixels = self.pixel_range or value_range((path, None) for path in paths[:count])
+            images = (decode(path, size, pixels=pixels or None) for path in paths)
+            return {"images": stacked(images, len(paths), 3, size), "pixels": torch.tensor(pixels)}
 
-        images = cached_tensors(paths, self.data_dir, self.cache_file(f"{size}px"), decoded)["images"]
+        settings = f"{count} {self.pixel_range}"
+        tensors = cached_tensors(paths, self.data_dir, self.cache_file(f"{size}px"), decoded, settings)
+        images = tensors["images"]
+        use_range(self, tensors["pixels"].tolist())
         labels = torch.tensor([label for _, label in (*train, *test)])
         groups, of_test = (None if g is None else torch.tensor(g) for g in (train_groups, test_groups))
         parts = images[:count], labels[:count], images[count:], labels[count:]

@@ -89,6 +89,11 @@ class PartitionedDataModule(FederatedDataModule):
         self._unseen = torch.empty(0, dtype=torch.int64)  # samples of clients that never train
 
     @property
+    def has_held_out(self) -> bool:
+        """Return whether the setting ``held_out`` names clients."""
+        return bool(self._held_out)
+
+    @property
     def num_clients(self) -> int:
         """Return the number of clients that train. With ``Natural``, it is known only after ``setup``."""
         return (len(self.clients) or self._num_clients) - self._num_held_out

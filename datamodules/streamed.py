@@ -17,7 +17,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from fl_lightning.client_data.raw_inputs import Normalize
-from fl_lightning.datamodules.image_files import read_image
+from fl_lightning.datamodules.image_files import FULL, read_image
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.errors import ConfigurationError
 
@@ -134,7 +134,7 @@ class LabelledImages(StreamedSamples):
 
 def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[Any, Any]":
     """Read an image as uint8 ``[H, W, 3]`` (``"RGB"``), or a mask as uint8 ``[H, W]`` (``"L"``)."""
-    image = read_image(path, "RGB" if mode == "RGB" else None)
+    image = read_image(path, "RGB" if mode == "RGB" else None, pixels=FULL)
     if mode == "L" and image.mode not in ("L", "P"):
         raise ConfigurationError(
             f"data: {path} is an image of mode {image.mode}, but a mask has one 8-bit number per pixel"

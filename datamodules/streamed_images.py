@@ -1,6 +1,6 @@
 """Image classification data sets larger than memory, such as ImageNet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from fl_lightning.client_data.fingerprint import digest, files_digest
 from fl_lightning.client_data.raw_inputs import NewSamples, Normalize, channel_normalization
 from fl_lightning.datamodules.class_folders import ClassFolders, ClassImages
-from fl_lightning.datamodules.image_files import read_image
+from fl_lightning.datamodules.image_files import checked_range, read_image, use_range, value_range
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.new_images import new_images
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
@@ -23,6 +23,9 @@ from fl_lightning.datamodules.streamed import StreamedClient, StreamedSamples
 from fl_lightning.errors import ConfigurationError, check_at_least
 
 Transform = Callable[[Image.Image], Tensor]
+
+_OF_8_BITS = (".bmp", ".gif", ".jpeg", ".jpg", ".ppm", ".webp")
+"""Suffixes of files that need not be opened to know their number of bits."""
 
 
 @dataclass(eq=False)
@@ -33,18 +36,21 @@ class ImageStream(StreamedSamples):
         files: The files of the images.
         transform: Function that turns an image into uint8 ``[3, H, W]``. Its random numbers come
             from torch's global generator.
+        pixels: Values of images of more than 8 bits that become 0 and 255. None: such images are
+            refused.
         **settings: Arguments of :class:`~fl_lightning.datamodules.streamed.StreamedSamples`.
     """
 
     files: ClassImages
     transform: Transform
+    pixels: Sequence[float] | None = None
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, index: int) -> tuple[Image.Image, Tensor]:
         """Return the image as RGB, and its label."""
-        return read_image(self.files.path(index)), self.files.labels[index]
+        return read_image(self.files.path(index), pixels=self.pixels), self.files.labels[index]
 
     def finish(self, sample: tuple[Image.Image, Tensor]) -> Batch:
         """Return the transformed, normalised image and its label."""
@@ -72,6 +78,9 @@ class StreamedImages(PartitionedDataModule):
         eval_batch_size: Number of images in a batch of the server's evaluation.
         mean: Mean of each channel, in [0, 1]. Default: the mean of ImageNet.
         std: Standard deviation of each channel. Default: the standard deviation of ImageNet.
+        pixel_range: Values of images of more than 8 bits that become 0 and 255, such as [0, 4095].
+            Default: the smallest and the largest value of the training images, which are then read
+            at each start.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
 
@@ -96,6 +105,7 @@ class StreamedImages(PartitionedDataModule):
         eval_batch_size: int = 100,
         mean: tuple[float, float, float] = (0.485, 0.456, 0.406),
         std: tuple[float, float, float] = (0.229, 0.224, 0.225),
+        pixel_range: tuple[float, float] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(eval_batch_size=eval_batch_size, **settings)
@@ -104,6 +114,7 @@ class StreamedImages(PartitionedDataModule):
             raise ConfigurationError(
                 f"crop_scale must be two shares such as [0.08, 1.0], found {list(crop_scale)}"
             )
+        self.pixel_range = checked_range(pixel_range)
         self.folders = ClassFolders(Path(data_dir).expanduser())
         self.class_names, self.num_classes = self.folders.classes, len(self.folders.classes)
         self.image_size, self.input_shape = image_size, (3, image_size, image_size)
@@ -117,14 +128,21 @@ class StreamedImages(PartitionedDataModule):
     def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
         """Read a folder of new images. For targets, it needs a folder for each class."""
         transform = _plain(known.image_size)
-        return new_images(path, known.class_names, labelled, lambda file: transform(read_image(file)))
+
+        def read(file: Path) -> Tensor:
+            return transform(read_image(file, pixels=known.pixel_range))
+
+        return new_images(path, known.class_names, labelled, read)
 
     def _make_clients(self) -> None:
         train, test = self.folders.images()
         labels = torch.cat([train.labels, test.labels])
         files = ClassImages(train.data_dir, np.concatenate([train.names, test.names]), labels)
+        if self.pixel_range is None:
+            may_be_deep = (path for path, _ in train.samples() if path.suffix.lower() not in _OF_8_BITS)
+            use_range(self, value_range((path, None) for path in may_be_deep))
         self.train_images, self.images = (
-            ImageStream(files, transform, normalize=self.normalize, threads=self.threads)
+            ImageStream(files, transform, self.pixel_range, normalize=self.normalize, threads=self.threads)
             for transform in (self._augment, self._plain)
         )
         self.loaded = self._content(torch.arange(len(files)))

@@ -30,7 +30,15 @@ from fl_lightning.recorded import Recorded
 SIZES = ("num_classes", "in_channels", "image_size", "in_features")
 """Attributes of the data that are defaults of a model's arguments with the same names."""
 
-_FACTS = (*SIZES, "num_clients", "class_names", "client_names", "input_shape", "eval_batch_size")
+_FACTS = (
+    *SIZES,
+    "num_clients",
+    "class_names",
+    "client_names",
+    "input_shape",
+    "eval_batch_size",
+    "pixel_range",
+)
 
 _NEVER_CALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks that Lightning calls only for the data module of the trainer."""
@@ -171,6 +179,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             training data; None if the model takes raw inputs. It is known after ``setup``.
         input_shape: Shape of a raw sample; None if unknown.
         eval_batch_size: Number of samples in a batch of an evaluation.
+        pixel_range: Values of pixels of more than 8 bits that become 0 and 255; None if the images
+            have 8 bits.
 
     Raises:
         ConfigurationError: A client or the server has a hook that changes batches.
@@ -197,6 +207,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     normalize: Normalize | None = None
     input_shape: Sequence[int] | None = None
     eval_batch_size: int = 500
+    pixel_range: Sequence[float] | None = None
 
     def __init__(
         self,

@@ -24,9 +24,9 @@ def decoded(monkeypatch):
     """The paths that were decoded, in order."""
     paths = []
 
-    def spy(path, size, decode=image_files.decode):
+    def spy(path, size, decode=image_files.decode, **settings):
         paths.append(path)
-        return decode(path, size)
+        return decode(path, size, **settings)
 
     monkeypatch.setattr(image_files, "decode", spy)
     return paths

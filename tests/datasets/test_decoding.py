@@ -52,12 +52,12 @@ def in_class_folders(root, image, kind):
 
 def image_folder(root, image, kind):
     in_class_folders(root, image, kind)
-    return ImageFolder(str(root), 8).load().train_images[0]
+    return ImageFolder(str(root), 8, pixel_range=(0, 65535)).load().train_images[0]
 
 
 def image_domains(root, image, kind):
     in_class_folders(root / "one", image, kind)
-    return ImageDomains(str(root), 8).load().test_images[0]
+    return ImageDomains(str(root), 8, pixel_range=(0, 65535)).load().test_images[0]
 
 
 def tiny_imagenet(root, image, kind):
@@ -65,7 +65,7 @@ def tiny_imagenet(root, image, kind):
         (root / folder).mkdir(parents=True)
         image.save(root / folder / f"0.{kind}", kind)
     (root / "val/val_annotations.txt").write_text(f"0.{kind}\tn01\t0\t0\t1\t1\n")
-    return TinyImageNet(str(root), 8).load().test_images[0]
+    return TinyImageNet(str(root), 8, pixel_range=(0, 65535)).load().test_images[0]
 
 
 def cityscapes(root, image, kind):

@@ -101,7 +101,7 @@ def test_starts_at_the_same_time_decode_once(tree, decoded):
 
 
 def test_a_killed_build_leaves_no_cache(tree, monkeypatch):
-    def killed(path, size):
+    def killed(path, size, **settings):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -36,7 +36,8 @@ def root(tmp_path):
         picture(rng).convert("L").save(folder / f"{wnid}_1.JPEG")
         picture(rng).convert("CMYK").save(folder / f"{wnid}_2.JPEG")
         deep = rng.integers(0, 65536, (16, 20), dtype=np.uint16)
-        Image.fromarray(deep).save(folder / f"{wnid}_3.JPEG", "png")
+        (folder / f"{wnid}_3.JPEG").unlink()
+        Image.fromarray(deep).save(folder / f"{wnid}_3.png")
     (tmp_path / "test").mkdir()
     picture(rng).save(tmp_path / "test" / "0.JPEG")
     return tmp_path
@@ -54,9 +55,9 @@ def read(monkeypatch):
     """The files that were read."""
     paths = []
 
-    def spy(path, original=streamed.read_image):
+    def spy(path, original=streamed.read_image, **settings):
         paths.append(path)
-        return original(path)
+        return original(path, **settings)
 
     monkeypatch.setattr(streamed, "read_image", spy)
     return paths
@@ -185,12 +186,12 @@ def test_a_client_smaller_than_a_batch_has_all_its_images_in_one_batch(root):
     assert min(sizes) < 6
     assert data.cohort_batch(range(3), [0] * 3).sizes() == [min(size, 6) for size in sizes]
     assert [data.samples_per_step(client) for client in range(3)] == [min(size, 6) for size in sizes]
-    assert "fewer samples than batch_size=6" in data.notes[0]
+    assert "fewer samples than batch_size=6" in data.notes[-1]
 
 
 @pytest.mark.parametrize(("split", "message"), [("train", "train/n01"), ("val", "val/")])
 def test_what_holds_no_image_is_named(root, split, message):
-    for path in (root / split).rglob("n01*.JPEG" if split == "train" else "*.JPEG"):
+    for path in (root / split).rglob("n01*.*" if split == "train" else "*.JPEG"):
         path.unlink()
     with pytest.raises(ConfigurationError, match=rf"holds no image in {message}; expected train/<class>"):
         made(root)
