@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_lightning.datamodules.class_folders import wrong_layout
 from fl_lightning.datamodules.image_cache import cached_tensors
-from fl_lightning.datamodules.image_files import ImageFiles, decode, stacked, use_range, value_range
+from fl_lightning.datamodules.image_files import ImageFiles, decode, stacked, value_range
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 
@@ -86,7 +86,7 @@ class HuggingFaceImages(ImageFiles):
         kind = "-".join((*self._splits.values(), self._image, f"{self.image_size}px"))
         settings = str(self.pixel_range)
         images = cached_tensors(files, self.data_dir, self.cache_file(kind), self._read, settings)
-        use_range(self, images["pixels"].tolist())
+        self.use_range(images["pixels"].tolist())
         labels, test_labels = self._labels
         data = ImageData(images["train"], labels, images["test"], test_labels)
         if self._group is None:

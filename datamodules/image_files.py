@@ -17,7 +17,6 @@ from fl_lightning.datamodules.image_cache import cached_tensors
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.datamodules.new_images import new_images
-from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
 
 FULL = (0.0, 65535.0)
@@ -90,13 +89,6 @@ def read_image(
         return converted(image, mode, pixels or FULL)
 
 
-def checked_range(pixels: Sequence[float] | None) -> Sequence[float] | None:
-    """Return the setting ``pixel_range`` if it is two numbers in ascending order, or None."""
-    if pixels is not None and not (len(pixels) == 2 and pixels[0] < pixels[1]):
-        raise ConfigurationError(f"pixel_range must be two numbers such as [0, 4095], found {list(pixels)}")
-    return pixels
-
-
 def value_range(files: Iterable[tuple[Path | BinaryIO, str | None]]) -> list[float]:
     """Return the smallest and the largest value in images of more than 8 bits; [] if there are none.
 
@@ -110,29 +102,6 @@ def value_range(files: Iterable[tuple[Path | BinaryIO, str | None]]) -> list[flo
                 pixels = np.asarray(image)
                 values += [float(pixels.min()), float(pixels.max())]
     return [min(values), max(values)] if values else []
-
-
-def use_range(data: PartitionedDataModule, found: Sequence[float]) -> None:
-    """Keep and note the range of pixels of a data module.
-
-    Args:
-        data: The data module.
-        found: Range of the training images; [] if they have 8 bits.
-
-    Raises:
-        ConfigurationError: The range is no setting, although there are held-out clients.
-    """
-    if data.pixel_range is not None or not found:
-        return
-    data.pixel_range, (low, high) = found, found
-    if data.has_held_out:
-        raise ConfigurationError(
-            f"data.pixel_range: held-out clients must not decide it; set it, for example to [{low:.10g}, {high:.10g}], the range of all "
-            "training images"
-        )
-    data.notes.append(
-        f"pixels of more than 8 bits: {low:.10g} to {high:.10g}, the range of the training images, become 0 to 255 (data.pixel_range)"
-    )
 
 
 def decode(
@@ -192,7 +161,7 @@ class ImageFiles(InMemoryDataModule):
     ) -> None:
         super().__init__(**settings)
         check_at_least(1, image_size=image_size)
-        self.pixel_range = checked_range(pixel_range)
+        self.pixel_range = pixel_range
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
 
@@ -247,7 +216,7 @@ class ImageFiles(InMemoryDataModule):
         settings = f"{count} {self.pixel_range}"
         tensors = cached_tensors(paths, self.data_dir, self.cache_file(f"{size}px"), decoded, settings)
         images = tensors["images"]
-        use_range(self, tensors["pixels"].tolist())
+        self.use_range(tensors["pixels"].tolist())
         labels = torch.tensor([label for _, label in (*train, *test)])
         groups, of_test = (None if g is None else torch.tensor(g) for g in (train_groups, test_groups))
         parts = images[:count], labels[:count], images[count:], labels[count:]

@@ -89,11 +89,6 @@ class PartitionedDataModule(FederatedDataModule):
         self._unseen = torch.empty(0, dtype=torch.int64)  # samples of clients that never train
 
     @property
-    def has_held_out(self) -> bool:
-        """Return whether the setting ``held_out`` names clients."""
-        return bool(self._held_out)
-
-    @property
     def num_clients(self) -> int:
         """Return the number of clients that train. With ``Natural``, it is known only after ``setup``."""
         return (len(self.clients) or self._num_clients) - self._num_held_out
@@ -185,6 +180,27 @@ class PartitionedDataModule(FederatedDataModule):
         labels = self.distribution.labels
         classes = self.num_classes or int(labels.max()) + 1
         return [labels[x].bincount(minlength=classes).tolist() for x in self.distribution.clients]
+
+    def use_range(self, found: Sequence[float]) -> None:
+        """Use the range of pixels of the training images, if it is no setting, and note it.
+
+        Args:
+            found: Smallest and largest value in images of more than 8 bits; [] if there are none.
+
+        Raises:
+            ConfigurationError: The range is no setting, although there are held-out clients.
+        """
+        if self.pixel_range is not None or not found:
+            return
+        self.pixel_range, (low, high) = found, found
+        if self._held_out:
+            raise ConfigurationError(
+                f"data.pixel_range: held-out clients must not decide it; set it, for example to [{low:.10g}, {high:.10g}], the range of all "
+                "training images"
+            )
+        self.notes.append(
+            f"pixels of more than 8 bits: {low:.10g} to {high:.10g}, the range of the training images, become 0 to 255 (data.pixel_range)"
+        )
 
     def distribute(
         self,

@@ -321,21 +321,16 @@ def _tensor(name: str, given: Any, impute: str | None, dtype: str | None = None)
         raise ConfigurationError(f"{name}: {type(given).__name__} is no tensor or array: {error}") from error
     is_features = "features" in name
     dtype = dtype or ("int64" if not is_features and _has_classes(tensor) else _rounded(tensor.dtype))
-    kind: torch.dtype = getattr(torch, dtype)
-    converted, wrong = tensor.to(kind), torch.tensor(False)
-    what, remedy = f"no {dtype}, the type in the run", "give values of this type"
-    if kind.is_floating_point:
-        gaps = is_features and impute is not None
-        wrong = ~(converted.isfinite() | tensor.isnan()) if gaps else ~converted.isfinite()
-        what, remedy = f"not finite in {dtype}", "replace NaN and infinity"
-        if is_features and impute is None:
-            remedy = "set data.impute: median for NaN, replace infinity"
-    elif kind != tensor.dtype:
-        wrong = converted.double() != tensor.double()
-    if bool(wrong.any()):
-        place = tuple(wrong.nonzero()[0].tolist())
+    converted = tensor.to(getattr(torch, dtype))
+    if converted.is_floating_point():
+        missing = tensor.isnan() if is_features and impute is not None else False
+        wrong, what = ~(converted.isfinite() | missing), "not finite in"
+    else:
+        wrong, what = converted.to(tensor.dtype) != tensor, "no value of"
+    for place in wrong.nonzero()[:1].tolist():
         raise ConfigurationError(
-            f"{name}: the value {tensor[place].item()} at {[*place]} is {what}; {remedy}, or leave samples out"
+            f"{name}: the value {tensor[tuple(place)].item()} at {place} is {what} {dtype}; correct it, leave the sample out, or set "
+            "data.impute for features that are NaN"
         )
     return tensor if is_features else converted
 

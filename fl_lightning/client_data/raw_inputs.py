@@ -93,8 +93,10 @@ class TableInputs:
         if self.mean is not None:
             mean, std = (features.new_tensor(x) for x in (self.mean, self.std))
             scaled = (features - mean) / std
+        if not self.categories:
+            return scaled.to(kind)
         parts = []
-        for column, name in enumerate(self.columns if self.categories else ()):
+        for column, name in enumerate(self.columns):
             part = scaled[:, column : column + 1]
             if name in self.categories:
                 known = [
@@ -102,7 +104,7 @@ class TableInputs:
                 ]  # -2: in no sample
                 part = (features[:, column : column + 1] == features.new_tensor(known)).to(part)
             parts.append(part)
-        return torch.cat(parts, dim=1).to(kind) if self.categories else scaled.to(kind)
+        return torch.cat(parts, dim=1).to(kind)
 
     def _fill(self, features: Tensor) -> Tensor:
         if self.fill is None:

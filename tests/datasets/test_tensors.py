@@ -196,16 +196,16 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": [[1.0], [float("inf")]], "targets": [0, 1], "impute": "mean"},
-            r"data.features: the value inf at \[1, 0\] is not finite in float32; replace NaN",
+            r"data.features: the value inf at \[1, 0\] is not finite in float32; correct it",
         ),
         (
             {"features": [[1.0], [2.0]], "targets": [0.5, float("nan")], "impute": "mean"},
-            r"data.targets: the value nan at \[1\] is not finite in float32; replace NaN and infinity",
+            r"data.targets: the value nan at \[1\] is not finite in float32; correct it",
         ),
         ({"features": "empty.npz"}, r"data.features: .*empty.npz holds no features and targets"),
         (
             {"features": [[1.0], [float("nan")]], "targets": [0, 1]},
-            r"data.features: the value nan at \[1, 0\] is not finite in float32; set data.impute: median",
+            r"data.features: the value nan at \[1, 0\] is not finite in float32; correct it, .* set data.impute",
         ),
         (
             {"features": [[1.0], [2.0]], "targets": [0]},
