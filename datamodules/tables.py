@@ -397,11 +397,11 @@ def read_targets(path: Path, table: Any, classes: Mapping[str, Sequence[str] | N
 def _target(path: Path, values: Any, names: Sequence[str] | None) -> NDArray[Any]:
     words, numbers = _names(path, "targets", values), _floats(values)
     if names is not None:
-        position = {name: number for number, name in enumerate(names)}
         if len(unknown := values[~values.isin(names)]):
             raise ConfigurationError(
                 f"data.targets: {_place(path, unknown, [0])}: the target {unknown.iloc[0]} is no class of the run; its classes are {', '.join(names)}"
             )
+        position = {name: number for number, name in enumerate(names)}
         return np.array([position[word] for word in words])
     if (wrong := np.isnan(numbers)).any():
         raise ConfigurationError(

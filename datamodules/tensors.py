@@ -319,7 +319,7 @@ def _tensor(name: str, given: Any, impute: str | None, dtype: str | None = None)
         tensor = torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given).detach()
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{name}: {type(given).__name__} is no tensor or array: {error}") from error
-    is_features = "features" in name
+    is_features = name.endswith("features")
     dtype = dtype or ("int64" if not is_features and _has_classes(tensor) else _rounded(tensor.dtype))
     converted = tensor.to(getattr(torch, dtype))
     if converted.is_floating_point():

@@ -36,8 +36,8 @@ _FACTS = (
     "class_names",
     "client_names",
     "input_shape",
-    "eval_batch_size",
     "pixel_range",
+    "eval_batch_size",
 )
 
 _NEVER_CALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

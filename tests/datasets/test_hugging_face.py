@@ -173,3 +173,27 @@ def test_the_command_of_the_page_on_own_data_runs(library, tmp_path):
     smaller = ["--data.image_size", "8", "--data.num_clients", "2", "--data.batch_size", "2"]
     cli = main([*shlex.split(line.removeprefix(OURS)), *smaller, "--trainer.max_epochs", "1"])
     assert cli.trainer.global_step == 1
+
+
+@pytest.mark.parametrize("layout", ["save_to_disk", "parquet"])
+def test_images_are_upright_and_deep_images_keep_their_contrast(library, layout, tmp_path):
+    scene = np.arange(64).reshape(8, 8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+
+    def stored(split, count):
+        deep = [Image.fromarray((scene * 2 + 900).astype(np.uint16)) for _ in range(count - 1)]
+        path = tmp_path / f"{split}.png"
+        Image.fromarray(np.rot90(scene).astype(np.uint8)).save(path, exif=exif)
+        return [str(path), *deep]
+
+    data = HuggingFaceImages(
+        write(library, tmp_path / "set", layout, img=stored), 8, num_clients=1, batch_size=2
+    )
+    data.setup("fit")
+    assert data.samples.inputs[0, :, :, 0].tolist() == scene.tolist()
+    assert data.samples.inputs[1, :, :, 0].tolist() == np.rint(scene / 63 * 255).tolist()
+    assert list(data.pixel_range) == [900, 1026]
+    again = HuggingFaceImages(str(tmp_path / "set"), 8, num_clients=1, batch_size=2)
+    again.setup("fit")
+    assert list(again.pixel_range) == [900, 1026]  # from the cache

@@ -152,11 +152,11 @@ def test_a_new_value_that_the_type_of_the_run_cannot_hold_is_refused(trained, ne
 @pytest.mark.parametrize("label", [2, -1])
 def test_a_new_label_that_is_no_class_is_refused(label):
     np.savez("train.npz", features=np.zeros((40, 2)), targets=np.arange(40) % 2)
-    np.savez("new.npz", features=np.zeros((2, 2)), targets=np.array([0, label]))
-    with pytest.raises(
-        ConfigurationError, match=rf"new.npz: the target {label} is no class of the run; its classes"
-    ):
-        reader("train.npz")("new.npz")
+    # the name of the file does not make its targets features
+    np.savez("features.npz", features=np.zeros((2, 2)), targets=np.array([0.0, label]))
+    told = rf"features.npz: the target {label} is no class of the run; its classes are 0 to 1"
+    with pytest.raises(ConfigurationError, match=told):
+        reader("train.npz")("features.npz")
 
 
 def test_a_table_for_a_run_of_arrays_is_refused():
