@@ -30,15 +30,8 @@ from fl_lightning.recorded import Recorded
 SIZES = ("num_classes", "in_channels", "image_size", "in_features")
 """Attributes of the data that are defaults of a model's arguments with the same names."""
 
-_FACTS = (
-    *SIZES,
-    "num_clients",
-    "class_names",
-    "client_names",
-    "input_shape",
-    "pixel_range",
-    "eval_batch_size",
-)
+
+_FACTS = ("num_clients", "class_names", "client_names", "input_shape", "pixel_range", "eval_batch_size")
 
 _NEVER_CALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks that Lightning calls only for the data module of the trainer."""
@@ -428,7 +421,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     def facts(self) -> dict[str, Any]:
         """Return what a trained model needs of its data, in plain form. Checkpoints keep it."""
-        facts = {name: plain(getattr(self, name)) for name in _FACTS}
+        facts = {name: plain(getattr(self, name)) for name in (*SIZES, *_FACTS)}
         facts["client_names"] = facts["client_names"][: self.num_clients]
         if self.class_names is None and self.num_classes is not None:
             facts["class_names"] = [*map(str, range(self.num_classes))]
