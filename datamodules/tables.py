@@ -185,7 +185,7 @@ def _with_points(path: Path, table: Any, separator: str, decimal: str | None) ->
         )
     if commas:
         table = table.replace(f"^{number.format(',')}$", r"\1.\2", regex=True)
-    return table, decimal or ("," if commas else "." if points else None)
+    return table, "," if commas else "." if points else None
 
 
 def _read_csv(path: Path, decimal: str | None) -> tuple[Any, str | None]:

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import TensorData
@@ -88,9 +90,9 @@ def test_categories_are_equal_as_exact_decimals(words, names):
 
 
 def test_codes_of_a_parquet_file_with_a_gap_stay_distinct():
-    codes = pd.Series([32570681000036100 + [6, 7, 99][i % 3] for i in range(60)], dtype="Int64")
-    codes[7] = None
-    pd.DataFrame({"code": codes, "outcome": [*map(labels, range(60))]}).to_parquet("table.parquet")
+    codes = [None if i == 7 else 32570681000036100 + [6, 7, 99][i % 3] for i in range(60)]
+    table = pyarrow.table({"code": codes, "outcome": [*map(labels, range(60))]})
+    parquet.write_table(table, "table.parquet")  # pandas would record that it has integers
     data = made("table.parquet", categorical=["code"], impute="median")
     assert len(data.preprocessing.categories["code"]) == 3
 
@@ -140,6 +142,20 @@ def test_types_of_a_parquet_file_decide(column, names):
     column = pd.concat([one] * 20, ignore_index=True)
     pd.DataFrame({"x": column, "outcome": outcome}).to_parquet("table.parquet")
     assert made("table.parquet").preprocessing.categories.get("x") == names
+
+
+def test_categories_of_a_parquet_file_without_pandas_need_no_record():
+    code = pyarrow.array(["1.5", "2", "A"] * 20).dictionary_encode()
+    table = pyarrow.table({"code": code, "outcome": [*map(labels, range(60))]})
+    parquet.write_table(table, "table.parquet")
+    assert made("table.parquet").preprocessing.categories == {"code": ["1.5", "2", "A"]}
+
+
+def test_dates_in_text_of_a_parquet_file_are_no_words():
+    dates = [f"{1 + i % 9}/2/2024" for i in range(60)]
+    pd.DataFrame({"day": dates, "outcome": [*map(labels, range(60))]}).to_parquet("table.parquet")
+    with pytest.raises(ConfigurationError, match=r"day is no column of numbers, row 1 of .* has '1/2/2024'"):
+        made("table.parquet")
 
 
 def test_a_misspelt_number_in_text_of_a_parquet_file_is_refused():
@@ -296,6 +312,13 @@ def test_a_run_keeps_the_decimal_mark_of_its_table(separator, cost, mark):
 
 
 # new features of any type
+
+
+def test_test_features_of_another_type_are_not_cut():
+    tests = {"test_features": np.full((4, 2), 0.5), "test_targets": np.zeros(4, int)}
+    data = TensorData(np.ones((60, 2), int), np.arange(60) % 2, num_clients=2, batch_size=4, **tests)
+    data.setup("fit")
+    assert data.samples.inputs[-1].tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("kind", ["int64", "uint8", "float16", "float64", "bool", "uint16"])
