@@ -12,7 +12,7 @@ from street_scenes import write_scenes
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import Cityscapes, ImageDomains, ImageFolder, StreamedImages
-from fl_lightning.datamodules.image_files import converted, read_image
+from fl_lightning.datamodules.image_files import ImageFiles, converted, read_image
 
 SCENE = (np.add.outer(np.arange(8) * 20, np.arange(8) * 11) % 256).astype(np.uint8)
 SCENE[:3, :2] = 255
@@ -212,6 +212,23 @@ def test_the_cache_is_that_of_the_range(tmp_path):
     other = load(root, pixel_range=(0, 2200)).train_images.clone()
     assert not torch.equal(first, other)
     assert torch.equal(load(root).train_images, first)
+
+
+def test_the_cache_is_that_of_the_training_images(tmp_path):
+    root = write(tmp_path, lambda index: ramp(900, 1000 * (index + 2)), count=3) / "train/ant"
+
+    class Files(ImageFiles):
+        num_classes = 1
+
+        def load(self):
+            samples = [(root / f"{index}.png", 0) for index in range(3)]
+            return self.read(samples[: self.count], samples[self.count :])
+
+    for count, high in ((2, 3000), (1, 2000)):  # the same files in the same order
+        data = Files(str(tmp_path), 8)
+        data.count = count
+        data.load()
+        assert list(data.pixel_range) == [900, high]
 
 
 def test_a_deep_image_without_a_deep_training_image_is_refused(tmp_path):

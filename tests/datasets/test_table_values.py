@@ -70,6 +70,18 @@ def test_a_missing_number_is_filled_and_scaled_in_64_bits():
     assert abs(float(filled[0, 0])) < 1e-6  # the mean of the training samples is 0
 
 
+def test_what_replaces_a_gap_is_not_rounded_before_it_is_scaled():
+    features = np.linspace(1e6, 1e6 + 1, 60).astype(np.float32)[:, None]
+    features[::7] = np.nan
+    tests = {"test_features": features[:4], "test_targets": np.zeros(4, int)}
+    settings = {"num_clients": 2, "batch_size": 4, "impute": "mean", "standardize": True}
+    data = TensorData(features, np.arange(60) % 2, **settings, **tests)
+    data.setup("fit")
+    exact = features.astype(np.float64)
+    exact[::7] = np.nanmean(exact)
+    assert data.preprocessing.mean[0] == pytest.approx(exact.mean(), rel=1e-14)
+
+
 # categories
 
 
@@ -111,6 +123,7 @@ def test_leading_zeros_make_a_column_text(words, names):
     data = made()
     assert data.preprocessing.categories == {"zip": names}
     assert data.in_features == 3
+    assert data.samples.inputs.dtype == torch.float32
     write("table.csv", ["zip", "outcome"], [(f"{i:03}", labels(i)) for i in range(60)])
     with pytest.raises(ConfigurationError, match="zip has another word in each of 60 samples, as a name"):
         made()

@@ -424,3 +424,11 @@ def test_a_client_that_has_never_trained_has_no_model(method, patients, capsys):
     assert told in message_of(capsys, lambda: command(["predict", run, "new.csv", "--client", absent[0]]))
     assert load_model(run, client=trained[0])
     assert predicted(capsys, run, "new.csv")
+
+
+def test_a_client_that_has_never_trained_may_use_a_state_that_is_the_servers(patients):
+    cli, run = fit(callbacks=["FedPer"], participation=1, lr=0)
+    (personal,) = cli.model.federated_callbacks
+    absent = next(name for number, name in enumerate(SITES) if number not in personal.memory)
+    found, expected = (load_model(run, client=x).state_dict() for x in (absent, None))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

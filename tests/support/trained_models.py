@@ -20,6 +20,7 @@ def fit(
     task=None,
     metrics=None,
     participation=1.0,
+    lr=0.05,
     **arguments,
 ):
     """Train for three rounds, and return the command line object and the run directory."""
@@ -52,7 +53,7 @@ def fit(
         "data": {"class_path": data, "init_args": arguments},
     }
     if model != {"class_path": "methods.Lit"}:
-        config["model"]["client_optimizer"] = {"class_path": "SGD", "init_args": {"lr": 0.05}}
+        config["model"]["client_optimizer"] = {"class_path": "SGD", "init_args": {"lr": lr}}
     Path("run.yaml").write_text(yaml.safe_dump(config))
     cli = main(["fit", "--config", "run.yaml"])
     return cli, str(cli.attempt.path)
