@@ -182,7 +182,8 @@ def test_images_are_upright_and_deep_images_keep_their_contrast(library, layout,
     exif[0x0112] = 6
 
     def stored(split, count):
-        deep = [Image.fromarray((scene * 2 + 900).astype(np.uint16)) for _ in range(count - 1)]
+        level = 900 if split == "train" else 9000
+        deep = [Image.fromarray((scene * 2 + level).astype(np.uint16)) for _ in range(count - 1)]
         path = tmp_path / f"{split}.png"
         Image.fromarray(np.rot90(scene).astype(np.uint8)).save(path, exif=exif)
         return [str(path), *deep]

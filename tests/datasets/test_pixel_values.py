@@ -196,6 +196,15 @@ def test_the_range_of_pixels_is_a_setting_and_kept_for_prediction(kind, tmp_path
         assert int(new.max()) == round((1100 - low) / (high - low) * 255) if kind is ImageFolder else True
 
 
+def test_streamed_images_are_not_read_at_the_start_if_the_range_is_set(tmp_path):
+    write(tmp_path, lambda index: ramp(900, 1100))
+    Path(tmp_path, "train/ant/1.png").write_bytes(b"no image")
+    settings = {"num_clients": 1, "batch_size": 2}
+    StreamedImages(str(tmp_path), 8, pixel_range=(900, 1100), **settings).setup("fit")
+    with pytest.raises(ConfigurationError, match=r"train/ant/1.png cannot be read as an image"):
+        StreamedImages(str(tmp_path), 8, **settings).setup("fit")
+
+
 def test_8_bit_images_beside_deep_images_stay_as_they_are(tmp_path):
     write(tmp_path, lambda index: ramp(900, 1100))
     Image.fromarray(SCENE).save(tmp_path / "train/ant/9.png")
