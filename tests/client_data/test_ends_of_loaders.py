@@ -302,5 +302,5 @@ def test_a_later_evaluation_that_ends_early_is_an_error(split):
 def test_the_evaluation_of_a_later_round_that_ends_early_is_an_error():
     module = FederatedModule(small_cnn(), SGD, local_steps=1)
     data = FederatedDataModule([good()], site(val=DataLoader(EndsLater(IMAGES, LABELS), 4)))
-    with pytest.raises(ConfigurationError, match="evaluation data gives [01] batches"):
+    with pytest.raises(ConfigurationError, match=r"evaluation data gives [01] batches"):
         fit(module, data, 4, limit_val_batches=1.0)
