@@ -15,12 +15,13 @@ from fl_lightning.round import resolve_policy
 class StaticBN(FederatedCallback):
     """Static BN (sBN): a pass over the training data measures the running statistics.
 
-    In training, running statistics are neither tracked nor sent. Instead, all clients make a pass
+    In training, clients do not send running statistics. Instead, all clients make a pass
     over their training data with the server's new weights, without gradients (see
     :func:`~fl_lightning.methods.statistics_pass.measured_statistics`). A pass takes place after each evaluated
     round and after the last round. After a skipped round, a pass takes place only if no earlier
     pass used the current weights. Between two passes, the server and its checkpoints hold the
-    statistics of the earlier pass. Parameters train as in FedAvg; only evaluation differs.
+    statistics of the earlier pass, which clients receive with the weights. Parameters train as in
+    FedAvg; only evaluation differs.
 
     Args:
         statistics_pass: Data and formula of the statistics.

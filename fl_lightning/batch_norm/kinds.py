@@ -61,7 +61,9 @@ TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
   by ``Cohort.remember`` and ``Cohort.recall``. For evaluation, the server uses the mean of the
   state over the round's cohort.
 - ``pooled``: The method aggregates the state itself.
-- ``reset``: The state is discarded after the round.
+- ``reset``: The clients start from the server's state, and discard their changes after the round.
+  Only the method changes the server's state. Each client receives the state in its first round,
+  and after each change.
 """
 
 

@@ -75,6 +75,8 @@ class Cohort:
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind of state and each part of the model (see
             ``fl_lightning.round.policy``).
+        versions: Name of the broadcast value of each frozen or reset block. If a method changes reset
+            state at the server, its name changes.
         losses: Mean training loss of each client over the local steps, shape ``[C]``, set before
             ``on_before_aggregate``.
 
@@ -113,6 +115,7 @@ class Cohort:
         self.weights = torch.empty(0)
         self.local_steps: list[int] = []
         self.policy: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
         self.rows: slice | list[int] = slice(0, num_clients)
         self.extra: dict[str, Tensor] = {}
         self._seed = 0

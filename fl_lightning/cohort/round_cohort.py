@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.kinds import KINDS
+from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.rows import Rows, join_columns
 from fl_lightning.errors import ConfigurationError
@@ -138,6 +139,12 @@ class RoundCohort(Cohort):
         for name, layout in self.buffers.layout.items():
             block = self.buffers.blocks[name]
             block.copy_(join_columns(self.server_buffers, layout.shapes).expand_as(block))
+        self.versions = {
+            name: name if self.treatment(name) == "frozen" else f"{name} {digest(rows.blocks[name][:1])}"
+            for rows in (self.params, self.buffers)
+            for name, layout in rows.layout.items()
+            if self.treatment(name) in ("frozen", "reset") and layout.kind != "scratch"
+        }
         trained = [name for name in self.params.blocks if self.is_trained(name)]
         if trained != self.trained_blocks:
             self.trained_blocks = trained

@@ -80,14 +80,16 @@ def round_communication(
 ) -> Communication:
     """Return the traffic of a round: the model's state, and additional traffic of methods.
 
-    Averaged and pooled state is sent in both directions. Local state, reset state and counters are
-    not sent. Frozen state is sent to each client once, in its first round after the freeze.
+    Averaged and pooled state is sent in both directions. Local state and counters are not sent.
+    Frozen and reset state is sent to a client if its value is new to the client: frozen state once,
+    in the client's first round after the freeze, and reset state in the client's first round and
+    after each change at the server.
 
     Args:
         cohort: The round's clients, after their local steps.
         callbacks: The run's methods, which declare additional traffic.
-        holding: Function that takes the name of a frozen block and returns the clients that already
-            have this block. Default: no clients.
+        holding: Function that takes a version of a block (``Cohort.versions``) and returns the
+            clients that already have this version. Default: no clients.
     """
     communication = Communication(cohort.client_ids, cohort.local_steps, exchanges=1)
     for rows in (cohort.params, cohort.buffers):
@@ -97,8 +99,8 @@ def round_communication(
             label, sent = JOINT_LABELS.get(rows.layout[name].kind, ""), block.shape[1] * block.element_size()
             if cohort.treatment(name) in ("averaged", "pooled"):
                 communication.count(label, dict.fromkeys(cohort.client_ids, (sent, sent)))
-            elif cohort.treatment(name) == "frozen":
-                receivers = set(cohort.client_ids) - set(holding(name))
+            elif name in cohort.versions:
+                receivers = set(cohort.client_ids) - set(holding(cohort.versions[name]))
                 communication.count(label, dict.fromkeys(receivers, (0, sent)))
     size = next(iter(cohort.params.blocks.values())).element_size()
     for callback in callbacks:

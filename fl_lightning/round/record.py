@@ -44,7 +44,7 @@ class RunRecord:
             out.
         clients: Number of rounds, number of local steps and latest mean training loss of each
             client.
-        holders: Clients that have received frozen parameters or buffers, by block name.
+        holders: Clients that have received frozen or reset state, by version (``Cohort.versions``).
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
         description: Settings that affect results, by dotted name; may be empty.
         computed_by: The executor and other facts that affect rounding errors; empty if unknown.
@@ -99,14 +99,14 @@ class RunRecord:
         for client, taken, loss in zip(cohort.client_ids, cohort.local_steps, losses, strict=True):
             rounds, steps, _ = self.clients.get(client, (0, 0, 0.0))
             self.clients[client] = (rounds + 1, steps + taken, loss)
-        frozen = [name for name in cohort.block_names if cohort.treatment(name) == "frozen"]
-        self.holders = {name: sorted({*self.holding(name), *cohort.client_ids}) for name in frozen}
+        versions = cohort.versions.values()
+        self.holders = {name: sorted({*self.holding(name), *cohort.client_ids}) for name in versions}
         self.samples += sum(cohort.samples)
         self.spend(seconds, costs)
 
-    def holding(self, block: str) -> list[int]:
-        """Return the clients that have received a frozen block of parameters or buffers."""
-        return self.holders.get(block, [])
+    def holding(self, version: str) -> list[int]:
+        """Return the clients that have received a version of a block (``Cohort.versions``)."""
+        return self.holders.get(version, [])
 
     def spend(self, seconds: float, costs: Mapping[str, float]) -> None:
         """Add a duration in seconds, and traffic in bytes by metric name, to the totals."""

@@ -110,9 +110,13 @@ def federation(
 
 
 def reference_model(norm: str = "bn") -> nn.Sequential:
-    """Create :func:`~fl_lightning.testing.models.small_cnn` in float64, with fixed weights."""
-    model = small_cnn(norm, classes=CLASSES, channels=CHANNELS).double()
-    model[6] = nn.Identity()  # no dropout: a run would replace torch's dropout layer
+    """Create :func:`~fl_lightning.testing.models.small_cnn` in float64, with fixed weights.
+
+    A BN layer whose gamma and beta are not trained replaces dropout, which runs would replace.
+    """
+    model = small_cnn(norm, classes=CLASSES, channels=CHANNELS)
+    model[6] = nn.BatchNorm2d(6).requires_grad_(False) if norm == "bn" else nn.Identity()
+    model.double()
     draw = generator(0, "verification model")
     with torch.no_grad():
         for layer in (model[0], model[3], model[8]):

@@ -42,6 +42,7 @@ class Round:
         memory: The method's ``state_dict`` after the round.
         payload: Result of ``extra_payload``.
         exchanges: Result of ``extra_exchanges``.
+        downloads: Number of bytes that the round counts as received, by client.
         loss: Mean training loss.
         received: Number of floats in the client optimizer's state that are equal at all clients,
             and not 0, when the round starts. The server must have sent these floats.
@@ -67,6 +68,7 @@ class Round:
     memory: Any = None
     payload: Any = (0, 0)
     exchanges: Any = 0
+    downloads: dict[int, int] = field(default_factory=dict)
     loss: float = 0.0
     received: int = 0
     steps: list[int] = field(default_factory=list)
@@ -180,6 +182,7 @@ class Run(FederatedModule):
         """Record the round's loss, and the method's memory after the round."""
         super().on_train_epoch_end()
         seen = self.rounds[-1]
+        seen.downloads = {client: down for client, (_, down) in self.communication.by_client().items()}
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
         if self.method is not None:
             seen.memory = deepcopy(contents(self.method.state_dict()))
@@ -189,6 +192,12 @@ class Run(FederatedModule):
             memory = deepcopy(contents(self.method.state_dict()))
             if large_of_server(memory):
                 self.method.load_state_dict(shifted(memory))
+            for (
+                name,
+                parameter,
+            ) in cohort.server_parameters.items():  # the server has sent what it has changed
+                if name not in cohort.params and apart(self.rounds[0].broadcast[name], parameter.detach()):
+                    parameter.detach().add_(0.25)
         if hook != "on_before_aggregate" or change.client not in cohort.client_ids:
             return
         row = cohort.client_ids.index(change.client)

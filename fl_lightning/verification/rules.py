@@ -139,7 +139,7 @@ def between_rounds(trials: Trials) -> Violations:
 
 
 @rule(
-    'declare state "pooled" if the method itself combines it',
+    'declare state "pooled" if the method combines what clients send, and "reset" if the server finds it without them',
     "attacks are tried with the median as aggregator",
 )
 def server_state(trials: Trials) -> Violations:
@@ -164,10 +164,15 @@ def server_state(trials: Trials) -> Violations:
             yield f"a counter must be the clients' largest: {name} is {held:g} ({held.dtype}) after {seen}"
         changed = apart(seen.corrected[name], seen.server[name])
         if not changed <= TOLERANCE:
+            way = (
+                "; change cohort.pseudo_gradient in on_after_aggregate"
+                if kind in ("weight", "affine")
+                else ""
+            )
             yield (
                 f"only on_after_aggregate may correct the server: {name} differs by {changed:.2g} from the clients' "
-                f"weighted mean in {seen} after the method's other hooks; change cohort.pseudo_gradient in "
-                "on_after_aggregate (docs/own-method.md#a-correction-at-the-server)"
+                f"weighted mean in {seen} after the method's other hooks{way} "
+                "(docs/own-method.md#a-correction-at-the-server)"
             )
         if apart(held, seen.corrected[name]):
             corrections.add(seen.number)
@@ -347,7 +352,10 @@ def fresh_noise(trials: Trials) -> Violations:
     return "no noise in the gradients repeats at another client or in the next local step"
 
 
-@rule("set statistics in on_round_end, after the server's step")
+@rule(
+    "set statistics in on_round_end, after the server's step; declare statistics that follow from the server's weights "
+    '"reset"'
+)
 def server_optimizer(trials: Trials) -> Violations:
     """Check that the server optimizer does not affect statistics.
 
@@ -418,10 +426,13 @@ def traffic(trials: Trials) -> Violations:
 
     - Upload: a client gets different data, but sends unchanged weights, statistics and loss. The
       server must not change.
-    - Download: the rule changes a tensor of at least 8 floats in the server's memory. If the
-      clients start from the same state, their local steps must be the same.
+    - Download: the rule changes a tensor of at least 8 floats in the server's memory, and parameters
+      that are not trained but changed at the server. If the clients start from the same state, their
+      local steps must be the same.
+    - Frozen and reset state: a client starts from new values only if its round counts them.
     """
     usual, number = trials.run(), 3
+    yield from _uncounted(usual)
     seen = usual.rounds[number - 1]
     up, down = seen.payload
     if (up and down) or trials.make().needs_joint_forward:
@@ -440,6 +451,21 @@ def traffic(trials: Trials) -> Violations:
         if place is not None:
             yield f"memory that the server sends must be declared: it changes {place} of clients that start {seen} alike"
     return "nothing undeclared crosses the network"
+
+
+def _uncounted(run: Run) -> Iterator[str]:
+    """Yield a client that starts a round from more new floats than the round counts as download."""
+    known: dict[int, State] = {}
+    for seen, client in ((one, client) for one in run.rounds for client in one.clients):
+        start, last = seen.row(seen.start, client), known.get(client, run.rounds[0].broadcast)
+        new = {
+            name: value.numel() if seen.treatments[name] in ("averaged", "pooled") else int((value != last[name]).sum())
+            for name, value in start.items()
+            if value.is_floating_point() and seen.treatments[name] != "local"
+        }  # fmt: skip
+        if (floats := sum(new.values())) > (counted := seen.downloads[client] // 8):
+            yield f"what clients receive must be counted: client {client} starts {seen} from {floats} new floats, not {counted}"
+        known[client] = start
 
 
 @rule("change only the memory of clients in cohort.client_ids")

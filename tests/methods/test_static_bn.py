@@ -20,6 +20,7 @@ from fl_lightning.batch_norm.moments import moments
 from fl_lightning.callbacks import FBN, FixBN, StaticBN
 from fl_lightning.methods import statistics_pass
 from fl_lightning.methods.statistics_pass import measured_statistics
+from fl_lightning.round.plan import sample_cohort
 
 MODES = ["pooled", "pooled_total_variance", "per_client", "per_client_total_variance"]
 SIZES = (40, 80, 120)
@@ -171,7 +172,16 @@ def test_all_clients_send_statistics_in_a_pass_and_get_its_weights_where_the_nex
     statistics = 8 * 2 * (4 + 6)
     plain = [2 * parameters, 2 * parameters]
     with_pass, last = ([2 * parameters + 4 * statistics, (2 + others) * parameters] for others in (4 - 2, 4))
-    assert seen == [plain, with_pass, last]
+    first, second = (set(sample_cohort(4, 2, 0, number)) for number in (1, 2))
+    received = [
+        len(first),
+        len(second - first),
+        2,
+    ]  # statistics of the start in rounds 1 and 2, of the pass in 3
+    expected = [plain, with_pass, last]
+    assert seen == [
+        [up, down + number * statistics] for (up, down), number in zip(expected, received, strict=True)
+    ]
 
 
 def test_one_value_per_channel_is_explained():
@@ -292,7 +302,7 @@ def test_a_round_that_is_skipped_is_evaluated_with_the_statistics_of_its_weights
     ]
     passed = [3 * statistics, 0, 0]
     usual = [3 * weights, 3 * weights, 1]
-    assert costs[:2] == [usual, passed]
+    assert costs[:2] == [[usual[0], usual[1] + 3 * statistics, 1], passed]
     assert costs[3] == passed
     assert costs[5][:1] == [usual[0] + passed[0]]
     assert costs[6] == [0, 0, 0]

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, federated_run
+from helpers import SGD, Received, SaveRounds, blobs, federated_run
 
 import fl_lightning.callbacks.fedtan
 from fl_lightning import FederatedCallback
@@ -22,9 +22,12 @@ from fl_lightning.callbacks import (
     MaintainedMomentum,
     MomentMatching,
     SiloBN,
+    StaticBN,
 )
+from fl_lightning.round.plan import sample_cohort
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+EVALUATED = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)
 STATISTICS = 20
 """Floats of running statistics of ``small_cnn``, two layers with 4 and 6 channels."""
@@ -158,6 +161,73 @@ def test_a_client_sends_the_floats_that_the_server_depends_on(name):
 def test_a_client_receives_the_floats_of_the_server_that_are_new(name):
     counted, traffic = downloaded(*METHODS[name])
     assert counted == {kind: down // 8 for kind, (_, down) in of_a_client(traffic).items()}
+
+
+class Rewrites(FederatedCallback):
+    """Lets the server set state that clients do not send."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def policy(self, round_number, total_rounds):
+        return dict.fromkeys(self.names, "reset")
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        state = cohort.server_parameters | cohort.server_buffers
+        for name, treatment in cohort.treatments.items():
+            if treatment == "reset" and state[name].is_floating_point():
+                state[name].detach().copy_(torch.rand_like(state[name]))
+
+
+@pytest.mark.parametrize(
+    ("names", "floats"),
+    [
+        (["mean", "var", "counter"], STATISTICS),
+        (["var"], STATISTICS / 2),
+        (["affine"], STATISTICS),
+        (["last layer"], 3 * 24 + 3),
+    ],
+)
+def test_reset_state_that_the_server_sets_is_received_and_not_sent(names, floats):
+    counted, traffic = downloaded(lambda: Rewrites(*names), SGD)
+    pairs = {kind: pair for kind, pair in of_a_client(traffic).items() if kind in KINDS.values()}
+    assert counted == {kind: down // 8 for kind, (_, down) in pairs.items()}
+    assert sum(down - up for up, down in pairs.values()) == 8 * floats
+
+
+def test_the_statistics_that_a_pass_of_static_bn_measures_are_received_with_the_weights():
+    received = {}
+
+    class Beside(FederatedCallback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            pairs = pl_module.communication.sent.get("BN statistics", {})
+            received[pl_module.round] = {*pairs.values()}
+
+    federated_run(StaticBN("per_client"), Beside(), rounds=5, trainer=EVALUATED)
+    once = {(0, 8 * STATISTICS)}
+    assert received == {1: once, 2: set(), 3: once, 4: set(), 5: once}
+
+
+def test_reset_state_is_received_once_by_each_client_after_each_change(tmp_path):
+    """It changes after rounds 2, 4 and 6; two of five clients take part in a round."""
+
+    class Seldom(Rewrites):
+        def on_round_end(self, trainer, pl_module, cohort):
+            if cohort.round % 2 == 0:
+                super().on_round_end(trainer, pl_module, cohort)
+
+    def train(ckpt_path=None):
+        received = Received()
+        callbacks = [Seldom("mean", "var"), received, SaveRounds(tmp_path)]
+        federated_run(*callbacks, data=data, rounds=8, participation=2, ckpt_path=ckpt_path)
+        return received.received
+
+    data = partial(blobs, 5, sizes=(40,) * 5)
+    cohorts = [set(sample_cohort(5, 2, 0, number)) for number in range(1, 9)]
+    new = [len(cohort - (cohorts[place - 1] if place % 2 else set())) for place, cohort in enumerate(cohorts)]
+    rounds = train()
+    assert [down - up for up, down in rounds] == [8 * STATISTICS * number for number in new]
+    assert train(tmp_path / "5.ckpt") == rounds[5:]
 
 
 def test_a_method_that_sends_more_than_it_says_is_found():

@@ -131,6 +131,28 @@ class SilentMomentum(FederatedCallback):
         self.sums = state["sums"]
 
 
+@fails("traffic")
+class SilentFactors(FederatedCallback):
+    """Rewrites gamma of a layer that is not trained, which clients have in their forward passes."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        for name, value in cohort.server_parameters.items():
+            if name not in cohort.params:
+                value.mul_(1 + 0.1 * cohort.round)
+
+
+@fails("traffic")
+class SilentStart(FederatedCallback):
+    """Says that statistics are reset, and gives clients others than the server's to start from."""
+
+    def policy(self, round_number, total_rounds):
+        return dict.fromkeys(("mean", "var"), "reset")
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        for name in of_kind(cohort, "mean"):
+            cohort.buffers[name].fill_(cohort.round)
+
+
 @fails("fresh noise")
 class OneNoiseARound(FederatedCallback):
     """Draws a client's noise once a round, and adds it in each local step."""
