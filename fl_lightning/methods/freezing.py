@@ -78,9 +78,9 @@ class Freezing(FederatedCallback):
         return "nothing frozen" if last is not None and last >= _last_round(module) else ""
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Log T* as a metric of the run if T* is known."""
+        """Log T* as a metric of the run after round T*, since other runs may share earlier rounds."""
         last = self.last_batch_round(pl_module.planned_rounds)
-        if last is not None:
+        if last is not None and cohort.round > last:
             pl_module.log(self.milestone, float(last))
 
 

@@ -62,7 +62,7 @@ class Declarations:
         """Return the number of rounds, from round 1 on, in which this method has no effect.
 
         Runs of a study can share these rounds, so up to this number a run must equal a run without
-        this method, bit for bit. The number depends only on constructor arguments. Studies ignore
+        this method, bit for bit, in its state and its metrics. The number depends only on constructor arguments. Studies ignore
         an inherited declaration, because a subclass may change earlier rounds. They also ignore a
         method with an argument that is an object of another class.
 

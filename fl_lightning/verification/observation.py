@@ -44,6 +44,7 @@ class Round:
         exchanges: Result of ``extra_exchanges``.
         downloads: Number of bytes that the round counts as received, by client.
         loss: Mean training loss.
+        metrics: All metrics of the round, except times.
         received: Number of floats in the client optimizer's state that are equal at all clients,
             and not 0, when the round starts. The server must have sent these floats.
         steps: Number of local steps of each client.
@@ -70,6 +71,7 @@ class Round:
     exchanges: Any = 0
     downloads: dict[int, int] = field(default_factory=dict)
     loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
     received: int = 0
     steps: list[int] = field(default_factory=list)
     trained: State = field(default_factory=dict)
@@ -183,6 +185,7 @@ class Run(FederatedModule):
         super().on_train_epoch_end()
         seen = self.rounds[-1]
         seen.downloads = {client: down for client, (_, down) in self.communication.by_client().items()}
+        seen.metrics = {name: x for name, x in self.metrics.items() if not name.startswith("time/")}
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
         if self.method is not None:
             seen.memory = deepcopy(contents(self.method.state_dict()))

@@ -211,6 +211,22 @@ def frozen_state(trials: Trials) -> Violations:
     return f"constant bit for bit in {len(frozen)} rounds"
 
 
+@rule("log and change nothing in the rounds that same_until declares")
+def first_stage(trials: Trials) -> Violations:
+    """Check that the rounds of ``same_until`` equal those of a run without the method, bit for bit.
+
+    The server's state and all metrics are compared. Runs of a study share these rounds.
+    """
+    run, plain = trials.run(), trials.run(bare=True)
+    until = trials.make().same_until(len(run.rounds))
+    if not until:
+        raise NotApplicable("the method declares no such rounds")
+    for seen, other in zip(run.rounds[:until], plain.rounds, strict=False):
+        if place := difference(*({"server": x.server, "metrics": x.metrics} for x in (seen, other))):
+            yield f"a round of same_until must equal FedAvg: {place} differs in {seen}"
+    return f"{until} rounds equal FedAvg bit for bit"
+
+
 def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
     """Return the kinds of state that a method freezes, and the last round before the freeze.
 
@@ -660,7 +676,7 @@ def _outcome(run: Run) -> dict[str, object]:
         "model": last.server,
         "server optimizer": run.trainer.optimizers[0].state_dict(),
         "state_dict": last.memory,
-        "metrics": {name: value for name, value in run.metrics.items() if not name.startswith("time/")},
+        "metrics": last.metrics,
     }
 
 

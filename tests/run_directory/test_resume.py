@@ -1,4 +1,5 @@
 import contextlib
+import csv
 import json
 import multiprocessing
 import os
@@ -382,6 +383,23 @@ def test_checkpoints_of_lightning_stay_in_the_run_beside_a_logger_with_a_folder_
     attempt = run().attempt
     assert {path.name for path in attempt.checkpoints.iterdir()} == {"last.ckpt", "epoch=3-step=4.ckpt"}
     assert list(Path("elsewhere").rglob("*.ckpt")) == []
+
+
+@pytest.mark.parametrize("version", [0, "fixed", None])
+@pytest.mark.parametrize("changed", [False, True], ids=["resumed", "a new attempt"])
+def test_a_csv_logger_has_a_row_of_each_round_also_before_a_resume(version, changed):
+    settings = {"save_dir": "csv", "version": version}
+    write_config(
+        {"trainer.logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": settings}}
+    )
+    last = run("--trainer.max_epochs", 2).attempt.checkpoints / "last.ckpt"
+    options = ["--model.client_optimizer.lr", 0.01] if changed else []
+    attempt = run("--ckpt_path", last, "--trainer.max_epochs", 4, *options).attempt
+    newest = max(Path("csv").rglob("metrics.csv"), key=lambda path: path.stat().st_mtime_ns)
+    table = [*csv.DictReader(newest.read_text().splitlines())]
+    assert [float(row["round"]) for row in table] == [0, 1, 2, 3, 4] == [float(row["step"]) for row in table]
+    losses = [row.get("train/loss") for row in rows(attempt)]
+    assert [float(row["train/loss"]) if row["train/loss"] else None for row in table] == losses
 
 
 def test_early_stopping_of_lightning_stops_at_the_round_of_an_evaluation(capsys):

@@ -292,6 +292,8 @@ class Training:
         for logger in loggers:
             if isinstance(logger, CSVLogger):
                 vars(logger)["log_metrics"] = joined(type(logger).log_metrics).__get__(logger)
+                if self.start.metrics:  # RunStart writes all rows; Lightning would warn, and delete them
+                    Path(logger.log_dir, "metrics.csv").unlink(missing_ok=True)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint):
                 # otherwise Lightning would write checkpoints to the folder of a logger

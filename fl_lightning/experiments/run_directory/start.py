@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import lightning as L
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 
 from fl_lightning.batch_norm.kinds import KINDS, STATISTICS, buffer_kinds, state_label
 from fl_lightning.batch_norm.layers import batch_norm_layers
@@ -20,6 +21,7 @@ from fl_lightning.experiments.run_directory.describe import (
 )
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.drawings import draw_partition, harmless
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.files import write_bytes, write_json, write_text
 from fl_lightning.round.module import FederatedModule
@@ -60,6 +62,10 @@ class RunStart(L.Callback):
             _remove_results(self.attempt)
             if self.start.metrics:
                 write_bytes(self.attempt.metrics, self.start.metrics)
+                for logger in (one for one in trainer.loggers if isinstance(one, CSVLogger)):
+                    for row in read_metrics(self.attempt.metrics):
+                        logger.log_metrics(row, step=int(row["round"]))
+                    logger.save()
             origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
             settings = yaml.safe_dump(self.config, sort_keys=False)
             sizes = {name: getattr(pl_module.data, name) for name in (*SIZES, "num_clients")}

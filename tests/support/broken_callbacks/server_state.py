@@ -218,6 +218,31 @@ class SaysOneRoundLate(FixBN):
         return super().last_batch_round(total_rounds) + 1
 
 
+@fails("first stage")
+class LogsItsRound(FixBN):
+    """Logs T* from the first round on, which other runs share."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        pl_module.log("fixbn/freeze_round", float(self.last_batch_round(pl_module.planned_rounds)))
+
+
+@fails("first stage")
+class SharesTooMuch(FixBN):
+    """Declares a round more than it has in common with FedAvg."""
+
+    def same_until(self, total_rounds):
+        return super().same_until(total_rounds) + 1
+
+
+@fails("first stage", "own_twin_when_frozen")
+class ActsBeforeItsRound(FixBN):
+    """Forgets that other runs share the first rounds, and clips gradients in them."""
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for gradients in cohort.grads.blocks.values():
+            gradients.clamp_(-0.1, 0.1)
+
+
 @fails("frozen state")
 class FindsOneRoundLate(SlidingWindowFixBN):
     """Freezes one round after the one that it has found."""
