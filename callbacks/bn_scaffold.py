@@ -147,8 +147,7 @@ class BNSCAFFOLD(SCAFFOLD):
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Return the numbers of floats that a client sends (changes of c_i and k_i) and receives (c and k)."""
-        kinds, buffers = cohort.buffer_kinds, cohort.server_buffers
-        statistics = sum(x.numel() for name, x in buffers.items() if kinds[name] in ("mean", "var"))
+        statistics = sum(cohort.server_buffers[name].numel() for name in cohort.names("mean", "var"))
         gradients = super().extra_payload(cohort)[0] if self.gradients else 0
         floats = gradients + (statistics if self.statistics else 0)
         return floats, floats

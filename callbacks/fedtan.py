@@ -217,5 +217,4 @@ class FedTAN(FederatedCallback):
 
 def _calls(cohort: Cohort) -> Tensor:
     """Return each client's number of calls of each BN layer in training, ``[C, layers]``."""
-    kinds = cohort.buffer_kinds
-    return torch.stack([cohort.buffers[name] for name in kinds if kinds[name] == "counter"], 1)
+    return torch.stack([cohort.buffers[name] for name in cohort.names("counter")], 1)

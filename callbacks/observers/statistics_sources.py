@@ -152,7 +152,7 @@ class StatisticsSources(Observer, VariantEvaluation):
                     f"{', '.join((*_MEASURED, 'batch'))}"
                 )
         self._start = server_statistics(cohort)
-        counters = [name for name, kind in cohort.buffer_kinds.items() if kind == "counter"]
+        counters = cohort.names("counter")
         self._counters = {name: cohort.server_buffers[name].clone() for name in counters}
         if "silobn" in self._chosen:
             cohort.extra[_KEPT] = client_statistics(cohort).movedim(1, 0).contiguous()

@@ -21,13 +21,16 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 _BN_BUFFERS = {"running_mean": "mean", "running_var": "var", "num_batches_tracked": "counter"}
 
 
-def parameter_kinds(model: nn.Module) -> dict[str, str]:
-    """Return the kind of each trainable parameter by name, in the order of ``named_parameters``."""
+def parameter_kinds(model: nn.Module, untrained: bool = False) -> dict[str, str]:
+    """Return the kind of each trainable parameter by name, in the order of ``named_parameters``.
+
+    If ``untrained`` is True, parameters without ``requires_grad`` are included.
+    """
     affine = {id(p) for layer in batch_norm_layers(model).values() for p in layer.parameters(recurse=False)}
     return {
         name: "affine" if id(parameter) in affine else "weight"
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        if untrained or parameter.requires_grad
     }
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.aggregation import weighted_mean
-from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.cohort.client_memory import is_finite
 from fl_lightning.cohort.parts import treatment
-from fl_lightning.cohort.rows import Rows, buffer_layout, check_room, parameter_layout
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.cohort.rows import Rows, Tensors, buffer_layout, check_room, parameter_layout
+from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.optimizers.client import ClientOptimizer
 from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
@@ -108,10 +108,11 @@ class Cohort:
         self.client_ids: list[int] = []
         self.round = self.step = 0
         self.parameter_kinds, self.buffer_kinds = parameter_kinds(model), buffer_kinds(model)
+        self._kinds = {**parameter_kinds(model, untrained=True), **self.buffer_kinds}
         self.server_rows = Rows.empty(self.params.layout, parameters, 1)
-        self.server = self.server_rows.row(0)
+        self.server = Tensors(self.server_rows.row(0))
         self.pseudo_gradient = Rows({}, {})
-        self.server_parameters, self.server_buffers = parameters, buffers
+        self.server_parameters, self.server_buffers = Tensors(parameters), Tensors(buffers)
         self.weights = torch.empty(0)
         self.local_steps: list[int] = []
         self.policy: dict[str, str] = {}
@@ -128,6 +129,25 @@ class Cohort:
     def block_names(self) -> list[str]:
         """The names of all blocks of parameters and buffers."""
         return [*self.params.layout, *self.buffers.layout]
+
+    def names(self, *kinds: str, untrained: bool = False) -> list[str]:
+        """Return the names of the model's tensors of some kinds of state.
+
+        The names are keys of ``params`` and ``buffers``. Parameters that are not trained, such as
+        those of a moving average of the model, have no rows: their names are keys of
+        ``server_parameters`` alone.
+
+        Args:
+            kinds: Kinds of state, such as ``"affine"`` (see ``fl_lightning.batch_norm.kinds``).
+            untrained: Whether to include parameters that are not trained.
+
+        Raises:
+            ConfigurationError: There is no such kind of state.
+        """
+        for kind in kinds:
+            check_choice("cohort.names", kind, KINDS)
+        chosen = [name for name, kind in self._kinds.items() if kind in kinds]
+        return [name for name in chosen if untrained or name in self.params or name in self.buffers]
 
     def treatment(self, block: str) -> str:
         """Return how this round treats a block, such as ``"averaged"`` or ``"frozen"``.

@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,20 @@ dtype.
 """
 
 
+class Tensors(dict[str, Tensor]):
+    """Tensors by name. An assignment to a name writes into the tensor. A copy is a plain dict."""
+
+    def __setitem__(self, name: str, value: Tensor | float) -> None:
+        self[name].detach()[...] = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 class Rows(Mapping[str, Tensor]):
     """Mapping from names to tensors ``[C, *shape]``, which are views of blocks ``[C, columns]``.
+
+    An assignment to a name writes into the block.
 
     Args:
         layout: The tensors of each block.
@@ -57,8 +70,8 @@ class Rows(Mapping[str, Tensor]):
 
     def __init__(self, layout: Layout, blocks: dict[str, Tensor]) -> None:
         self.layout = layout
-        self.blocks = blocks
-        self._views: dict[str, Tensor] = {}
+        self.blocks = Tensors(blocks)
+        self._views = Tensors()
         self._by_row: dict[int, dict[str, Tensor]] = {}
         self._part: tuple[slice, Rows] | None = None
         self._vectors = {name for name, b in layout.items() if all(len(s) < 2 for s in b.shapes.values())}
@@ -165,6 +178,9 @@ class Rows(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]
+
+    def __setitem__(self, name: str, value: Tensor | float) -> None:
+        self._views[name] = value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)

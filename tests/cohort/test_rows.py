@@ -1,5 +1,6 @@
 """Blocks of a cohort: what stands side by side, and that a group's settings reach all of it."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -88,3 +89,64 @@ def test_a_cohort_that_no_memory_holds_is_refused_in_one_line():
         ConfigurationError, match=r"a round of 1,000,000,000,000 clients takes [\d,.]+ GB .*; lower"
     ):
         RoundCohort(small_cnn(), 10**12)
+
+
+class WithCopy(nn.Module):
+    """A network beside an untrained copy, such as a moving average."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small_cnn()
+        self.ema = small_cnn().requires_grad_(False)
+
+
+def test_names_of_a_kind_are_keys_also_beside_an_untrained_copy():
+    cohort = RoundCohort(WithCopy(), 2)
+    affine = ["net.1.weight", "net.1.bias", "net.4.weight", "net.4.bias"]
+    copied = [name.replace("net", "ema") for name in affine]
+    assert cohort.names("affine") == affine
+    assert cohort.names("affine", untrained=True) == affine + copied
+    assert cohort.names("mean") == [f"{part}.{i}.running_mean" for part in ("net", "ema") for i in (1, 4)]
+    assert {*cohort.names("affine", "weight")} == {*cohort.params}
+    assert {*cohort.names("mean", "var", "counter")} == {*cohort.buffers}
+    assert {*cohort.names("affine", "weight", untrained=True)} == {*cohort.server_parameters}
+    with pytest.raises(
+        ConfigurationError, match=r"cohort\.names: 'gamma' must be one of weight, affine, mean"
+    ):
+        cohort.names("gamma")
+
+
+@pytest.mark.parametrize(
+    "of", ["params", "grads", "buffers", "server_buffers", "server_parameters", "server"]
+)
+def test_an_assignment_to_a_name_writes_into_the_tensor(of):
+    model = small_cnn()
+    cohort = RoundCohort(model, 2)
+    tensors, name = getattr(cohort, of), "1.running_mean" if "buffers" in of else "1.weight"
+    view = tensors[name].detach()
+    view.zero_()
+    with torch.no_grad():
+        tensors[name] += 2
+        tensors[name] *= torch.full((4,), 3.0)
+    assert view.eq(6).all()
+    tensors[name] = tensors[name] + torch.arange(4)
+    assert view.eq(6 + torch.arange(4)).all()
+    tensors[name] = 0.5
+    assert view.eq(0.5).all()
+    assert tensors[name].data_ptr() == view.data_ptr()
+    if of.startswith("server_"):
+        assert model.state_dict()[name].eq(0.5).all()
+    with pytest.raises(KeyError, match="nothing"):
+        tensors["nothing"] = view
+    assert "nothing" not in tensors
+
+
+def test_an_assignment_to_a_block_writes_into_its_tensors():
+    cohort = RoundCohort(small_cnn(), 2)
+    cohort.grads.blocks["batch_norm"] = 1
+    cohort.grads.blocks["batch_norm"] += torch.ones(2, 1)
+    assert all(cohort.grads[name].eq(2).all() for name in cohort.names("affine"))
+    taken = deepcopy(cohort.server_buffers)
+    assert type(taken) is dict
+    taken["1.running_mean"] += 1
+    assert cohort.server_buffers["1.running_mean"].eq(0).all()
