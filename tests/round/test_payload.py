@@ -193,6 +193,8 @@ def test_non_persistent_buffers_and_counters_are_not_sent():
     floats = sum(p.numel() for p in model.parameters()) + 20
     model.register_buffer("scratch", torch.zeros(1000), persistent=False)
     assert payload(model, clients=3) == (3 * 4 * floats, 3 * 4 * floats)
+    metrics = federated_run(model=model, rounds=1).module.metrics
+    assert metrics["comm/upload_bytes"] == metrics["comm/download_bytes"] == 3 * 8 * floats
 
 
 def test_what_freezes_later_is_received_once_beside_what_is_frozen_already():

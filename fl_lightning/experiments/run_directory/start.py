@@ -64,7 +64,7 @@ class RunStart(L.Callback):
                 write_bytes(self.attempt.metrics, self.start.metrics)
                 for logger in (one for one in trainer.loggers if isinstance(one, CSVLogger)):
                     for row in read_metrics(self.attempt.metrics):
-                        logger.log_metrics(row, step=int(row["round"]))
+                        logger.log_metrics({**row}, step=int(row["round"]))
                     logger.save()
             origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
             settings = yaml.safe_dump(self.config, sort_keys=False)

@@ -82,7 +82,7 @@ class KeptReset(FederatedCallback):
             cohort.server_buffers[name].copy_(cohort.mean(cohort.buffers[name]))
 
 
-@fails("payload")
+@fails("payload", "traffic")
 class NegativePayload(FederatedCallback):
     """Sends half a float less."""
 
