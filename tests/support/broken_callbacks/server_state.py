@@ -33,7 +33,7 @@ class AveragedCounter(FederatedCallback):
             cohort.server_buffers[name].copy_(cohort.mean(cohort.buffers[name].double()))
 
 
-@fails("frozen state")
+@fails("frozen state", "traffic")
 class DriftingStatistics(FixBN):
     """Averages frozen statistics all the same, which is no longer bitwise what was frozen."""
 
@@ -222,6 +222,8 @@ class SaysOneRoundLate(FixBN):
 class LogsItsRound(FixBN):
     """Logs T* from the first round on, which other runs share."""
 
+    same_until = FixBN.same_until
+
     def on_round_start(self, trainer, pl_module, cohort):
         pl_module.log("fixbn/freeze_round", float(self.last_batch_round(pl_module.planned_rounds)))
 
@@ -237,6 +239,8 @@ class SharesTooMuch(FixBN):
 @fails("first stage", "own_twin_when_frozen")
 class ActsBeforeItsRound(FixBN):
     """Forgets that other runs share the first rounds, and clips gradients in them."""
+
+    same_until = FixBN.same_until
 
     def on_after_local_backward(self, trainer, pl_module, cohort, step):
         for gradients in cohort.grads.blocks.values():
