@@ -134,6 +134,8 @@ def read_frame(path: Path, decimal: str | None = None) -> Any:
         raise ConfigurationError(
             f"data.features: {path} needs the package pyarrow; pip install pyarrow"
         ) from error
+    except ConfigurationError:
+        raise
     except (OSError, ValueError, csv.Error) as error:
         reason = str(error).strip().splitlines()[-1]
         remedy = "write a header, and as many values in each line"

@@ -225,7 +225,7 @@ def test_a_category_is_known_in_a_file_of_one_sample_although_its_word_may_stand
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("age;dose\n57,5;900\n60,1;8.700\n", r"line 3 of table.csv has 8.700 beside decimal commas, which may be .* thousands"),
+        ("age;dose\n57,5;900\n60,1;8.700\n", r"^data.features: line 3 of table.csv has 8.700 beside decimal commas, which may be .* thousands"),
         ("age;dose\n57,5;1,5\n;\n60,1;2\n", r"line 3 of table.csv has no value; leave it out"),
     ],
 )  # fmt: skip
