@@ -34,7 +34,7 @@ def own_generators(roots: Iterable[Any], without: Iterable[Any] = ()) -> list[An
         seen[id(part)] = part
         if isinstance(part, _KINDS):
             generators.append(part)
-        elif not isinstance(part, dict | list | tuple) or len(part) <= _MANY:
+        elif not isinstance(part, dict | list | tuple | set) or len(part) <= _MANY:
             is_global = isinstance(part, dict) and "__builtins__" in part  # of a function
             waiting += [] if is_global else gc.get_referents(part)
     return generators
