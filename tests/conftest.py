@@ -11,6 +11,8 @@ from zlib import crc32
 
 import pytest
 
+pytest_plugins = ["cpu_seconds"]
+
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # also for what tests start; and runs stay in one process unless they ask for more
