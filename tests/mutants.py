@@ -51,10 +51,8 @@ ROOMS = {  # a file belongs to the first room that has it
     "client_data": Room(["fl_lightning/client_data"], ["tests/client_data"]),
 }  # fmt: skip
 KINDS = 6
-MOST_SECONDS = {
-    "quick": 1800,
-    "slow": 7200,
-}  # on the wall; a test that waits for ever fails by pytest's own limit
+# seconds on the wall of a test, and of all of them
+LIMITS = {"quick": (150, 1800), "slow": (600, 7200)}
 HEAVY = "lightning.pytorch.cli matplotlib.pyplot pydantic pytest scipy.stats sklearn.datasets torchvision"
 COMPARED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"}  # fmt: skip
 FLIPPED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}  # fmt: skip
@@ -270,7 +268,7 @@ class FirstFailure:
     pytest_collectreport = pytest_runtest_logreport
 
 
-def test(copy, arguments, most_seconds):
+def ended(copy, arguments, rows="slow"):
     """Run tests of the copy in a fork: the exit status, the first that fails, and CPU seconds of all processes."""
     with TemporaryDirectory() as folder:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -283,14 +281,23 @@ def test(copy, arguments, most_seconds):
                 for number in (1, 2):
                     os.dup2(os.open(f"{folder}/printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
                 plugin = FirstFailure()
-                options = "-x", "-q", "-p", "no:cacheprovider", "--rootdir=.", f"--basetemp={folder}/tests"
+                limit, _ = LIMITS[rows]
+                options = (
+                    f"--timeout={limit}",
+                    "-x",
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                    "--rootdir=.",
+                    f"--basetemp={folder}/tests",
+                )
                 sys.path.insert(0, str(copy))  # as python -m pytest does
                 status = int(import_module("pytest").main([*options, *arguments], plugins=[plugin]))
                 Path(folder, "node").write_text(plugin.node)
             finally:
                 os._exit(status)
-        end = time.monotonic() + most_seconds
-        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        end = time.monotonic() + LIMITS[rows][1]
+        while not (reaped := os.waitpid(child, os.WNOHANG))[0]:
             if time.monotonic() > end:
                 os.killpg(child, signal.SIGKILL)
             time.sleep(0.05)
@@ -299,7 +306,7 @@ def test(copy, arguments, most_seconds):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         node = Path(folder, "node")
         return (
-            os.waitstatus_to_exitcode(ended[1]),
+            os.waitstatus_to_exitcode(reaped[1]),
             node.read_text() if node.exists() else "",
             round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
         )
@@ -323,13 +330,13 @@ class Judge:
             leave_out = [f"--deselect={test}" for test in self.broken]
             with made(*mutant, path, number):
                 arguments = ["-m", marked, *leave_out, *tests_of(mutant[1], self.copy)]
-                status, node, seconds = test(self.copy, arguments, MOST_SECONDS[rows])
+                status, node, seconds = ended(self.copy, arguments, rows)
             found = {"test": node, "rows": rows, "cpu_seconds": seconds}
             if status in (0, 5):  # all pass, or there are none
                 return {**found, "outcome": "survived"}
             if status == -signal.SIGKILL:
                 return {**found, "outcome": "out of time"}
-            if node in ("", *self.sound) or test(self.copy, [node], MOST_SECONDS[rows])[0] == 0:
+            if node in ("", *self.sound) or ended(self.copy, [node])[0] == 0:
                 self.sound.add(node)
                 return {**found, "outcome": "killed"}
             self.broken.append(node)
@@ -351,7 +358,7 @@ class Judge:
         place = place_of(mutant, self.copy)
         if place and before.get("test"):
             with made(name, mutant, *place):
-                status, _, seconds = test(self.copy, [before["test"]], MOST_SECONDS["slow"])
+                status, _, seconds = ended(self.copy, [before["test"]])
             if status not in (0, 4, 5):  # 4: there is no such test
                 return {**before, "outcome": "killed", "cpu_seconds": seconds}
         return self.judge(name, mutant, slow=True)
