@@ -5,13 +5,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import defaultdict
 from functools import cache
-from zlib import crc32
 
 import pytest
 
-pytest_plugins = ["cpu_seconds"]
+pytest_plugins = ["chosen_rows", "cpu_seconds"]
 
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -35,19 +33,6 @@ def plugins_of_lightning_are_looked_up_once():
     from lightning.fabric.utilities import registry
 
     registry.entry_points = cache(registry.entry_points)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Mark all rows of a parametrised test but one as slow, so that ``-m "not slow"`` runs one row of each test."""
-    rows = defaultdict(list)
-    for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
-            rows[item.nodeid.partition("[")[0]].append(item)
-    for test, of_test in rows.items():
-        drawn = crc32(test.encode()) % len(of_test)
-        for item in of_test[:drawn] + of_test[drawn + 1 :]:
-            item.add_marker("slow")
 
 
 def pytest_collection_finish():
