@@ -243,6 +243,15 @@ def test_summaries_and_progress_bars_are_seen(name, settings, shown, capfd, capl
     assert "round 4/4" not in output or "Summary" in name
 
 
+@pytest.mark.parametrize("name", [None, "TQDMProgressBar", "RichProgressBar"])
+def test_an_evaluation_in_a_log_file_shows_a_progress_bar_if_it_is_asked(name, capfd):
+    checkpoint = trained().checkpoints / "last.ckpt"
+    capfd.readouterr()
+    write_config(callbacks((name, {})) if name else {"trainer.callbacks": []})
+    run("--ckpt_path", checkpoint, command="validate")
+    assert bool(re.search(r"Validation.* 1/1 ", "".join(capfd.readouterr()))) == bool(name)
+
+
 @shows("Timer", "max_time")
 @pytest.mark.parametrize("way", ["Timer", "max_time"])
 def test_a_time_limit_ends_the_run_after_a_complete_round(way, monkeypatch):

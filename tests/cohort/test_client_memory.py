@@ -5,6 +5,7 @@ import os
 import shutil
 import zlib
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -316,3 +317,10 @@ def test_an_entry_replaces_another_with_an_equal_32_bit_checksum(in_files, tmp_p
         memory[0] = {"number": torch.tensor([number])}
         memory.flush()
     assert memory[0]["number"].tolist() == pair[1:]
+
+
+def test_a_copy_shares_with_a_copied_memory_what_its_original_shares():
+    control = torch.zeros(2)
+    memory, copied = deepcopy((ClientMemory({3: {"control": control}}), control))
+    assert memory[3]["control"] is copied
+    assert copied is not control

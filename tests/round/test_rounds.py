@@ -8,7 +8,13 @@ import torch
 from helpers import SGD, States, blobs, by_hand, client_batch, distance, federated_run, small_cnn, train
 from torch.nn.functional import cross_entropy
 
-from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedModule,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
 from fl_lightning.round.plan import cohort_size, sample_cohort
 
 SIZES = (16, 40, 64)
@@ -192,3 +198,8 @@ def test_the_training_loss_is_the_weighted_mean_of_the_clients_mean_losses():
         total += size / sum(SIZES) * sum(losses) / len(losses)
     assert module.metrics["train/loss"] == pytest.approx(total, abs=1e-6)
     assert module.record.samples == sum(SIZES)
+
+
+def test_a_called_module_is_the_servers_model():
+    module, inputs = FederatedModule(small_cnn(), SGD, local_steps=1), torch.rand(2, 2, 6, 6)
+    assert torch.equal(module.eval()(inputs), module.model(inputs))
