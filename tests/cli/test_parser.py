@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from command_line import message_of
+from torch import nn
 
 import fl_lightning.callbacks  # noqa: F401  # makes their bare names known
 from fl_lightning import FederatedCallback
@@ -38,6 +39,23 @@ def test_parser_without_subcommands_reads_the_settings_of_a_class():
 def test_parser_without_subcommands_words_its_errors_as_fit_does(arguments, line, capsys):
     read = command()(alone().parse_args)
     assert message_of(capsys, lambda: read(arguments.split())).startswith(f"error: {line}")
+
+
+WIDTH, CLASSES = 4, 3
+
+
+class Hidden(nn.Module):
+    """Takes settings whose defaults the parser cannot read in its text."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.layer = nn.Linear(settings.pop("width", WIDTH), settings.pop("num_classes", CLASSES))
+
+
+def test_a_setting_of_unknown_default_is_null_where_a_link_gives_it_and_left_out_elsewhere():
+    parser = ConciseParser()
+    parser.add_class_arguments(Hidden, linked_targets={"num_classes"})
+    assert parser.get_defaults().as_dict() == {"num_classes": None}
 
 
 def test_given_settings_have_plain_names_and_the_last_one_wins():
