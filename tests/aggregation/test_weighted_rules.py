@@ -134,6 +134,13 @@ def test_shares_by_hand(rule, expected, dtype):
     assert rule.shares([rows[:1]], weights[:1] / weights[:1]) == 1
 
 
+def test_shares_in_the_mean_are_weights_of_float64_beside_the_rows():
+    given = torch.tensor([0.25, 0.75])
+    assert WeightedMean().shares([column(1, 2)], given).equal(given.double())
+    assert WeightedMean().shares([column(1, 2)]).tolist() == [0.5, 0.5]
+    assert WeightedMean().shares([column(1, 2).to("meta")], given).is_meta
+
+
 def test_every_client_is_in_one_bucket_by_chance():
     rows = torch.eye(10, dtype=torch.float64)
     torch.manual_seed(3)
