@@ -53,6 +53,9 @@ ROOMS = {  # a file belongs to the first room that has it
 KINDS = 6
 # seconds on the wall of a test, and of all of them
 LIMITS = {"quick": (150, 1800), "slow": (600, 7200)}
+STOPPED = (
+    30  # seconds between two looks at a test run, after which this process must have been stopped meanwhile
+)
 HEAVY = "lightning.pytorch.cli matplotlib.pyplot pydantic pytest scipy.stats sklearn.datasets torchvision"
 COMPARED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"}  # fmt: skip
 FLIPPED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}  # fmt: skip
@@ -296,13 +299,18 @@ def ended(copy, arguments, rows="slow"):
                 Path(folder, "node").write_text(plugin.node)
             finally:
                 os._exit(status)
-        end = time.monotonic() + LIMITS[rows][1]
+        last = time.monotonic()
+        end, stopped = last + LIMITS[rows][1], False
         while not (reaped := os.waitpid(child, os.WNOHANG))[0]:
-            if time.monotonic() > end:
+            if last > end or stopped:
                 os.killpg(child, signal.SIGKILL)
             time.sleep(0.05)
+            last, before_sleep = time.monotonic(), last
+            stopped = stopped or last - before_sleep > STOPPED
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what the tests have started
+        if stopped:  # the limits of tests have gone on
+            return ended(copy, arguments, rows)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         node = Path(folder, "node")
         return (
