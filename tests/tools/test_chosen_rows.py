@@ -51,6 +51,7 @@ def collected(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_tenths_of_the_nightly_rows_are_all_of_them_and_none_runs_unasked(collected):
     usual, _ = collected()
     assert usual == ["test_quick", "test_slow", *(f"test_rows[{row}]" for row in "abcd"), "test_one_stays[0]"]

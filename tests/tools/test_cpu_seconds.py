@@ -10,6 +10,7 @@ import pytest
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
+
 TESTS = """\
 import subprocess, sys, time
 import pytest
@@ -50,6 +51,7 @@ def printed(tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
 def test_seconds_are_those_of_a_test_its_fixtures_and_the_processes_that_it_starts(printed, workers):
     seconds = printed("--cpu", *workers)
@@ -63,5 +65,6 @@ def test_seconds_are_those_of_a_test_its_fixtures_and_the_processes_that_it_star
     assert seconds["with imports and collection in all processes"] > seconds["3 tests"] + 0.29
 
 
+@pytest.mark.slow
 def test_without_the_option_nothing_is_printed(printed):
     assert printed() == {}
