@@ -198,7 +198,9 @@ def test_the_decimal_mark_of_the_training_table_holds_for_a_new_file(separator):
     rows = [(str(200.5 + i).replace(".", ","), i % 7, ["no", "yes"][i % 2]) for i in range(60)]
     write("table.csv", ["cost", "age", "outcome"], rows, ";")
     write("new.csv", ["cost", "age"], [("1.250", 44), ("980", 51)], separator)
-    with pytest.raises(ConfigurationError, match=r"^data.features: line 2 of new.csv has 1.250 beside decimal commas"):
+    with pytest.raises(
+        ConfigurationError, match=r"^data.features: line 2 of new.csv has 1.250 beside decimal commas"
+    ):
         reader("table.csv", "outcome")("new.csv", labelled=False)
 
 
