@@ -1,7 +1,7 @@
 """Layout and storage of a cohort's stacked tensors, which are views of larger blocks."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,16 @@ dtype.
 
 
 class Tensors(dict[str, Tensor]):
-    """Tensors by name. An assignment to a name writes into the tensor. A copy is a plain dict."""
+    """Tensors by name. An assignment and ``update`` write into the tensors. A copy is a plain dict."""
+
+    update = MutableMapping.update  # that of dict replaces the tensors, which no one would see
 
     def __setitem__(self, name: str, value: Tensor | float) -> None:
         self[name].detach()[...] = value
+
+    def __ior__(self, other: Any) -> "Tensors":  # type: ignore[override,misc]  # that of dict has overloads
+        self.update(other)
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -71,13 +77,15 @@ class Rows(Mapping[str, Tensor]):
     def __init__(self, layout: Layout, blocks: dict[str, Tensor]) -> None:
         self.layout = layout
         self.blocks = Tensors(blocks)
-        self._views = Tensors()
         self._by_row: dict[int, dict[str, Tensor]] = {}
         self._part: tuple[slice, Rows] | None = None
         self._vectors = {name for name, b in layout.items() if all(len(s) < 2 for s in b.shapes.values())}
         self._orders: dict[str, Tensor] = {}
-        for name, block in layout.items():
-            self._views.update(split_columns(blocks[name], block.shapes))
+        self._views = Tensors(
+            item
+            for name, block in layout.items()
+            for item in split_columns(blocks[name], block.shapes).items()
+        )
 
     @classmethod
     def empty(cls, layout: Layout, like: Mapping[str, Tensor], num_rows: int) -> "Rows":

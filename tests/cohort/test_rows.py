@@ -131,6 +131,11 @@ def test_an_assignment_to_a_name_writes_into_the_tensor(of):
     assert view.eq(6).all()
     tensors[name] = tensors[name] + torch.arange(4)
     assert view.eq(6 + torch.arange(4)).all()
+    if "server" in of:
+        tensors.update({name: torch.ones(4)})
+        assert view.eq(1).all()
+        tensors |= {name: torch.zeros(4)}
+        assert view.eq(0).all()
     tensors[name] = 0.5
     assert view.eq(0.5).all()
     assert tensors[name].data_ptr() == view.data_ptr()
