@@ -19,7 +19,7 @@ _UNKNOWN = ("", "na", "n/a", "<na>", "#n/a", "nan", "null", "?")
 """Words for missing values, in lower case."""
 _MAYBE = ("none", "-", ".")
 """Words for missing values in a column of numbers."""
-_LIKE_NUMBER = re.compile(r"[\d\s.,:/'_+-]+")
+_LIKE_NUMBER = re.compile(r"[\d\s.,:/'_+%−-]+")
 """Numbers in other notations, and dates."""
 
 
@@ -174,7 +174,8 @@ def _with_points(path: Path, table: Any, separator: str, decimal: str | None) ->
     """
     if separator == ",":
         return table, "."
-    number, grouped = r"\s*([-+]?\d+)[{}](\d+)\s*", r"\s*[-+]?[1-9]\d{{0,2}}([{}]\d{{3}})+\s*"
+    number = r"\s*([-+]?\d*)[{}](\d+(?:[eE][-+]?\d+)?)\s*"
+    grouped = r"\s*[-+]?[1-9]\d{{0,2}}([{}]\d{{3}})+\s*"
     commas = separator == ";" and bool(_cells(table, number.format(",")).any())
     points = bool(_cells(table, number.format(".")).any())
     divided = "." * (commas or decimal == ",") + "," * (commas and decimal == ".")
@@ -206,7 +207,8 @@ def _read_csv(path: Path, decimal: str | None) -> tuple[Any, str | None]:
         header = file.readline()
         separator = max(",;\t|", key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
         file.seek(0)
-        reader = csv.reader(file, delimiter=separator, skipinitialspace=True, strict=True)
+        lines = (re.sub(f'" +(?=[{separator}\\r\\n])', '"', line) for line in file)  # blanks after a quote
+        reader = csv.reader(lines, delimiter=separator, skipinitialspace=True, strict=True)
         try:
             columns = [name.strip() for name in next(reader, [])]
             next_line = reader.line_num + 1

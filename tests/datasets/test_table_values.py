@@ -289,6 +289,31 @@ def test_a_quote_that_does_not_close_is_refused_with_the_line_of_its_record(text
         read_frame(Path("table.csv"))
 
 
+def test_blanks_around_quotes_are_removed():
+    Path("table.csv").write_text('note ; cost\n "a; ""b""" ; "1,5" \n"c" ;2\n')
+    table = read_frame(Path("table.csv"))
+    assert table.note.to_list() == ['a; "b"', "c"]
+    assert table.cost.to_list() == ["1.5", "2"]
+
+
+@pytest.mark.parametrize("words", [["1,5e3", "2,5E-03", "3,25"], [",5", "-,25", "+1,5e+0"]])
+def test_decimal_commas_may_have_exponents_and_no_digit_before(words):
+    write("table.csv", ["x", "outcome"], [(words[i % 3], labels(i)) for i in range(60)], ";")
+    data = made()
+    assert data.preprocessing.categories == {}
+    expected = [float(word.replace(",", ".")) for word in words]
+    assert data._data["features"][:3, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("words", [["5%", "7.5 %"], ["−1.5", "−2"]])
+def test_percent_and_typographic_minus_make_no_categories(words):
+    write("table.csv", ["x", "outcome"], [(words[i % 2], labels(i)) for i in range(60)])
+    with pytest.raises(
+        ConfigurationError, match=rf"x is no column of numbers, line 2 of .* has '{words[0]}'"
+    ):
+        made()
+
+
 def test_quotes_inside_an_unquoted_value_are_letters():
     Path("table.csv").write_text('age,note\n1,5" pipe\n2,"two ""marks"""\n')
     assert read_frame(Path("table.csv")).note.to_list() == ['5" pipe', 'two "marks"']
