@@ -204,6 +204,10 @@ class LoaderBatches:
     def _fetch(self, epoch: int, index: int) -> Any:
         assert self._iterator is not None
         with self._seeded("client batch", epoch, index):
+            for generator in self._of_order if index else ():  # another client may have drawn from it
+                reseed(
+                    generator, derive_seed(self.seed, "batch of a generator", self.client_id, epoch, index)
+                )
             for batch in self._iterator:
                 if index == self.steps_per_epoch - 1:
                     self._check_length(index + 1 + len([*islice(self._iterator, 1)]), epoch)

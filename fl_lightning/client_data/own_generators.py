@@ -13,7 +13,7 @@ from torch import Tensor
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _CLOSED = (type, ModuleType, Tensor, np.ndarray, L.LightningModule, L.Trainer)
-_MANY = 1000  # a larger container holds samples
+_MANY = 100  # a larger container holds samples
 
 
 def own_generators(roots: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:

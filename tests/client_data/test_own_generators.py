@@ -1,5 +1,6 @@
 """Random numbers of a user's loader: each batch is a function of seed, client and step, or the loader is refused."""
 
+import gc
 import random
 from functools import partial
 
@@ -8,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 from helpers import SGD, SaveRounds, distance, fit, small_cnn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.client_data.loaders import LoaderBatches
@@ -154,6 +163,49 @@ def test_a_run_with_generators_of_its_own_resumes_bit_exactly(kind, tmp_path):
 
     whole = start()
     assert distance(start(ckpt_path=tmp_path / "3.ckpt"), whole) == 0
+
+
+class Renamed(DataLoader):
+    """A loader of a user's own class."""
+
+
+class LazyOrder(Order):
+    """A sampler that draws each index when it is needed."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __iter__(self):
+        return (int(self.rng.integers(16)) for _ in range(16))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["torch", "NumPy"])
+def test_clients_may_share_a_generator(kind, workers):
+    def clients():
+        if kind == "NumPy":
+            order = LazyOrder(np.random.default_rng(1))
+        else:
+            shared = torch.Generator()
+            order = RandomSampler(SAMPLES, replacement=True, num_samples=160, generator=shared)
+        loader = Renamed(SAMPLES, 4, sampler=order, num_workers=workers)
+        return [LoaderBatches(Site(lambda: loader), client, seed=3) for client in (0, 1)]
+
+    first, second = clients()
+    expected = [[x.train_batch(step)[0] for x in (first, second)][0] for step in range(12)]
+    alone, _ = clients()
+    for step in (3, 10, 11):
+        assert torch.equal(alone.train_batch(step)[0], expected[step])
+
+
+def test_many_samples_are_not_searched(monkeypatch):
+    records = {patient: [{"visit": visit} for visit in range(9)] for patient in range(900)}
+    data, searched = Noisy(random.Random(1)), []
+    data.records = records
+    referents = gc.get_referents
+    monkeypatch.setattr(gc, "get_referents", lambda part: searched.append(part) or referents(part))
+    assert own_generators([data]) == [data.noise]
+    assert len(searched) < 100
 
 
 def test_two_generators_of_a_data_set_draw_different_numbers():
