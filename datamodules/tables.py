@@ -19,7 +19,7 @@ _UNKNOWN = ("", "na", "n/a", "<na>", "#n/a", "nan", "null", "?")
 """Words for missing values, in lower case."""
 _MAYBE = ("none", "-", ".")
 """Words for missing values in a column of numbers."""
-_LIKE_NUMBER = re.compile(r"[\d\s.,:/'_+%−-]+")
+_LIKE_NUMBER = re.compile(r"[\d\s.,:/'_+%\u2212-]+")
 """Numbers in other notations, and dates."""
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class Tensors(dict[str, Tensor]):
     def __setitem__(self, name: str, value: Tensor | float) -> None:
         self[name].detach()[...] = value
 
-    def __ior__(self, other: Any) -> "Tensors":  # type: ignore[override,misc]  # that of dict has overloads
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]  # that of dict has overloads
         self.update(other)
         return self
 
