@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,19 @@ from fl_lightning.errors import ConfigurationError, check_at_least
 
 FULL = (0.0, 65535.0)
 """Values of 16 bits."""
+
+
+def checked_range(pixels: Sequence[float] | None) -> Sequence[float] | None:
+    """Return the setting ``pixel_range``.
+
+    Raises:
+        ConfigurationError: The setting is no pair of finite numbers, of which the first is smaller.
+    """
+    if pixels is not None and not (len(pixels) == 2 and -inf < pixels[0] < pixels[1] < inf):
+        raise ConfigurationError(
+            f"data.pixel_range must be two numbers, the smaller first, such as [0, 4095], found {list(pixels)}"
+        )
+    return pixels
 
 
 def converted(image: Image.Image, mode: str = "RGB", pixels: Sequence[float] = FULL) -> Image.Image:
@@ -161,7 +175,7 @@ class ImageFiles(InMemoryDataModule):
     ) -> None:
         super().__init__(**settings)
         check_at_least(1, image_size=image_size)
-        self.pixel_range = pixel_range
+        self.pixel_range = checked_range(pixel_range)
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
 

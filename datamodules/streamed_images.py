@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from fl_lightning.client_data.fingerprint import digest, files_digest
 from fl_lightning.client_data.raw_inputs import NewSamples, Normalize, channel_normalization
 from fl_lightning.datamodules.class_folders import ClassFolders, ClassImages
-from fl_lightning.datamodules.image_files import read_image, value_range
+from fl_lightning.datamodules.image_files import checked_range, read_image, value_range
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.new_images import new_images
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
@@ -114,7 +114,7 @@ class StreamedImages(PartitionedDataModule):
             raise ConfigurationError(
                 f"crop_scale must be two shares such as [0.08, 1.0], found {list(crop_scale)}"
             )
-        self.pixel_range = pixel_range
+        self.pixel_range = checked_range(pixel_range)
         self.folders = ClassFolders(Path(data_dir).expanduser())
         self.class_names, self.num_classes = self.folders.classes, len(self.folders.classes)
         self.image_size, self.input_shape = image_size, (3, image_size, image_size)

@@ -192,10 +192,10 @@ def test_clients_may_share_a_generator(kind, workers):
         return [LoaderBatches(Site(lambda: loader), client, seed=3) for client in (0, 1)]
 
     first, second = clients()
-    expected = [[x.train_batch(step)[0] for x in (first, second)][0] for step in range(12)]
+    expected = [[x.train_batch(step)[0] for x in (first, second)] for step in range(12)]
     alone, _ = clients()
     for step in (3, 10, 11):
-        assert torch.equal(alone.train_batch(step)[0], expected[step])
+        assert torch.equal(alone.train_batch(step)[0], expected[step][0])
 
 
 def test_many_samples_are_not_searched(monkeypatch):

@@ -196,6 +196,14 @@ def test_the_range_of_pixels_is_a_setting_and_kept_for_prediction(kind, tmp_path
         assert int(new.max()) == round((1100 - low) / (high - low) * 255) if kind is ImageFolder else True
 
 
+@pytest.mark.parametrize("kind", [ImageFolder, StreamedImages])
+@pytest.mark.parametrize("wrong", [(400, 100), (5, 5), (0, float("nan")), (0, float("inf")), (1, 2, 3), ()])
+def test_a_range_that_is_none_is_refused(kind, wrong, tmp_path):
+    write(tmp_path, lambda index: ramp(900, 1100))
+    with pytest.raises(ConfigurationError, match=r"data.pixel_range must be two numbers, the smaller first"):
+        kind(str(tmp_path), 8, num_clients=1, batch_size=2, pixel_range=wrong)
+
+
 def test_streamed_images_are_not_read_at_the_start_if_the_range_is_set(tmp_path):
     write(tmp_path, lambda index: ramp(900, 1100))
     Path(tmp_path, "train/ant/1.png").write_bytes(b"no image")
