@@ -161,8 +161,9 @@ class TensorData(InMemorySamples):
 
     def facts(self) -> dict[str, Any]:
         """Return what a trained model needs of its data, with the fitted preprocessing."""
-        kept = {"normalize": vars(self.preprocessing), "targets": self.targets}
-        return {**super().facts(), **kept, "target_dtype": _rounded(self._data["targets"].dtype)}
+        targets = self._data["targets"]
+        kind = {"target_dtype": _rounded(targets.dtype), "target_shape": [*targets.shape[1:]]}
+        return {**super().facts(), "normalize": vars(self.preprocessing), "targets": self.targets, **kind}
 
     @classmethod
     def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
@@ -189,6 +190,10 @@ class TensorData(InMemorySamples):
             read["targets"] = read_targets(path, read["targets"], of_run)
         if labelled:
             targets = _tensor(f"{path}: targets", read["targets"], None, known.target_dtype)
+            if (shape := [len(features), *known.target_shape]) != [*targets.shape]:
+                raise ConfigurationError(
+                    f"{path}: targets have the shape {[*targets.shape]}, but {shape} as in the run; give a target for each sample"
+                )
         if targets is not None and known.num_classes is not None:
             for unknown in targets[(targets < 0) | (targets >= known.num_classes)][:1].tolist():
                 raise ConfigurationError(

@@ -159,6 +159,18 @@ def test_a_new_label_that_is_no_class_is_refused(label):
         reader("train.npz")("features.npz")
 
 
+@pytest.mark.parametrize("targets", [np.zeros((3, 1)), np.zeros(2), np.zeros((3, 2))])
+def test_new_targets_of_another_shape_are_refused(targets):
+    # a loss of targets [N, 1] and outputs [N] would compare each sample with all others
+    np.savez("train.npz", features=np.zeros((40, 2)), targets=np.arange(40) / 7)
+    np.savez("new.npz", features=np.zeros((3, 2)), targets=targets)
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"new.npz: targets have the shape \[{', '.join(map(str, targets.shape))}\], but \[3\]",
+    ):
+        reader("train.npz")("new.npz")
+
+
 def test_a_table_for_a_run_of_arrays_is_refused():
     np.savez("train.npz", features=np.zeros((40, 2)), targets=np.arange(40) % 2)
     write("new.csv", ["a", "b"], [(1, 2)])
