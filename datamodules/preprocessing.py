@@ -81,14 +81,11 @@ class Preprocessing(TableInputs):
         is_category = torch.tensor([name in self.categories for name in self.columns])
         missing, notes = features.isnan(), []
         for words, where in (
-            (f"missing values, replaced by {self.impute} of the training samples", missing & ~is_category),
-            (
-                "missing values, replaced by the most frequent category of the training samples",
-                missing & is_category,
-            ),
-            ("values that are no category of the training samples", (features == -1) & is_category),
+            (f"missing values, replaced by {self.impute}", missing & ~is_category),
+            ("missing values, replaced by the most frequent category", missing & is_category),
+            ("values that are no category", (features == -1) & is_category),
         ):
             numbers = zip(self.columns, where.sum(0).tolist(), strict=True)
             if counts := {name: number for name, number in numbers if number}:
-                notes.append(f"{words}: {counted(counts)} of {len(features)} samples")
+                notes.append(f"{words} of the training samples: {counted(counts)} of {len(features)} samples")
         return notes

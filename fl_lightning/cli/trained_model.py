@@ -91,10 +91,8 @@ class _Restored:
         if (own := self.module.client_module) is not None:
             own.attach(self.module)  # configure_optimizers, which decides the layout, may use the trainer
             own.rounds = max(int(self.run.config["trainer"]["max_epochs"]), 1)
-        own_state, of_server = (
-            self.personal.state_of_client(self.module, number),
-            self.module.model.state_dict(),
-        )
+        of_server = self.module.model.state_dict()
+        own_state = self.personal.state_of_client(self.module, number)
         absent = isinstance(self.personal, LocalState) and number not in self.personal.memory
         if absent and any(not torch.equal(x, of_server[name].cpu()) for name, x in own_state.items()):
             raise ConfigurationError(

@@ -30,7 +30,6 @@ from fl_lightning.recorded import Recorded
 SIZES = ("num_classes", "in_channels", "image_size", "in_features")
 """Attributes of the data that are defaults of a model's arguments with the same names."""
 
-
 _FACTS = ("num_clients", "class_names", "client_names", "input_shape", "pixel_range", "eval_batch_size")
 
 _NEVER_CALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

@@ -93,8 +93,6 @@ class LoaderBatches:
         self._of_order = own_generators([self.loader], without=[*self._of_samples, dataset])
         self._repeats = False
         self.close()
-        self.num_examples: int
-        self.samples_per_step: float
         self.drawable: str | None = None
         if draws_indices:
             self._count_indices()

@@ -195,10 +195,8 @@ class Run(FederatedModule):
             memory = deepcopy(contents(self.method.state_dict()))
             if large_of_server(memory):
                 self.method.load_state_dict(shifted(memory))
-            for (
-                name,
-                parameter,
-            ) in cohort.server_parameters.items():  # the server has sent what it has changed
+            # the server has sent what it has changed
+            for name, parameter in cohort.server_parameters.items():
                 if name not in cohort.params and apart(self.rounds[0].broadcast[name], parameter.detach()):
                     parameter.detach().add_(0.25)
         if hook != "on_before_aggregate" or change.client not in cohort.client_ids:

@@ -164,11 +164,8 @@ def server_state(trials: Trials) -> Violations:
             yield f"a counter must be the clients' largest: {name} is {held:g} ({held.dtype}) after {seen}"
         changed = apart(seen.corrected[name], seen.server[name])
         if not changed <= TOLERANCE:
-            way = (
-                "; change cohort.pseudo_gradient in on_after_aggregate"
-                if kind in ("weight", "affine")
-                else ""
-            )
+            trained = kind in ("weight", "affine")
+            way = "; change cohort.pseudo_gradient in on_after_aggregate" * trained
             yield (
                 f"only on_after_aggregate may correct the server: {name} differs by {changed:.2g} from the clients' "
                 f"weighted mean in {seen} after the method's other hooks{way} "

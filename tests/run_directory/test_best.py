@@ -71,9 +71,9 @@ def test_a_metric_of_ones_own_needs_a_mode(capsys):
     [
         (small_cnn, "val/acuracy", "known are those of accuracy, loss; did you mean accuracy?"),
         (small_cnn, "val/norm", "known are those of accuracy, loss"),
-        (Lit, "val/aurocs", "names such as val/acc and val/loss say it; did you mean auroc or auc?"),
-        (Lit, "val_losss", "names such as val/acc and val/loss say it; did you mean loss?"),
-        (Lit, "train/norm", "names such as val/acc and val/loss say it"),
+        (Lit, "val/aurocs", "a name such as val/acc says it; did you mean auroc or auc?"),
+        (Lit, "val_losss", "a name such as val/acc says it; did you mean loss?"),
+        (Lit, "train/norm", "a name such as val/acc says it"),
     ],
 )
 def test_a_misspelt_metric_has_a_suggestion(model, monitor, end):

@@ -185,11 +185,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             return
         if self.monitor and self._best_is() is None:
             known, name = sorted(self._best), self.monitor.rpartition("/")[2]
-            words = (
-                f"known are those of {', '.join(known)}"
-                if known
-                else "names such as val/acc and val/loss say it"
-            )
+            words = f"known are those of {', '.join(known)}" if known else "a name such as val/acc says it"
             hint = nearest(name, known or f"{LARGE}|{SMALL}".split("|"))
             raise ConfigurationError(
                 f"checkpoint.monitor: it is not known which values of {self.monitor!r} are best; if the run logs it, set checkpoint.mode "
