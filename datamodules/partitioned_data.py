@@ -195,8 +195,8 @@ class PartitionedDataModule(FederatedDataModule):
         self.pixel_range, (low, high) = found, found
         if self._held_out:
             raise ConfigurationError(
-                f"data.pixel_range: held-out clients must not decide it; set it, for example to [{low:.10g}, {high:.10g}], the range of all "
-                "training images"
+                "data.pixel_range: held-out clients must not decide it; set it to the range of the other clients' pixels, or of the scanner, "
+                "such as [0, 4095]"
             )
         self.notes.append(
             f"pixels of more than 8 bits: {low:.10g} to {high:.10g}, the range of the training images, become 0 to 255 (data.pixel_range)"
