@@ -44,14 +44,12 @@ class Aggregator(Recorded, ABC):
         """Aggregate the clients' vectors, each of which spans several blocks.
 
         Args:
-            blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
+            blocks: Column blocks of the clients' rows, at least one, each ``[n, d_k]``.
             weights: Weights ``[n]`` that sum to 1.
 
         Returns:
             The aggregate of each block, ``[d_k]``.
         """
-        if not blocks:
-            return []
         return list(
             torch.split(self(torch.cat(list(blocks), 1), weights), [block.shape[1] for block in blocks])
         )

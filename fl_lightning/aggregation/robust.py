@@ -81,8 +81,6 @@ class RobustAggregator(Aggregator):
     @torch.no_grad()
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """Aggregate the clients' vectors, each of which spans several blocks ``[n, d_k]``."""
-        if not blocks:
-            return []
         if len(blocks[0]) == 1:  # a centralised run has no attackers
             return [block[0].clone() for block in blocks]
         rows, _, counted = self._prepare(blocks, weights)

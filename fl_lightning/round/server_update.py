@@ -70,6 +70,8 @@ def aggregate(
     Returns:
         The aggregated tensors ``[columns]``, under the keys of ``rows``.
     """
+    if not rows:  # clients keep all parameters
+        return {}
     weights = cohort.weights if weights is None else weights
     if aggregator.per != "layer":
         blocks = aggregator.blocks([values for _, values in rows.values()], weights)

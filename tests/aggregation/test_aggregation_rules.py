@@ -269,6 +269,19 @@ def test_distances_of_close_clients_are_exact_whatever_the_outliers(dtype, place
         assert error() > 1e-8
 
 
+@pytest.mark.parametrize("n", [15, 16, 17])
+def test_up_to_sixteen_clients_are_subtracted_and_more_are_multiplied(n):
+    rows = normal(n, 20) * 1e-3
+    rows[: n // 2] += 1e6  # far from the median, where a matrix product cancels
+    direct = (rows[:, None] - rows).square().sum(2)
+    found = distances.squared_distances([rows])
+    if n > 16:
+        assert torch.equal(found, distances.measure([rows]).squared)
+        assert float((found - direct).abs().max()) > 1e-3
+    else:
+        close(found, direct, 1e-12)
+
+
 def test_a_geometric_median_may_be_a_client():
     rows = normal(9, 20)
     point = GeometricMedian()(rows)

@@ -9,6 +9,7 @@ from helpers import ClientStates, States, blobs, distance, small_cnn, train
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import (
     NNM,
+    Aggregator,
     Bucketing,
     CenteredClipping,
     GeometricMedian,
@@ -22,6 +23,7 @@ from fl_lightning.aggregation import (
 from fl_lightning.callbacks import FBN
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
+from fl_lightning.methods import LocalState
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 
@@ -106,7 +108,6 @@ def test_blocks_are_one_vector_of_a_client(aggregator, rule):
     found = torch.cat(aggregator.blocks(blocks, torch.full((7,), 1 / 7)))
     torch.testing.assert_close(found, rule(rows), rtol=0, atol=1e-10)
     assert torch.equal(aggregator(rows, torch.eye(7)[0]), aggregator(rows, torch.full((7,), 1 / 7)))
-    assert aggregator.blocks([], torch.ones(0)) == []
     if aggregator.pre or not isinstance(aggregator, MeanAroundMedian | Median | TrimmedMean):
         apart = torch.cat([rule(block) for block in blocks])
         assert float((apart - rule(rows)).abs().max()) > 1e-3
@@ -117,6 +118,28 @@ def test_blocks_of_two_precisions_keep_theirs():
     for aggregator, _ in PAIRS.values():
         found = aggregator.blocks(blocks, torch.full((7,), 1 / 7))
         assert [value.dtype for value in found] == [torch.float32, torch.float64]
+
+
+class First(Aggregator):
+    """A user's rule: the row of the first client."""
+
+    def __call__(self, rows, weights):
+        return rows[0]
+
+
+class Alone(LocalState):
+    kinds = ("weight", "affine", "mean", "var", "counter")
+
+
+@pytest.mark.parametrize("aggregator", [First(), Median(), TrimmedMean(1, per="layer")])
+def test_clients_that_keep_everything_train_alone_under_any_rule(aggregator):
+    mean, alone = Alone(), Alone()
+    train(small_cnn(), blobs(**FIVE), 2, [mean])
+    train(small_cnn(), blobs(**FIVE), 2, [alone], aggregator=aggregator)
+    for client in range(5):
+        for name, row in mean.memory[client].items():
+            assert torch.equal(alone.memory[client][name], row)
+    assert not torch.equal(mean.memory[0]["weights"], mean.memory[1]["weights"])
 
 
 @pytest.mark.parametrize("value", [1e6, torch.nan, torch.inf])
