@@ -313,8 +313,8 @@ def _tensor(name: str, given: Any, impute: str | None, dtype: str | None = None)
         name: Name for messages.
         given: Tensor, array or list.
         impute: Strategy for missing features. None: they are refused.
-        dtype: Type in the run. Default: int64 for classes, float32 for float64, otherwise the type
-            of ``given``.
+        dtype: Type in the run. Default: int64 for integers ``[N]``, float32 for float64, otherwise
+            the type of ``given``.
 
     Raises:
         ConfigurationError: ``given`` is no tensor, or a value is not finite, or changes, in the
@@ -325,7 +325,7 @@ def _tensor(name: str, given: Any, impute: str | None, dtype: str | None = None)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{name}: {type(given).__name__} is no tensor or array: {error}") from error
     is_features = name.endswith("features")
-    dtype = dtype or ("int64" if not is_features and _has_classes(tensor) else _rounded(tensor.dtype))
+    dtype = dtype or ("int64" if _has_classes(tensor) else _rounded(tensor.dtype))
     converted = tensor.to(getattr(torch, dtype))
     if converted.is_floating_point():
         missing = tensor.isnan() if is_features and impute is not None else False

@@ -232,7 +232,7 @@ def _named(name: str, kind: Any, shown: str) -> Any:
     known = {made.__name__: made for base in _bases(kind) for made in (base, *_subclasses(base))}
     if name in known:
         return known[name]
-    if any(made.__name__ == name for made in _subclasses(object) if _is_shipped(made, _COMMON)):
+    if any(_is_shipped(made, _COMMON) for made in _subclasses(object) if made.__name__ == name):
         raise ConfigurationError(f"{shown}: the class {name!r} is of another kind; {_remedy(kind)}")
     near = nearest(name, _suggested(kind))
     # a configuration must name a function by its dotted path

@@ -197,7 +197,7 @@ TABLE = [
     ("--ckpt_path=", "ckpt_path: '' is no path of a local or mounted file system; give another path"),
     ("--ckpt_path ~nouser/x", "ckpt_path: '~nouser/x' is no path of a local or mounted file system; give another path"),
     ("--ckpt_path nowhere.ckpt", "checkpoint nowhere.ckpt does not exist; give a file, 'last', 'best' or 'auto'"),
-    ("--ckpt_path tiny.yaml", "checkpoint tiny.yaml is truncated, damaged or holds more than tensors and plain values (496 bytes, BadZipFile); use another one"),
+    ("--ckpt_path tiny.yaml", "checkpoint tiny.yaml is truncated, damaged or holds more than tensors and plain values (601 bytes, BadZipFile); use another one"),
     ("--ckpt_path best", "ckpt_path 'best' found no best.ckpt in runs/tiny/HASH-s0; give the path of a checkpoint, or start without ckpt_path"),
     ("--threads 0", "threads: 0 is not valid; it takes int_from_1_to_1024, null"),
     ("--threads 100000000", "threads: 100000000 is not valid; it takes int_from_1_to_1024, null"),

@@ -1,5 +1,6 @@
 """New files are read as the training file was: types, names, decimal marks, and values that are not finite."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,6 +147,15 @@ def test_a_new_value_that_the_type_of_the_run_cannot_hold_is_refused(trained, ne
     np.savez("train.npz", features=np.arange(80).reshape(40, 2).astype(trained), targets=np.arange(40) % 2)
     np.savez("new.npz", features=np.array(new))
     with pytest.raises(ConfigurationError, match=told):
+        reader("train.npz")("new.npz", labelled=False)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (), (2, 1)])
+def test_new_samples_of_another_shape_are_refused(shape):
+    np.savez("train.npz", features=np.zeros((40, 2)), targets=np.arange(40) % 2)
+    np.savez("new.npz", features=np.zeros((5, *shape)))
+    told = f"new.npz: samples have the shape {[*shape]}, but [2] in the run"
+    with pytest.raises(ConfigurationError, match=re.escape(told)):
         reader("train.npz")("new.npz", labelled=False)
 
 

@@ -19,19 +19,22 @@ TINY = {
         "max_epochs": 4,
         "check_val_every_n_epoch": 2,
         "accelerator": "cpu",
-        "callbacks": [{"class_path": "FixBN", "init_args": {"freeze_round": 2}}],
+        "callbacks": [{"class_path": "fl_lightning.callbacks.FixBN", "init_args": {"freeze_round": 2}}],
     },
     "model": {
-        "model": {"class_path": "LeNet"},
-        "client_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.05}},
+        "model": {"class_path": "fl_lightning.models.LeNet"},
+        "client_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}},
         "local_steps": 2,
     },
     "data": {
-        "class_path": "Digits",
+        "class_path": "fl_lightning.datamodules.Digits",
         "init_args": {
             "num_clients": 3,
             "batch_size": 10,
-            "partition": {"class_path": "Shards", "init_args": {"class_fraction": 0.4}},
+            "partition": {
+                "class_path": "fl_lightning.datamodules.Shards",
+                "init_args": {"class_fraction": 0.4},
+            },
             "val_fraction": 0.2,
             "max_examples": 300,
         },

@@ -18,17 +18,20 @@ TINY = {
     "checkpoint": {"every_n_seconds": 0},
     "trainer": {"max_epochs": 6, "check_val_every_n_epoch": 3, "enable_progress_bar": False},
     "model": {
-        "model": {"class_path": "LeNet"},
-        "client_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}},
+        "model": {"class_path": "fl_lightning.models.LeNet"},
+        "client_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
         "local_steps": 1,
     },
-    "data": {"class_path": "Digits", "init_args": {"num_clients": 4, "batch_size": 8, "val_fraction": 0.2}},
+    "data": {
+        "class_path": "fl_lightning.datamodules.Digits",
+        "init_args": {"num_clients": 4, "batch_size": 8, "val_fraction": 0.2},
+    },
 }
 STUDY = {
     "title": "When to freeze",
     "paper": "A paper, Figure 1",
     "axes": {
-        "T*": {f"{r}": {"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_round": r}}]} for r in (2, 4)},
+        "T*": {f"{r}": {"trainer.callbacks": [{"class_path": "fl_lightning.callbacks.FixBN", "init_args": {"freeze_round": r}}]} for r in (2, 4)},
         "method": {"BN": {}, "GN": {"model.model.norm": "gn", "trainer.callbacks": []}},
     },
     "without": [{"method": "GN", "T*": "4"}],

@@ -53,7 +53,7 @@ def fit(
         "data": {"class_path": data, "init_args": arguments},
     }
     if model != {"class_path": "methods.Lit"}:
-        config["model"]["client_optimizer"] = {"class_path": "SGD", "init_args": {"lr": lr}}
+        config["model"]["client_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": lr}}
     Path("run.yaml").write_text(yaml.safe_dump(config))
     cli = main(["fit", "--config", "run.yaml"])
     return cli, str(cli.attempt.path)
