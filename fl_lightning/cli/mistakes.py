@@ -137,7 +137,7 @@ class _Check:
             if takes_classes:
                 what = "a list, not one class" if isinstance(value, list) else "no class"
                 raise ConfigurationError(f"{shown}: {entry.text} is {what}; {_remedy(kind)}")
-            raise ConfigurationError(f"{shown}: {entry.text} is not valid; it takes {_in_words(kind)}")
+            raise ConfigurationError(f"{shown}: {entry.text} is not valid; it takes {in_words(kind)}")
 
     def _choose(self, text: str, kind: Any, shown: str, full: str) -> None:
         """Store the settings of a class, given its name or dotted path."""
@@ -315,15 +315,15 @@ def _is_mapping(kind: Any) -> bool:
     return any(isinstance(origin, type) and issubclass(origin, Mapping) for origin in _origins(kind))
 
 
-def _in_words(kind: Any) -> str:
+def in_words(kind: Any) -> str:
     """Return a type in words, such as ``int, null``."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return str([*inner])
     if origin in (Union, UnionType):
-        return ", ".join(map(_in_words, inner))
+        return ", ".join(map(in_words, inner))
     if kind is NoneType:
         return "null"
     if inner:
-        return f"{origin.__name__}[{', '.join(map(_in_words, inner))}]"
+        return f"{origin.__name__}[{', '.join(map(in_words, inner))}]"
     return getattr(kind, "__name__", str(kind))

@@ -7,8 +7,8 @@ import enum
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from types import NoneType
-from typing import Any, ClassVar, NoReturn, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -19,7 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from fl_lightning.cli.messages import Refusal, broken_module, one_line
-from fl_lightning.cli.mistakes import first_mistake
+from fl_lightning.cli.mistakes import first_mistake, in_words
 from fl_lightning.cli.user_settings import Given, plain_name, read_given
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
@@ -179,10 +179,19 @@ def _refuse_null(class_type: type, settings: Config) -> None:
             if known.default is known.empty:
                 raise ConfigurationError(f"{class_type.__name__}.{name} is missing; give it")
             continue
-        kinds = get_args(known.annotation) or (known.annotation,)
-        if NoneType not in kinds and all(isinstance(kind, type) for kind in kinds):
-            takes = ", ".join(kind.__name__ for kind in kinds)
+        if not _takes_null(known.annotation):
+            takes = in_words(known.annotation)
             raise ConfigurationError(f"{class_type.__name__}.{name}: null is not valid; it takes {takes}")
+
+
+def _takes_null(kind: Any) -> bool:
+    """Return whether null is a value of a type. If the type is unknown, return True."""
+    origin = get_origin(kind) or kind
+    if origin in (Union, UnionType):
+        return any(_takes_null(part) for part in get_args(kind))
+    if origin is Literal:
+        return None in get_args(kind)
+    return origin in (Any, object, NoneType, Annotated) or not isinstance(origin, type)
 
 
 def new_lists(arguments: Sequence[str]) -> list[str]:
