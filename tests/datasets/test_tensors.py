@@ -69,6 +69,15 @@ def test_partitions_separate_classes_and_quantiles_of_numbers():
     assert (data.num_classes, data.class_histograms()) == (None, [])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64])
+def test_integers_of_several_dimensions_are_no_classes(dtype):
+    targets = torch.randint(0, 2, (40, 3)).to(dtype)
+    data = TensorData(torch.rand(40, 2), targets, num_clients=2, batch_size=4)
+    data.setup("fit")
+    assert (data.num_classes, data.class_histograms()) == (None, [])
+    assert data.samples.labels.dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool])
 @pytest.mark.parametrize("shape", [(3,), (2, 5), (1, 4, 4)])
 def test_features_of_any_type_and_shape_come_as_they_are(dtype, shape):
