@@ -112,6 +112,7 @@ class Made:
         may: int | None = 1,
         absent: int = None,  # noqa: RUF013
         thing: Any = 1,
+        item: object = 1,
         later: "Unknown" = 1,  # noqa: F821
         known: Annotated[int | None, 1] = 1,
         choice: Literal["on", None] = "on",  # noqa: PYI061
@@ -128,7 +129,7 @@ def made(*arguments):
 
 
 @pytest.mark.parametrize(
-    "name", ["may", "absent", "thing", "later", "known", "choice", "bare", "dict_kwargs.other"]
+    "name", ["may", "absent", "thing", "item", "later", "known", "choice", "bare", "dict_kwargs.other"]
 )
 def test_null_is_a_value_where_a_type_takes_it(name):
     assert made(f"--made.{name}", "null").settings[name.rpartition(".")[2]] is None
@@ -148,6 +149,18 @@ def test_null_is_refused_where_a_type_takes_none(name, takes):
     with pytest.raises(Exception, match=f"Made.{name}: null is not valid; it takes ") as refused:
         made(f"--made.{name}", "null")
     assert f"it takes {takes}" in str(refused.value)
+
+
+class Asks:
+    def __init__(self, needed):
+        pass
+
+
+def test_a_setting_without_type_and_default_is_asked_for():
+    parser = ConciseParser(prog="mine", exit_on_error=False)
+    parser.add_subclass_arguments(Asks, "asks", fail_untyped=False)
+    with pytest.raises(Exception, match=r"Asks\.needed is missing; give it"):
+        parser.instantiate(parser.parse_args(["--asks", f"{__name__}.Asks"]))
 
 
 class Measured:
