@@ -272,10 +272,10 @@ class Thaws(callbacks.FixBN):
 
 
 class ByLayers(FederatedCallback):
-    """Freezes the first BN layer in round 2, and the second in round 3."""
+    """Freezes the first BN layer in round 2, and the others in round 3."""
 
     def policy(self, round_number, total_rounds):
-        return {part: "frozen" for part, first in (("1", 2), ("4", 3)) if round_number >= first}
+        return {part: "frozen" for part, first in (("1", 2), ("4", 3), ("6", 3)) if round_number >= first}
 
 
 def test_layers_that_freeze_one_by_one_are_frozen_for_the_claim_too(tmp_path):
