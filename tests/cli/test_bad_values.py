@@ -142,6 +142,7 @@ TABLE = [
     ("--trainer.callbacks FixBN --trainer.callbacks.freeze_round -1", "FixBN.freeze_round: -1 must be a round >= 0, or a fraction in [0, 1]"),
     ("--trainer.callbacks FixBN --trainer.callbacks.freeze_round 1.5", "FixBN.freeze_round: 1.5 must be a round >= 0, or a fraction in [0, 1]"),
     ("--trainer.callbacks FixBN --trainer.callbacks.freeze_round half", "FixBN.freeze_round: half is not valid; it takes int, float"),
+    ("--trainer.callbacks FixBN --trainer.callbacks.freeze null", "FixBN.freeze: null is not valid; it takes ['statistics', 'affine', 'both']"),
     ("--trainer.callbacks FixBN --trainer.callbacks.freeze all", "FixBN.freeze: all is not valid; it takes ['statistics', 'affine', 'both']"),
     ("--trainer.callbacks FedProx --trainer.callbacks.mu -1", "FedProx.mu: -1.0 must be at least 0 (0 is FedAvg)"),
     ("--trainer.callbacks FedProx --trainer.callbacks.mu x", "FedProx.mu: x is not valid; it takes float"),
