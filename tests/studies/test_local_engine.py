@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from fl_lightning.experiments.studies.running import Runner
 
 TOOL = """
 import json, os, signal, sys, time
+from multiprocessing import forkserver
 from pathlib import Path
 
 def main(arguments):
@@ -68,21 +70,52 @@ def here(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
+def prepare(folder, patch):
+    """Let the server of a test import little, and return the server."""
+    (folder / "method.py").write_text("VALUE = 1\n")
+    (folder / "sitecustomize.py").write_text(STARTED.format(seconds=0))
+    patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{Path(local.__file__).parents[4]}")
+    patch.delitem(os.environ, "OMP_NUM_THREADS", raising=False)
+    return new_server(patch)
+
+
+def end(server):
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
+
+
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     """An engine with a server of its own, which imports little."""
     Path("tool.py").write_text(TOOL)
-    Path("method.py").write_text("VALUE = 1\n")
-    Path("sitecustomize.py").write_text(STARTED.format(seconds=0))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(local.__file__).parents[4]}")
-    monkeypatch.delitem(os.environ, "OMP_NUM_THREADS", raising=False)
-    server = new_server(monkeypatch)
+    server = prepare(tmp_path, monkeypatch)
     made = LocalEngine(module="tool")
     yield made
     made.stop()
-    if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGKILL)
-        server._stop()
+    end(server)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server of several tests: it imports for four seconds, and these tests leave it as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        server = prepare(tmp_path_factory.mktemp("server"), patch)
+        server.set_forkserver_preload([local._SERVER])
+        server.ensure_running()
+    yield server
+    end(server)
+
+
+@pytest.fixture
+def forks(server, monkeypatch):
+    """An engine on the server of several tests."""
+    for name in forkserver.__all__:
+        monkeypatch.setattr(forkserver, name, getattr(server, name))
+    Path("tool.py").write_text(TOOL)
+    made = LocalEngine(module="tool")
+    yield made
+    made.stop()
 
 
 def job(name, code, **settings):
@@ -123,14 +156,14 @@ def test_a_fork_is_what_a_process_of_its_own_would_be(engine, monkeypatch):
     assert "OMP_NUM_THREADS" not in os.environ
 
 
-def test_a_fork_ends_as_a_process_of_its_own_would(engine):
+def test_a_fork_ends_as_a_process_of_its_own_would(forks):
     codes = [
         "", "sys.exit(3)", "sys.exit('words')", "raise ValueError('wrong')", "raise KeyboardInterrupt",
         "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)", "print('x', flush=True); os._exit(7)",
         "import atexit; atexit.register(print, 'last')",
     ]  # fmt: skip
     jobs = [job(str(number), code) for number, code in enumerate(codes)]
-    ended = finish(engine, *jobs)
+    ended = finish(forks, *jobs)
     assert [ended[one.name] for one in jobs] == [0, 3, 1, 1, 1, -9, -15, 7, 0]
     texts = [one.log.read_text().splitlines()[-1:] for one in jobs]
     assert texts == [
@@ -157,11 +190,11 @@ def test_a_fork_outlives_its_server_and_the_next_job_has_another(engine):
     wait_until(Path("end").exists, 20)
 
 
-def test_a_stop_reaches_the_forks(engine):
-    engine.submit([job("long", LONG)])
+def test_a_stop_reaches_the_forks(forks):
+    forks.submit([job("long", LONG)])
     server_of_long()
-    engine.stop()
-    assert engine.ended() == {"long": -signal.SIGTERM}
+    forks.stop()
+    assert forks.ended() == {"long": -signal.SIGTERM}
 
 
 def test_a_signal_to_the_group_of_the_study_reaches_neither_server_nor_fork(engine):
@@ -201,16 +234,16 @@ def test_a_study_that_is_stopped_while_its_server_starts_leaves_nothing(engine):
     assert not Path("ran").exists()
 
 
-def test_a_job_that_the_study_does_not_know_ends_without_having_begun(engine, monkeypatch):
+def test_a_job_that_the_study_does_not_know_ends_without_having_begun(forks, monkeypatch):
     class Interrupted(dict):
         def __setitem__(self, name, process):
             processes.append(process)
             raise Stopped(signal.SIGINT)
 
     processes = []
-    monkeypatch.setattr(engine, "_running", Interrupted())
+    monkeypatch.setattr(forks, "_running", Interrupted())
     with pytest.raises(Stopped):
-        engine.submit([job("never", "Path('ran').touch()")])
+        forks.submit([job("never", "Path('ran').touch()")])
     processes[0].join()
     assert processes[0].exitcode == 128 + signal.SIGTERM
     assert not Path("ran").exists()
@@ -226,26 +259,26 @@ def test_a_job_never_runs_code_that_has_changed_since_its_server_imported_it(eng
     assert codes == [1, 1, 22, 22]
 
 
-def test_gpus_are_filled_evenly(engine, monkeypatch):
+def test_gpus_are_filled_evenly(forks, monkeypatch):
     monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 3)
-    engine = LocalEngine(module="tool")
-    assert engine.gpus == 3
+    forks = LocalEngine(module="tool")
+    assert forks.gpus == 3
 
     def start(number):
         code = f"print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\nwhile not Path('go{number}').exists(): time.sleep(0.02)\nsys.exit({number})"
         one = job(str(number), code, gpus=0.5)
-        engine.submit([one])
+        forks.submit([one])
         wait_until(lambda: one.log.is_file() and one.log.read_text())
         return one.log.read_text()
 
     assert [start(number) for number in range(7)] == [f"{gpu}\n" for gpu in (0, 1, 2, 0, 1, 2, 0)]
     Path("go5").touch()
     ended = {}
-    wait_until(lambda: ended.update(engine.ended()) or ended)
+    wait_until(lambda: ended.update(forks.ended()) or ended)
     assert ended == {"5": 5}
     assert start(7) == "2\n"
-    engine.stop()
-    assert set(engine.ended().values()) == {-signal.SIGTERM}
+    forks.stop()
+    assert set(forks.ended().values()) == {-signal.SIGTERM}
 
 
 @pytest.mark.slow
