@@ -54,7 +54,8 @@ class AtTheEnd(Momentum):
         pass
 
     def on_round_end(self, trainer, pl_module, cohort):
-        for name, parameter in cohort.server_parameters.items():
+        for name in cohort.names("weight", "affine"):
+            parameter = cohort.server_parameters[name]
             self.sums[name] = 0.9 * self.sums.get(name, torch.zeros_like(parameter)) + parameter.grad
             parameter.detach().sub_(self.sums[name] - parameter.grad)
 
