@@ -51,10 +51,12 @@ dtype.
 class Tensors(dict[str, Tensor]):
     """Tensors by name. An assignment and ``update`` write into the tensors. A copy is a plain dict."""
 
-    update = MutableMapping.update  # that of dict replaces the tensors, which no one would see
-
     def __setitem__(self, name: str, value: Tensor | float) -> None:
         self[name].detach()[...] = value
+
+    def update(self, *others: Any, **named: Any) -> None:  # that of dict would replace the tensors
+        """Write into the tensors; the arguments are those of ``dict.update``."""
+        MutableMapping.update(self, *others, **named)
 
     def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]  # that of dict has overloads
         self.update(other)
