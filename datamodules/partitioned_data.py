@@ -182,7 +182,7 @@ class PartitionedDataModule(FederatedDataModule):
         return [labels[x].bincount(minlength=classes).tolist() for x in self.distribution.clients]
 
     def use_range(self, found: Sequence[float]) -> None:
-        """Use the range of pixels of the training images, if it is no setting, and note it.
+        """Note the range of pixels of the training images, and use it unless it is a setting.
 
         Args:
             found: Smallest and largest value in images of more than 8 bits; [] if there are none.

@@ -149,7 +149,7 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
                 # torch.load ignores CRC errors, and returns random memory for "folder" entries
                 entries = archive.infolist()
                 folder = any(entry.external_attr & 0x10 for entry in entries)
-                # torch.save compresses nothing; a compressed file may be larger than the memory
+                # torch.save does not compress; the content of a compressed file may exceed the memory
                 inflated = sum(entry.file_size for entry in entries) > path.stat().st_size
                 if folder or inflated or archive.testzip() is not None:
                     raise zipfile.BadZipFile
