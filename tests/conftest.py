@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-pytest_plugins = ["chosen_rows", "cpu_seconds"]
+pytest_plugins = ["chosen_rows", "cpu_seconds", *(["reached_lines"] if "REACHED_LINES" in os.environ else [])]
 
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")

@@ -1,9 +1,10 @@
 """Mutants: small changes of the code, each of which some test should notice.
 
-``draw FILE`` draws mutants of the commit that is checked out. ``run FILE --copy FOLDER`` makes each of them in a copy of
-the checkout, says which test fails first, and goes on where it was stopped; ``--slow`` gives those that the quick rows
-do not notice to the slow ones. ``compare FILE AFTER --copy FOLDER`` makes the same mutants in the commit that is
-checked out now, wherever their line is, and ends with 1 if one is no longer noticed. ``table FILE`` prints a table.
+``draw FILE`` draws mutants of the commit that is checked out. ``reach FILE --copy FOLDER`` runs the tests once in a copy
+of the checkout, and writes beside FILE which of them run a mutant's line. ``run FILE --copy FOLDER`` makes each mutant in
+the copy, gives it to these tests, the shortest first, says which fails, and goes on where it was stopped.
+``compare FILE AFTER --copy FOLDER`` makes the same mutants in the commit that is checked out now, wherever their line is,
+and ends with 1 if one is no longer noticed. ``table FILE`` prints a table. ``reach`` needs the package ``coverage``.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -25,34 +27,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-
-class Room(NamedTuple):
-    """Files and folders of code, and of the tests that should notice its mutants."""
-
-    code: list[str]
-    tests: list[str]
-
-
 RANKS = ["fl_lightning/ranks.py", "fl_lightning/launched.py", *(f"fl_lightning/execution/{name}.py" for name in ("fork", "strategy"))]  # fmt: skip
 ROOMS = {  # a file belongs to the first room that has it
-    "ranks": Room(RANKS, ["tests/ranks", "tests/executors", "tests/run_directory/test_ranks.py"]),
-    "execution": Room(["fl_lightning/execution"], ["tests/executors"]),
-    "cohort": Room(["fl_lightning/cohort"], ["tests/cohort"]),
-    "round": Room(["fl_lightning/round"], ["tests/round"]),
-    "callbacks": Room(
-        ["callbacks", "fl_lightning/methods"], ["tests/methods", "tests/mechanisms", "tests/diagnostics"]
-    ),
-    "aggregation": Room(["fl_lightning/aggregation"], ["tests/aggregation"]),
-    "datamodules": Room(["datamodules"], ["tests/datasets"]),
-    "cli": Room(
-        ["fl_lightning/cli", "fl_lightning/__main__.py"],
-        ["tests/cli", "tests/verification", "tests/studies/test_study_command.py", "tests/run_directory/test_trained_model.py"],
-    ),
-    "client_data": Room(["fl_lightning/client_data"], ["tests/client_data"]),
-}  # fmt: skip
+    "ranks": RANKS,
+    "execution": ["fl_lightning/execution"],
+    "cohort": ["fl_lightning/cohort"],
+    "round": ["fl_lightning/round"],
+    "callbacks": ["callbacks", "fl_lightning/methods"],
+    "aggregation": ["fl_lightning/aggregation"],
+    "datamodules": ["datamodules"],
+    "cli": ["fl_lightning/cli", "fl_lightning/__main__.py"],
+    "client_data": ["fl_lightning/client_data"],
+}
 KINDS = 6
-# seconds on the wall of a test, and of all of them
-LIMITS = {"quick": (150, 1800), "slow": (600, 7200)}
+LIMIT = 150  # seconds on the wall of one test
+ENOUGH = 300  # CPU seconds, when nothing was mutated, of the tests that one mutant is given to
 STOPPED = (
     30  # seconds between two looks at a test run, after which this process must have been stopped meanwhile
 )
@@ -60,6 +49,18 @@ HEAVY = "lightning.pytorch.cli matplotlib.pyplot pydantic pytest scipy.stats skl
 COMPARED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"}  # fmt: skip
 FLIPPED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}  # fmt: skip
 COMPUTED = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"}  # fmt: skip
+REACHED = """\
+[run]
+data_file = {folder}/data
+parallel = true
+include =
+    {copy}/fl_lightning/*
+    {copy}/callbacks/*
+    {copy}/datamodules/*
+patch = _exit, fork, execv
+context = ${{PYTEST_CURRENT_TEST-}}
+disable_warnings = no-data-collected, module-not-imported, already-imported, dynamic-conflict, module-not-measured
+"""
 CHANGED = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "**": "*"}
 
 
@@ -178,8 +179,8 @@ def is_code(code, mutant):
 def draw(code, count, seed):
     """Draw mutants: at most one in a function, as many in each room, and in a room as many of each kind."""
     drawn, seen = [], set()
-    for name, room in ROOMS.items():
-        paths = [path for place in room.code for path in python_files(code / place) if path not in seen]
+    for name, places in ROOMS.items():
+        paths = [path for place in places for path in python_files(code / place) if path not in seen]
         seen.update(paths)
         every = [
             mutant for path in paths for mutant in mutants_of(str(path.relative_to(code)), path.read_text())
@@ -242,22 +243,81 @@ def made(name, mutant, path, number):
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def tests_of(mutant, copy):
-    """Test files for a mutant: named as its file, those of its room that name it the most, others that import it."""
-    file = Path(mutant["file"])
-    module = ".".join(file.with_suffix("").parts)
-    words = {file.stem, mutant["function"].partition(".")[0], mutant["function"].rpartition(".")[2]}
-    room = {
-        path for place in ROOMS[mutant["room"]].tests for path in python_files(copy / place) if "test_" in path.name
-    }  # fmt: skip
+class Reached(NamedTuple):
+    """Tests by the lines that they run.
 
-    def order(path):
-        text, name = path.read_text(), path.stem.removeprefix("test_")
-        alike = name in file.stem or file.stem in name
-        return path not in room, not alike, -sum(text.count(word) for word in words), path
+    Attributes:
+        tests: Name, CPU seconds and rows (``quick``, ``slow``) of each test that passes, quick and short ones first.
+        of_mutant: Positions in ``tests`` by the name of a mutant.
+    """
 
-    others = {path for path in (copy / "tests").rglob("test_*.py") if module in path.read_text()}
-    return [str(path.relative_to(copy)) for path in sorted(room | others, key=order)]
+    tests: list[tuple[str, float, str]]
+    of_mutant: dict[str, list[int]]
+
+    def rows(self, name, rows, there):
+        """Tests for a mutant, of those that are there: what runs its line, then what else the files of these have.
+
+        Tests that have come since count as slow rows.
+        """
+        line = self.of_mutant[name]
+        files = {file_of(self.tests[position][0]) for position in line}
+        whole = [n for n, (test, *_) in enumerate(self.tests) if file_of(test) in files]
+        taken, found = 0.0, []
+        for test, seconds, is_of in (self.tests[position] for position in dict.fromkeys([*line, *whole])):
+            if is_of == rows and test in there and taken < ENOUGH:
+                taken += seconds
+                found.append(test)
+        known = {test for test, *_ in self.tests}
+        found += sorted(test for test in there - known if file_of(test) in files and rows == "slow")
+        return found
+
+
+def file_of(test):
+    return test.partition("::")[0]
+
+
+def reach(copy, mutants, folders, jobs):
+    """Run tests once, and find which of them run the line of each mutant."""
+    import coverage
+
+    with TemporaryDirectory() as folder:
+        settings, told = Path(folder, "settings"), Path(folder, "told.json")
+        settings.write_text(REACHED.format(folder=folder, copy=copy))
+        environment = {**os.environ, "COVERAGE_PROCESS_START": str(settings), "REACHED_LINES": str(told)}
+        environment.pop("PYTEST_CURRENT_TEST", None)  # of a test of this script
+        words = [
+            "-m",
+            "pytest",
+            "-p",
+            "reached_lines",
+            "-n",
+            jobs,
+            "-q",
+            "--cpu",
+            "--nightly",
+            "all",
+            *folders,
+        ]
+        subprocess.run([sys.executable, *words], cwd=copy, env=environment, check=False)
+        tests = sorted(json.loads(told.read_text()), key=lambda test: (test[2], test[1]))
+        whole = coverage.Coverage(config_file=str(settings))
+        whole.combine()
+        data, position = whole.get_data(), {test: number for number, (test, _, _) in enumerate(tests)}
+        of_mutant = {}
+        for name, mutant in mutants.items():
+            path = str(copy / mutant["file"])
+            contexts = data.contexts_by_lineno(path)
+            lines = [mutant["number"], first_line(Path(path).read_text(), mutant["number"])]
+            running = next((contexts[line] for line in lines if contexts.get(line)), [])
+            running = {re.sub(r" \((setup|call|teardown)\)$", "", test) for test in running}
+            of_mutant[name] = sorted(position[test] for test in running if test in position)
+        return Reached(tests, of_mutant)
+
+
+def first_line(text, number):
+    """The first line of the statement that has a line."""
+    statements = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    return max(line for line in statements if line <= number)
 
 
 class FirstFailure:
@@ -271,7 +331,7 @@ class FirstFailure:
     pytest_collectreport = pytest_runtest_logreport
 
 
-def ended(copy, arguments, rows="slow"):
+def ended(copy, tests):
     """Run tests of the copy in a fork: the exit status, the first that fails, and CPU seconds of all processes."""
     with TemporaryDirectory() as folder:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -284,23 +344,15 @@ def ended(copy, arguments, rows="slow"):
                 for number in (1, 2):
                     os.dup2(os.open(f"{folder}/printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
                 plugin = FirstFailure()
-                limit, _ = LIMITS[rows]
-                options = (
-                    f"--timeout={limit}",
-                    "-x",
-                    "-q",
-                    "-p",
-                    "no:cacheprovider",
-                    "--rootdir=.",
-                    f"--basetemp={folder}/tests",
-                )
+                options = f"-x -q -p no:cacheprovider --nightly all --rootdir=. --timeout={LIMIT}".split()
                 sys.path.insert(0, str(copy))  # as python -m pytest does
-                status = int(import_module("pytest").main([*options, *arguments], plugins=[plugin]))
+                temporary = f"--basetemp={folder}/tests"
+                status = int(import_module("pytest").main([*options, temporary, *tests], plugins=[plugin]))
                 Path(folder, "node").write_text(plugin.node)
             finally:
                 os._exit(status)
         last = time.monotonic()
-        end, stopped = last + LIMITS[rows][1], False
+        end, stopped = last + 6 * ENOUGH, False
         while not (reaped := os.waitpid(child, os.WNOHANG))[0]:
             if last > end or stopped:
                 os.killpg(child, signal.SIGKILL)
@@ -310,7 +362,7 @@ def ended(copy, arguments, rows="slow"):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what the tests have started
         if stopped:  # the limits of tests have gone on
-            return ended(copy, arguments, rows)
+            return ended(copy, tests)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         node = Path(folder, "node")
         return (
@@ -324,24 +376,31 @@ class Judge:
     """Judges mutants in a copy of a checkout.
 
     Attributes:
+        there: Tests of the copy that run in CI.
         sound: Tests that pass without mutants.
         broken: Tests that fail without mutants, which say nothing.
     """
 
-    def __init__(self, copy, broken):
-        self.copy, self.broken, self.sound = copy, broken, set()
+    def __init__(self, copy, reached, broken):
+        self.copy, self.reached, self.broken, self.sound = copy, reached, broken, set()
+        words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--no-header"]
+        printed = subprocess.run(words, cwd=copy, capture_output=True, text=True, check=False).stdout
+        self.there = {line for line in printed.splitlines() if "::" in line}
 
-    def rows(self, mutant, path, number, rows):
-        """Give a mutant to the quick or the slow rows of its tests."""
+    def rows(self, name, mutant, place, rows):
+        """Give a mutant to its quick or to its slow rows."""
+        seconds = 0.0
         while True:
-            marked = "not slow" if rows == "quick" else "slow"
-            leave_out = [f"--deselect={test}" for test in self.broken]
-            with made(*mutant, path, number):
-                arguments = ["-m", marked, *leave_out, *tests_of(mutant[1], self.copy)]
-                status, node, seconds = ended(self.copy, arguments, rows)
-            found = {"test": node, "rows": rows, "cpu_seconds": seconds}
-            if status in (0, 5):  # all pass, or there are none
-                return {**found, "outcome": "survived"}
+            tests = self.reached.rows(name, rows, self.there - set(self.broken))
+            found = {"test": "", "rows": rows, "cpu_seconds": seconds, "outcome": "survived"}
+            if not tests:
+                return found
+            with made(name, mutant, *place):
+                status, node, took = ended(self.copy, tests)
+            seconds = round(seconds + took, 1)
+            found |= {"test": node, "cpu_seconds": seconds}
+            if status == 0:
+                return found
             if status == -signal.SIGKILL:
                 return {**found, "outcome": "out of time"}
             if node in ("", *self.sound) or ended(self.copy, [node])[0] == 0:
@@ -350,26 +409,24 @@ class Judge:
             self.broken.append(node)
             print("fails without any mutant:", node, flush=True)
 
-    def judge(self, name, mutant, slow):
-        """Whether the tests kill a mutant: the quick rows, then the slow ones if they are asked."""
+    def judge(self, name, mutant):
+        """Whether the tests kill a mutant: the quick rows, then the slow ones."""
         if (place := place_of(mutant, self.copy)) is None:
             return {"outcome": "line gone"}
-        found = mutant
-        if mutant.get("rows") != "quick":
-            found = self.rows((name, mutant), *place, "quick")
-        if slow and found["outcome"] == "survived":
-            found = self.rows((name, mutant), *place, "slow")
+        found = self.rows(name, mutant, place, "quick")
+        if found["outcome"] == "survived":
+            found = self.rows(name, mutant, place, "slow")
         return {**found, "place": f"{place[0].relative_to(self.copy)}:{place[1] + 1}"}
 
     def judge_again(self, name, mutant, before):
-        """Whether a mutant is killed in other code: by the test that killed it before, else by quick and slow rows."""
+        """Whether a mutant is killed in other code: by the test that killed it before, else by others."""
         place = place_of(mutant, self.copy)
-        if place and before.get("test"):
+        if place and before.get("test") in self.there:
             with made(name, mutant, *place):
                 status, _, seconds = ended(self.copy, [before["test"]])
-            if status not in (0, 4, 5):  # 4: there is no such test
+            if status:
                 return {**before, "outcome": "killed", "cpu_seconds": seconds}
-        return self.judge(name, mutant, slow=True)
+        return self.judge(name, mutant)
 
 
 def git(folder, *words):
@@ -398,6 +455,9 @@ def enter(code, copy, commit):
         (wheel,) = home.glob("*.whl")
         with zipfile.ZipFile(wheel) as file:
             file.extractall(site)
+        (site / "zz_coverage.pth").write_text(  # after the libraries: also in what tests start
+            "import os; 'COVERAGE_PROCESS_START' in os.environ and __import__('coverage').process_startup()"
+        )
         (home / "of_mutants").touch()
     for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
         os.environ.pop(name, None)
@@ -437,7 +497,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["draw", "run", "compare", "table"])
+    parser.add_argument("command", choices=["draw", "reach", "run", "compare", "table"])
     parser.add_argument("file", type=Path, help="mutants and, later, what became of them")
     parser.add_argument("after", type=Path, nargs="?", help="where compare writes what it finds")
     parser.add_argument(
@@ -446,7 +506,8 @@ def main():
     parser.add_argument(
         "--copy", type=Path, help="a folder for the copy that is changed; made if it is not there"
     )
-    parser.add_argument("--slow", action="store_true", help="slow rows for those that survive the quick ones")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="folders and files that reach runs")
+    parser.add_argument("--jobs", default="auto", help="workers of reach")
     parser.add_argument("--preload", default=HEAVY, help="libraries that are imported once for all mutants")
     parser.add_argument("--count", type=int, default=315)
     parser.add_argument("--seed", type=int, default=0)
@@ -461,7 +522,7 @@ def main():
         print(table(before["mutants"].values()))
         return
     if given.copy is None or (given.command == "compare" and given.after is None):
-        parser.error("run and compare need --copy, and compare two files")
+        parser.error("reach, run and compare need --copy, and compare two files")
     path, record = given.file, before
     if given.command == "compare":
         told = "outcome", "test", "rows", "cpu_seconds", "place"
@@ -474,15 +535,18 @@ def main():
             record = json.loads(path.read_text())
     copy = given.copy.resolve()
     enter(given.code.resolve(), copy, record["commit"])
+    reached = given.file.with_suffix(".reached.json")
+    if given.command == "reach":
+        reached.write_text(json.dumps(reach(copy, record["mutants"], given.tests, given.jobs)._asdict()))
+        return
     for name in given.preload.split():
         import_module(name)
-    judge = Judge(copy, record["broken"])
+    judge = Judge(copy, Reached(**json.loads(reached.read_text())), record["broken"])
     for name, mutant in record["mutants"].items():
-        again = given.slow and mutant.get("outcome") == "survived" and mutant["rows"] == "quick"
-        if "outcome" in mutant and not again:
+        if "outcome" in mutant:
             continue
         if given.command == "run":
-            mutant |= judge.judge(name, mutant, given.slow)
+            mutant |= judge.judge(name, mutant)
         else:
             mutant |= judge.judge_again(name, mutant, before["mutants"][name])
         write(path, record)

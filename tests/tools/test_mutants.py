@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "mutants.py"
+SUPPORT = SCRIPT.with_name("support")
 mutants = SimpleNamespace(**run_path(str(SCRIPT)))
 
 CHECKOUT = {
-    "pyproject.toml": """\
+    "pyproject.toml": f"""\
 [build-system]
 requires = ["setuptools"]
 build-backend = "setuptools.build_meta"
@@ -23,13 +24,34 @@ version = "0"
 [tool.setuptools]
 packages = ["fl_lightning"]
 [tool.pytest.ini_options]
-markers = ["slow"]
+markers = ["slow", "nightly"]
+pythonpath = ["{SUPPORT}"]
+""",
+    "tests/conftest.py": """\
+import os
+pytest_plugins = ["chosen_rows", "cpu_seconds", *(["reached_lines"] if "REACHED_LINES" in os.environ else [])]
 """,
     "fl_lightning/__init__.py": "",
     "fl_lightning/__main__.py": "def main(number):\n    return number + 1\nprint(main(2))\n",
     "fl_lightning/aggregation/means.py": "def unseen(number):\n    return number * 2\n",
+    "fl_lightning/ranks.py": "def in_a_fork(number):\n    return number * 3\n",
     "fl_lightning/cohort/rows.py": "def seen_by_slow(number):\n    return number > 2\n",
-    "tests/aggregation/test_sums.py": "def test_nothing():\n    pass\n",
+    "tests/aggregation/test_sums.py": """\
+import fl_lightning.aggregation.means as means
+def test_runs_it():
+    means.unseen(2)
+""",
+    "tests/ranks/test_forks.py": """\
+import os
+from fl_lightning.ranks import in_a_fork
+def test_nothing():
+    pass
+def test_a_fork():
+    child = os.fork()
+    if child == 0:
+        os._exit(in_a_fork(2))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
+""",
     "tests/cohort/test_rows.py": """\
 import pytest
 from fl_lightning.cohort.rows import seen_by_slow
@@ -90,41 +112,48 @@ def test_the_draw_is_that_of_the_seed_with_one_mutant_a_function_and_as_many_in_
     assert all(mutants.place_of(mutant, code) for mutant in drawn.values())
 
 
-def test_every_room_has_code_and_tests():
-    for room in mutants.ROOMS.values():
-        for place in (*room.code, *room.tests):
-            assert (SCRIPT.parents[1] / place).exists()
+def test_every_room_has_code():
+    for place in [place for room in mutants.ROOMS.values() for place in room]:
+        assert (SCRIPT.parents[1] / place).exists()
 
 
 @pytest.mark.slow
-def test_mutants_are_killed_by_quick_or_slow_rows_or_survive_and_are_found_again_elsewhere(
-    checkout, tmp_path
-):
+def test_mutants_are_given_to_the_tests_that_run_their_line_and_are_found_again_elsewhere(checkout, tmp_path):
     file, after, copy = tmp_path / "mutants.json", tmp_path / "after.json", tmp_path / "copy"
+    places = "--code", checkout, "--copy", copy
     assert script("draw", file, "--code", checkout).returncode == 0
-    first = script("run", file, "--code", checkout, "--copy", copy, "--preload", "pytest")
-    assert first.returncode == 0, first.stderr
-    killed = "killed", "quick", "tests/cli/test_main.py::test_a_process_of_its_own"
-    quick = {"main": killed, "unseen": ("survived", "quick", ""), "seen_by_slow": ("survived", "quick", "")}
-    assert outcomes(file) == quick
-    assert json.loads(file.read_text())["broken"] == ["tests/cohort/test_rows.py::test_fails_always"]
+    measured = script("reach", file, *places, "--jobs", "0")
+    assert measured.returncode == 0, measured.stderr
+    reached = mutants.Reached(**json.loads(file.with_suffix(".reached.json").read_text()))
+    tests = {
+        mutant["function"]: [reached.tests[number][0] for number in reached.of_mutant[name]]
+        for name, mutant in json.loads(file.read_text())["mutants"].items()
+    }
+    started, fork = (
+        "tests/cli/test_main.py::test_a_process_of_its_own",
+        "tests/ranks/test_forks.py::test_a_fork",
+    )
+    rows, sums = "tests/cohort/test_rows.py::test_rows", "tests/aggregation/test_sums.py::test_runs_it"
+    assert tests == {"main": [started], "in_a_fork": [fork], "unseen": [sums], "seen_by_slow": [rows]}
 
-    again = script("run", file, "--code", checkout, "--copy", copy, "--preload", "pytest", "--slow")
-    assert again.stdout.count("\n") == 2  # the one that is killed is not judged again
-    slow = "killed", "slow", "tests/cohort/test_rows.py::test_rows"
-    assert outcomes(file) == quick | {"unseen": ("survived", "slow", ""), "seen_by_slow": slow}
-    assert "| all | 3 | 1 | 1 | 0 | 1 | 0 |" in script("table", file).stdout
+    first = script("run", file, *places, "--preload", "pytest")
+    assert first.returncode == 0, first.stderr
+    killed = {"main": ("killed", "quick", started), "in_a_fork": ("killed", "quick", fork)}
+    survived = "survived", "slow", ""
+    assert outcomes(file) == killed | {"unseen": survived, "seen_by_slow": ("killed", "slow", rows)}
+    assert script("run", file, *places, "--preload", "pytest").stdout == ""  # none is judged again
+    assert "| all | 4 | 2 | 1 | 0 | 1 | 0 |" in script("table", file).stdout
 
     (checkout / "fl_lightning/cohort/rows.py").rename(checkout / "fl_lightning/cohort/others.py")
     (checkout / "tests/cohort/test_rows.py").unlink()
     (checkout / "tests/aggregation/test_sums.py").write_text(
-        "from fl_lightning.aggregation.means import unseen\ndef test_it():\n    assert unseen(2) == 4\n"
-        "    assert unseen(3) == 6\n"
+        "from fl_lightning.aggregation.means import unseen\ndef test_runs_it():\n    unseen(2)\n"
+        "def test_it():\n    assert unseen(2) == 4\n    assert unseen(3) == 6\n"
     )
     commit(checkout)
-    compared = script("compare", file, after, "--code", checkout, "--copy", copy, "--preload", "pytest")
-    assert compared.returncode == 1
+    compared = script("compare", file, after, *places, "--preload", "pytest")
+    assert compared.returncode == 1, compared.stderr
     assert "no longer killed" in compared.stdout
-    killed_now = "killed", "quick", "tests/aggregation/test_sums.py::test_it"
-    assert outcomes(after) == {"main": killed, "unseen": killed_now, "seen_by_slow": ("survived", "slow", "")}
+    found = "killed", "slow", "tests/aggregation/test_sums.py::test_it"
+    assert outcomes(after) == killed | {"unseen": found, "seen_by_slow": survived}
     assert subprocess.run(["git", "diff", "--quiet"], cwd=copy, check=False).returncode == 0
