@@ -9,11 +9,12 @@ import os
 from collections import Counter
 from pathlib import Path
 
-import coverage
 import pytest
 
 
 def switch(test):
+    import coverage  # not above: the tests run without it
+
     if (measured := coverage.Coverage.current()) is not None:
         measured.switch_context(test)
 
