@@ -1,5 +1,7 @@
 """The notebook of a first run."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,17 @@ NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
 
 
 @pytest.mark.slow
+def test_its_code_runs_in_this_process():
+    pytest.importorskip("IPython", reason="needs the extra dev")
+    names = {"__name__": __name__}
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            code = "".join(cell["source"]).replace("%%capture", "")
+            exec(re.sub(r"rounds=\d+", "rounds=10", code), names)  # noqa: S102  # a page's code
+    assert len([*Path("runs").glob("notebook_*/*/result.json")]) == 5
+
+
+@pytest.mark.nightly
 def test_the_notebook_runs_as_it_stands():
     nbformat = pytest.importorskip("nbformat", reason="needs the extra dev")
     client = pytest.importorskip("nbclient", reason="needs the extra dev").NotebookClient
