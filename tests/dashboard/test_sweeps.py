@@ -24,7 +24,11 @@ def agent(name, values, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize(
+    # test_configs has the settings of all sweeps
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if place else ()) for place, name in enumerate(SWEEPS)],
+)
 def test_agent_runs_what_the_sweep_says(name, offline, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
     take_examples(monkeypatch)
