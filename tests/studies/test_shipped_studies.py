@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from itertools import combinations
 from pathlib import Path
 
@@ -39,6 +40,8 @@ SCALES = [
 ]
 """Scales whose labels no test runs. Other scales have the labels of ``reduced`` or ``long``."""
 SHORT = ["--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1", "--wandb.mode=disabled"]
+RESULTS = {}
+"""What short runs have found, by their settings: studies have cells in common, which run once."""
 
 
 @pytest.fixture(autouse=True)
@@ -111,24 +114,37 @@ def test_its_file_can_be_read_and_a_quick_scale_is_small(name):
     )
 
 
+def result_of(study, cell):
+    """The result of a short run of a cell."""
+    short, config = [*SHORT], deepcopy(cell.config)
+    if not config["model"]["local_epochs"]:
+        short.append("--model.local_steps=2")
+    for setting in short:
+        section, name = setting.strip("-").partition("=")[0].split(".")
+        del config[section][name]
+    settings = json.dumps({**config, "name": None}, sort_keys=True)
+    if settings not in RESULTS:
+        name = cell.key.name
+        fit(["fit", *study.base, *study.arguments(cell.labels, cell.seed), *short, f"--name={name}"])
+        (path,) = Path("runs", name).glob("*/result.json")
+        RESULTS[settings] = json.loads(path.read_text())
+    return RESULTS[settings]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "scale"), TO_RUN)
 def test_every_label_runs(name, scale):
     study = read_study(FOLDER / f"{name}.yaml", scale)
     cells = StudyCells(study, [])
-    short = [*SHORT, *([] if cells.any.config["model"]["local_epochs"] else ["--model.local_steps=2"])]
     unseen, ran = labels_in(study.combinations()), []
     for labels in study.combinations():
         if unseen.isdisjoint(labels.items()):
             continue
         unseen -= labels.items()
         ran.append(labels)
-        key = cells.cell(labels, 0).key.name
-        if not Path("runs", key).exists():  # else of two that read different metrics of one run
-            fit(["fit", *study.base, *study.arguments(labels, 0), *short, f"--name={key}"])
-        (path,) = Path("runs", key).glob("*/result.json")
-        result = json.loads(path.read_text())
+        cell = cells.cell(labels, 0)
+        result = result_of(study, cell)
         assert result["rounds"] == 1
         assert {study.metric(labels) or next(iter(study.definition.metrics))} <= result.keys()
-        assert cells.cell(labels, 0).rounds > 1
+        assert cell.rounds > 1
     expect_different_runs(study, cells, ran)
