@@ -15,13 +15,13 @@ from fl_lightning.round.tasks import best_is
 EVERY_ROUND = ("--trainer.check_val_every_n_epoch", 1)
 
 
-def test_the_best_loss_is_the_smallest_and_the_best_accuracy_the_largest():
-    for metric, best in (("val/loss", min), ("val/accuracy", max)):
-        attempt = run("--checkpoint.monitor", metric, *EVERY_ROUND).attempt
-        curve = {row["round"]: row[metric] for row in rows(attempt) if row["round"]}
-        kept = torch.load(attempt.checkpoints / "best.ckpt")["global_step"]
-        assert len(set(curve.values())) > 1
-        assert curve[kept] == best(curve.values())
+@pytest.mark.parametrize(("metric", "best"), [("val/loss", min), ("val/accuracy", max)])
+def test_the_best_loss_is_the_smallest_and_the_best_accuracy_the_largest(metric, best):
+    attempt = run("--checkpoint.monitor", metric, *EVERY_ROUND).attempt
+    curve = {row["round"]: row[metric] for row in rows(attempt) if row["round"]}
+    kept = torch.load(attempt.checkpoints / "best.ckpt")["global_step"]
+    assert len(set(curve.values())) > 1
+    assert curve[kept] == best(curve.values())
 
 
 @pytest.mark.parametrize(

@@ -83,21 +83,21 @@ def test_runs_of_one_name_that_start_together_are_attempts_of_their_own():
     assert len(attempts) == 20
 
 
-@pytest.mark.parametrize("resume", [True, "auto", "best"])
+CHANGES = [
+    (2, {"client_optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "model.client_optimizer.lr", 0.1, 0.05),
+    (2, {"callbacks": [FixBN(freeze_round=1)]}, "trainer.callbacks.FixBN.freeze_round", 1, 2),
+    (2, {"data": digits(partition=Shards(0.5))}, "data.partition.class_fraction", 0.5, 0.4),
+    (2, {"model": LeNet(10, 1, 8, norm="gn")}, "model.model.norm", "gn", "bn"),
+    (100, {}, "trainer.max_epochs", 100, 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("rounds", "changes", "setting", "new", "old"),
+    ("resume", "rounds", "changes", "setting", "new", "old"),
     [
-        (
-            2,
-            {"client_optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
-            "model.client_optimizer.lr",
-            0.1,
-            0.05,
-        ),
-        (2, {"callbacks": [FixBN(freeze_round=1)]}, "trainer.callbacks.FixBN.freeze_round", 1, 2),
-        (2, {"data": digits(partition=Shards(0.5))}, "data.partition.class_fraction", 0.5, 0.4),
-        (2, {"model": LeNet(10, 1, 8, norm="gn")}, "model.model.norm", "gn", "bn"),
-        (100, {}, "trainer.max_epochs", 100, 2),
+        pytest.param(resume, *change, marks=pytest.mark.nightly if resume is not True and place else ())
+        for resume in (True, "auto", "best")
+        for place, change in enumerate(CHANGES)
     ],
 )
 def test_a_setting_that_differs_is_refused_by_name_where_a_run_is_resumed_by_its_name(
@@ -202,6 +202,7 @@ def test_plain_forms_of_values(value, plain):
     assert yaml.safe_load(yaml.safe_dump(as_plain(value))) == plain
 
 
+@pytest.mark.slow
 def test_arguments_of_nested_objects_are_settings():
     attack = settings_of(callbacks=[Byzantine(FallOfEmpires(2), [1])])
     assert attack["trainer.callbacks.Byzantine.attack"].endswith(".FallOfEmpires")

@@ -50,6 +50,7 @@ def in_folder(tmp_path, monkeypatch):
     write_config({"trainer.max_epochs": 3, "trainer.callbacks": [{"class_path": "test_reports.Counts"}]})
 
 
+@pytest.mark.slow
 @pytest.mark.pictures
 def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
     cli = run()

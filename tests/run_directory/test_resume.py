@@ -125,6 +125,7 @@ def test_run_killed_at_random_moments_ends_bit_identically(scope, periods, tmp_p
     assert json.loads(killed.result.read_text())["samples"] == json.loads(whole.result.read_text())["samples"]
 
 
+@pytest.mark.slow
 def test_half_written_last_row_and_rows_after_the_checkpoint_are_dropped():
     whole = run("--name", "whole", "--trainer.max_epochs", 6).attempt
     broken = run("--trainer.max_epochs", 4).attempt
@@ -170,6 +171,7 @@ def test_checkpoint_by_its_path_goes_on_in_its_own_folder_under_the_same_setting
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -427,6 +429,7 @@ def test_run_that_its_time_or_a_callback_of_the_users_stops_says_so(capsys):
     assert re.fullmatch(r"Timer: \d+ s have passed", stopped)  # the time of one round on this machine
 
 
+@pytest.mark.slow
 def test_a_new_attempt_without_a_round_to_train_is_refused_and_leaves_no_folder(capsys):
     source = run("--trainer.max_epochs", 2).attempt
     shutil.copy(source.checkpoints / "last.ckpt", "copy.ckpt")
