@@ -44,6 +44,7 @@ def told(folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.pictures
 @pytest.mark.parametrize("first", ["offline", "disabled"])
 def test_finished_run_is_logged_again_by_resuming_it(first, offline, capsys):

@@ -54,6 +54,7 @@ def test_rows_of_a_file_are_predicted_as_inside_the_runs_test_data_bit_for_bit(p
     assert [row[1] for row in rows[1:]] == [["ill", "well"][guess] for guess in scores.argmax(1)]
 
 
+@pytest.mark.slow
 def test_missing_values_and_categories_are_those_of_the_training_data(capsys):
     draws = np.random.default_rng(1)
     lines = [
@@ -136,6 +137,7 @@ def test_a_loaded_model_takes_raw_features_without_the_data(patients):
     )
 
 
+@pytest.mark.slow
 def test_an_exported_model_gives_the_runs_outputs_without_this_package(patients, capsys):
     cli, run = fit(callbacks=["FedBN"])
     (method,) = cli.model.federated_callbacks
@@ -163,6 +165,7 @@ def test_an_exported_model_gives_the_runs_outputs_without_this_package(patients,
         torch.testing.assert_close(found, scores, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_new_labelled_file_is_tested_with_the_runs_classes(patients, capsys):
     _, run = fit()
     write_table("new.csv", 40, seed=1)
@@ -192,6 +195,7 @@ def test_the_table_that_trained_the_model_is_no_test(patients, capsys):
     assert "test: copy.csv holds samples that trained the model" in message
 
 
+@pytest.mark.slow
 def test_no_file_is_overwritten(patients, capsys):
     _, run = fit()
     write_table("new.csv", 5, seed=1)
@@ -292,6 +296,7 @@ def test_arrays_without_classes_are_predicted_as_values(methods, capsys):
     )
 
 
+@pytest.mark.slow
 def test_images_of_a_folder_are_predicted_and_tested_as_inside_the_run(capsys):
     write_cifar10_folders("images", train=6, test=2)
     settings = {"data_dir": "images", "image_size": 8, "num_clients": 2, "batch_size": 10}
@@ -409,6 +414,7 @@ def test_the_folder_of_a_single_run_stands_for_the_run(patients):
         load_model("runs/run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["FedBN", "SiloBN", "FedPer"])
 def test_a_client_that_has_never_trained_has_no_model(method, patients, capsys):
     cli, run = fit(callbacks=[method], participation=1)
