@@ -99,6 +99,7 @@ def fixbn(moment, **settings):
     return f"--trainer.callbacks={json.dumps([{'class_path': 'FixBN', 'init_args': {**moment, **settings}}])}"
 
 
+@pytest.mark.slow
 def test_one_first_stage_feeds_every_later_freeze_round():
     bn, gn = cell(method="BN"), cell("--model.model.norm=gn", method="GN")
     half, late = cell(fixbn({"freeze_round": 0.5})), cell(fixbn({"freeze_round": 30}, freeze="affine"))

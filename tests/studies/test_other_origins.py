@@ -58,6 +58,7 @@ def test_an_attempt_that_went_on_from_another_learning_rate_is_not_the_cell(ran,
     assert origins(folders()[0]) == []
 
 
+@pytest.mark.slow
 def test_a_study_does_not_go_on_with_what_another_run_began(ran):
     write(**RATES)
     finished_study("--checkpoint.keep_rounds=[3]")

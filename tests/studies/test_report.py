@@ -190,6 +190,7 @@ def test_the_same_files_give_the_same_page(tmp_path):
     assert page_of(tmp_path, study).source == page_of(tmp_path, study).source
 
 
+@pytest.mark.slow
 @pytest.mark.pictures
 def test_a_figure_that_fails_harms_nothing_else(tmp_path, monkeypatch, capsys):
     def fail(*args, **options):
@@ -237,6 +238,7 @@ def test_a_result_that_no_run_writes_is_named_in_the_page(tmp_path, content):
     assert "result.json is not what a finished run writes" in run["why"]
 
 
+@pytest.mark.slow
 def test_the_page_of_a_study_lies_in_its_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     one, two = (write_study(tmp_path / place).relative_to(tmp_path) for place in ("one", "two"))

@@ -30,16 +30,18 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_settings_are_resolved_as_fit_prints_them_and_refused_in_its_words(capsys):
-    for options in (["--model.model.norm=gn"], ["--trainer.callbacks+=FBN", "--seed_everything=3"]):
-        arguments = [*BASE, *options]
-        with pytest.raises(SystemExit):
-            main(["fit", *arguments, "--print_config"])
-        printed = yaml.safe_load(capsys.readouterr().out)
-        assert resolve(arguments) == printed
-        with pytest.raises(ConfigurationError, match=r"^there is no setting 'model.norm'; did you mean "):
-            resolve([*arguments, "--model.norm=gn"])
-        assert capsys.readouterr() == ("", "")
+@pytest.mark.parametrize(
+    "options", [["--model.model.norm=gn"], ["--trainer.callbacks+=FBN", "--seed_everything=3"]]
+)
+def test_settings_are_resolved_as_fit_prints_them_and_refused_in_its_words(options, capsys):
+    arguments = [*BASE, *options]
+    with pytest.raises(SystemExit):
+        main(["fit", *arguments, "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert resolve(arguments) == printed
+    with pytest.raises(ConfigurationError, match=r"^there is no setting 'model.norm'; did you mean "):
+        resolve([*arguments, "--model.norm=gn"])
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_cell_is_done_where_this_source_has_computed_it():

@@ -147,6 +147,7 @@ def test_a_cell_that_goes_on_from_another_one_prefers_its_own_checkpoint_once_it
     assert first.result.stat() == finished
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "now"),
     [
