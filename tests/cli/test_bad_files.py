@@ -1,8 +1,7 @@
 """Files that cannot be settings, paths that cannot be, and commands that do not exist."""
 
+import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -124,17 +123,14 @@ def test_row_of_metrics_whose_round_is_no_number_is_refused(capsys):
     )
 
 
-@pytest.mark.slow
-def test_a_name_that_the_terminal_cannot_show_ends_no_run(tmp_path):
-
+def test_a_name_that_the_terminal_cannot_show_ends_no_run(monkeypatch, capsys):
     write_config({"name": "Zürich"})
-    arguments = ["fit", "--config", "tiny.yaml", "--trainer.max_epochs", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fl_lightning", *arguments],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert rb"runs/Z\xfcrich/" in done.stdout
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        program.main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs", "1"])
+        terminal.flush()
+        assert rb"runs/Z\xfcrich/" in terminal.buffer.getvalue()
+    assert capsys.readouterr().err == ""
 
 
 CALLBACKS = [
