@@ -201,6 +201,7 @@ def test_each_kind_of_installation_gives_one_package_beside_the_users_own(
     python(ALONE, installed, tmp_path_factory.mktemp("empty"))
 
 
+IN_CI = [("nothing", "checkout"), ("files", "wheel")]
 MY_STUDY = {
     "title": "FixBN and BN",
     "axes": {"method": {"BN": {}, "FixBN": {"config": "configs/overlays/fixbn.yaml"}}},
@@ -210,12 +211,26 @@ MY_STUDY = {
 
 @pytest.mark.slow
 def test_shipped_configurations_are_found_from_an_empty_folder(installed, python, tmp_path):
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(MY_STUDY))
-    commands = (["list", "configs"], ["list", "studies"], ["study", "mine.yaml", "--dry-run"])
+    commands = (["list", "configs"], ["list", "studies"])
     code = f"from fl_lightning.__main__ import main\nfor command in {commands}: main(command)"
     printed = python(code, installed, tmp_path)
-    for line in ("configs/quickstart.yaml", "configs/studies/methods.yaml", "0 of 2 cells are done"):
+    for line in ("configs/quickstart.yaml", "configs/studies/methods.yaml"):
         assert line in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "installed",
+    [
+        pytest.param(kind, marks=() if kind in IN_CI else pytest.mark.nightly, id=" ".join(kind))
+        for kind in KINDS
+    ],
+    indirect=True,
+)
+def test_a_study_of_shipped_configurations_can_be_started_in_an_empty_folder(installed, python, tmp_path):
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(MY_STUDY))
+    code = "from fl_lightning.__main__ import main\nmain(['study', 'mine.yaml', '--dry-run'])"
+    assert "0 of 2 cells are done" in python(code, installed, tmp_path)
 
 
 @pytest.mark.slow
