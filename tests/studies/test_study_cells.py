@@ -1,8 +1,8 @@
 """Cells: what run directories say of them, what they share, and what computes them."""
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -18,6 +18,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory import source
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.config_digest import config_hash
+from fl_lightning.experiments.run_directory.describe import process_seconds
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell, State, differences
 from fl_lightning.experiments.studies.collecting import collect
@@ -365,14 +366,15 @@ def test_the_time_left_of_a_cell_is_that_of_cells_with_its_labels():
     assert time_left([*quick, *slow, (one("FBN", 0), state())], 1) == 2 + 100 + (2 + 100) / 2
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_seconds_of_a_process_are_those_since_its_start():
-    code = "import time; from fl_lightning.experiments.run_directory.describe import process_seconds as x; "
-    code += "a = x(); time.sleep(0.3); print(a, x(), time.process_time())"
-    began = time.monotonic()
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    whole = time.monotonic() - began
-    first, second, cpu = map(float, printed.split())
-    assert second - first == pytest.approx(0.3, abs=0.25)
-    assert cpu * 0.5 < second < whole + 0.05
+    def tell():
+        time.sleep(0.3)
+        told.put(process_seconds())
+
+    context = multiprocessing.get_context("fork")
+    told, began = context.SimpleQueue(), time.monotonic()
+    process = context.Process(target=tell)
+    process.start()
+    assert 0.28 < told.get() < time.monotonic() - began + 0.05
+    process.join()
