@@ -43,6 +43,7 @@ def read(path):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_finished_run_has_every_picture_and_an_equal_run_equal_bytes(finished):
     again = run().attempt
     for name in PICTURES:
@@ -70,6 +71,7 @@ def test_ignored_pixels_are_black_whatever_their_label(ignored):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["road"]
 
 
+@pytest.mark.slow
 def test_stopped_run_has_its_curve_and_the_resumed_run_draws_them_all(tmp_path, monkeypatch):
     (tmp_path / "stop.py").write_text(
         "import os\nfrom fl_lightning import FederatedCallback\n"
@@ -91,6 +93,7 @@ def test_stopped_run_has_its_curve_and_the_resumed_run_draws_them_all(tmp_path, 
     assert (folder / "learning_curve.png").read_bytes() != before
 
 
+@pytest.mark.slow
 def test_run_taken_further_drops_the_class_accuracy_of_the_shorter_one(monkeypatch):
     attempt = run("--trainer.max_epochs", 2).attempt
     assert (attempt.path / "class_accuracy.png").exists()
