@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cells import (
+    PAUSES,
     ancestors,
     attempts_of,
     is_pausing,
@@ -79,9 +80,9 @@ def check_stop(engine):
     wait_until(lambda: Path("long.log").read_text() == "up\nrounded\n", 5)
 
 
-def run_and(engine, interrupt):
-    """Run the study, and interrupt its second cell in its fourth round; its numbers are as if nobody had."""
-    write_study()
+def run_and(engine, interrupt, **cells):
+    """Run the study, and interrupt one of its cells in its fourth round; its numbers are as if nobody had."""
+    write_study(**cells)
     cells, times = study_cells(), []
 
     def show(states):
@@ -151,7 +152,7 @@ def test_a_cell_goes_on_when_submitit_queues_it_again():
             os.kill(told, signal.SIGUSR2)
         os.kill(process, signal.SIGTERM)  # as Slurm does when a job is queued again
 
-    run_and(engine, preempt)
+    run_and(engine, preempt, pausing={"trainer.callbacks": PAUSES})
     check_stop(engine)
 
 
