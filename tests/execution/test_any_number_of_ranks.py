@@ -1,9 +1,11 @@
 """Clients shared between ranks: the numbers of one process, bit for bit."""
 
+from itertools import product
+
 import pytest
 import torch
 from command_line import rows, run
-from contract import TABLE
+from contract import ROW_OF_METHOD, TABLE
 from contract import run as run_method
 from helpers import ArrayClient, States, blobs, distance, small_cnn
 from outcomes import assert_same, same, states
@@ -45,20 +47,18 @@ def flat(tree):
     return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-QUICK = ("FBN", "FedTAN", "FixBN", "MaintainedMomentum", "SCAFFOLD")
-"""Methods whose first row is tested each time; what they do to a round is what others do, too."""
+BOTH = ("FBN", "FedTAN", "FixBN", "MaintainedMomentum", "SCAFFOLD")
+"""Methods that stay in CI with all clients, too."""
 
 
-def quick_ones_first(rows):
-    seen = set()
-    for row in rows:
-        marks = [] if row.callback in QUICK and row.callback not in seen else [pytest.mark.slow]
-        seen.add(row.callback)
-        yield pytest.param(row, marks=marks, id=row.name)
+def cells():
+    """Each method in its last settings with uneven clients, some also with all of them; other cells are nightly."""
+    for (kind, settings), row in product({"everybody": EVERYBODY, "uneven": UNEVEN}.items(), TABLE):
+        in_ci = row in ROW_OF_METHOD and (kind == "uneven" or row.callback in BOTH)
+        yield pytest.param(row, settings, id=f"{kind}-{row.name}", marks=() if in_ci else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("row", [*quick_ones_first(TABLE)])
-@pytest.mark.parametrize("settings", [EVERYBODY, UNEVEN], ids=["everybody", "uneven"])
+@pytest.mark.parametrize(("row", "settings"), [*cells()])
 def test_every_method_gives_the_same_bits_on_any_number_of_ranks(row, settings):
     module = {**row.module, **settings}
     if "local_steps" in settings:

@@ -24,7 +24,7 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.methods.statistics_pass import measured_statistics
 
-SIZES = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+SIZES = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
 MODES = ["pooled", "pooled_total_variance", "per_client", "per_client_total_variance"]
 

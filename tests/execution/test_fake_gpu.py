@@ -1,11 +1,12 @@
 """What can be said of a GPU without one: devices never mix, and local steps never wait for the device."""
 
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 
 import pytest
 import torch
-from contract import EVERY_ROW, method_of
+from contract import EVERY_METHOD, ROW_OF_METHOD, TABLE, method_of
 from fake_gpu import CUDA, fake_gpu, fit
 from helpers import SGD, SaveRounds, blobs, small_cnn
 from helpers import fit as fit_on_cpu
@@ -43,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"),
 ]
 
-EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor, GraphExecutor])
+EXECUTORS = (SequentialExecutor, VectorizedExecutor, GraphExecutor)
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +97,15 @@ def train(callbacks=(), rounds=3, num_clients=4, dropout=True, trainer=MappingPr
     return steps.waits
 
 
-@EVERY_ROW
-@EXECUTORS
+def cells():
+    """Each method in its last settings with one executor, in turn; other settings and executors are nightly."""
+    in_ci = [(row, EXECUTORS[place % 3]) for place, row in enumerate(ROW_OF_METHOD)]
+    for row, executor in product(TABLE, EXECUTORS):
+        marks = () if (row, executor) in in_ci else pytest.mark.nightly
+        yield pytest.param(row, executor, id=f"{executor.__name__}-{row.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("row", "executor"), [*cells()])
 def test_every_method_keeps_to_the_device_and_its_local_steps_never_wait(row, executor):
     # one after the other each operation is repeated for each client: few of them, and dropout with the settings below
     clients = 4 if executor is VectorizedExecutor or "participation" in row.module else 2
@@ -106,7 +114,7 @@ def test_every_method_keeps_to_the_device_and_its_local_steps_never_wait(row, ex
     assert train([method_of(row)], 3, clients, dropout, **settings) == []
 
 
-@EVERY_ROW
+@EVERY_METHOD
 def test_a_run_that_a_cpu_began_goes_on_on_a_gpu(row, tmp_path):
     steps = {} if "local_epochs" in row.module else {"local_steps": 2}
     settings = {"client_optimizer": SGD, **steps, **row.module}
@@ -176,7 +184,7 @@ def test_images_that_the_gpu_has_no_room_for_stay_on_the_cpu(monkeypatch):
     assert data.samples.labels.device.type == "cpu"
 
 
-@EXECUTORS
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_clients_that_finish_before_those_beside_them_are_nothing_to_wait_for(executor):
     steps, active = LocalSteps(), []
 

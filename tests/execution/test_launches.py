@@ -1,4 +1,9 @@
-"""Runs whose ranks somebody else has started, and runs that go on with another number of ranks."""
+"""Runs whose ranks somebody else has started, and runs that go on with another number of ranks.
+
+A launch starts two to four interpreters. Two launches stay in CI: ranks of torchrun, and two machines that copy their own
+ranks. Other launchers and failures are nightly. What the variables of a launcher do to ranks, signals and errors is tested
+without processes.
+"""
 
 import os
 import re
@@ -7,14 +12,22 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import attempts, rows, run, write_config
 
 from benchmarks.faults import same
+from fl_lightning import ConfigurationError
+from fl_lightning.cli import messages
+from fl_lightning.execution.strategy import CohortStrategy
+from fl_lightning.experiments.run import interruption
+from fl_lightning.experiments.run.trainer import make_trainer
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.launched import launched_rank
 
 ROOT = Path(__file__).parents[2]
 FAULT = """
@@ -63,6 +76,72 @@ def final_state(attempt):
     return checkpoint
 
 
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, 0),
+        ({"TORCHELASTIC_RUN_ID": "7", "RANK": "1", "SLURM_PROCID": "3"}, 1),
+        ({"TORCHELASTIC_RUN_ID": "7", "RANK": "0", "LOCAL_RANK": "1"}, 0),
+        ({"RANK": "1"}, 0),
+        ({"SLURM_PROCID": "2"}, 2),
+        ({"NODE_RANK": "1"}, 1),
+        ({"NODE_RANK": "1", "LOCAL_RANK": "3"}, 3),
+    ],
+)
+def test_the_rank_is_that_of_the_launcher(environment, rank, monkeypatch):
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "SLURM_PROCID", "NODE_RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launched_rank() == rank
+
+
+def test_torchrun_decides_the_ranks_and_machines_of_a_trainer(monkeypatch):
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+    }
+    for name, value in {
+        **place,
+        "TORCHELASTIC_RUN_ID": "7",
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    trainer = make_trainer({"accelerator": "cpu"})
+    assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
+    assert isinstance(trainer.strategy, CohortStrategy)
+
+
+@pytest.mark.parametrize(
+    ("rank", "line"), [(0, "error: my own mistake"), (1, "error: rank 1: my own mistake")]
+)
+def test_a_rank_of_torchrun_names_itself_after_the_first_one_had_time_to(rank, line, monkeypatch, capfd):
+    waits = []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(messages, "_let_the_first_rank_speak", lambda: waits.append(rank))
+    with pytest.raises(SystemExit):
+        messages.fail(ConfigurationError("my own mistake"))
+    assert capfd.readouterr().err.splitlines() == [line]
+    assert waits == [1] * rank
+
+
+def test_a_signal_that_torchrun_repeats_within_two_seconds_counts_once(monkeypatch):
+    times = iter([10.0, 11.9, 12.1])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setattr(interruption, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    with interruption.stoppable():
+        interruption.FinishRound().on_train_start(None, None)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(interruption.Stopped):
+            signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method["trainer.callbacks"][0]["class_path"])
 def test_a_run_that_changes_its_number_of_ranks_ends_like_one_that_does_not(method, capsys):
@@ -82,7 +161,7 @@ def test_a_run_that_changes_its_number_of_ranks_ends_like_one_that_does_not(meth
 def free_port():
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
+        return str(place.getsockname()[1])
 
 
 class Launched:
@@ -158,68 +237,60 @@ def test_ranks_of_torchrun_are_one_run_with_the_numbers_of_one_process():
     assert_like("launched", reference)
 
 
-def nodes(port):
-    there = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
-    return [[*TORCHRUN, *map(str, there), "--node-rank", str(rank)] for rank in range(2)]
+def torchrun(place):
+    there = ["--nnodes", "2", "--nproc-per-node", "1"]
+    there += ["--master-addr", place["MASTER_ADDR"], "--master-port", place["MASTER_PORT"]]
+    return [[*TORCHRUN, *there, "--node-rank", str(rank)] for rank in range(2)], (), None
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_machines_without_a_shared_file_system_go_on_with_a_run_of_the_first():
-    write_config()
-    longer = ("--ckpt_path", "last", "--trainer.max_epochs", 6)
-    run("--trainer.devices", 1, "--run_root", "first/runs")
-    run("--trainer.devices", 1)
-    reference = run("--trainer.devices", 1, *longer).attempt
-    (first, second) = Launched(["first", "second"], nodes(free_port()), *longer).ended()
-    assert (first[0], own_lines(first[2])) == (0, [])
-    assert second[:2] == (0, "")
-    assert_like("first", reference)
-    assert list(Path("second").iterdir()) == []
+def copies(place):
+    environments = [{**place, "NODE_RANK": str(rank)} for rank in range(2)]
+    return [[sys.executable]] * 2, ("--trainer.num_nodes", 2, "--trainer.devices", 2), environments
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_machines_that_copy_their_own_ranks_give_the_numbers_of_one_process():
-    write_config()
-    reference = run("--trainer.devices", 1).attempt
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    settings = ("--trainer.num_nodes", 2, "--trainer.devices", 2)
-    both = Launched(
-        ["first", "second"],
-        [[sys.executable]] * 2,
-        *settings,
-        environments=[{**place, "NODE_RANK": str(rank)} for rank in range(2)],
-    ).ended()
-    assert [(status, errors) for status, _, errors in both] == [(0, "")] * 2
-    assert "4 ranks, 1 thread each" in both[0][1]
-    assert both[1][1] == ""
-    assert_like("first", reference)
-    assert list(Path("second").iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("tasks_per_node", [1, 2])
-def test_tasks_of_slurm_are_one_run_with_the_numbers_of_one_process(tasks_per_node):
-    write_config()
-    reference = run("--trainer.devices", 1).attempt
+def slurm(place, tasks_per_node):
     job = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NAME": "job.sh",
         "SLURM_NODELIST": "localhost",
         "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
+        "MASTER_PORT": place["MASTER_PORT"],
     }
-    job |= {"SLURM_NTASKS_PER_NODE": str(tasks_per_node), "MASTER_PORT": str(free_port())}
     tasks = []
     for task in range(2):
         node, local = divmod(task, tasks_per_node)
         names = {"SLURM_PROCID": task, "SLURM_NODEID": node, "SLURM_LOCALID": local}
         tasks.append({**job, **{name: str(number) for name, number in names.items()}})
     settings = ("--trainer.num_nodes", 2 // tasks_per_node, "--trainer.devices", tasks_per_node)
-    both = Launched(["first", "second"], [[sys.executable]] * 2, *settings, environments=tasks).ended()
+    return [[sys.executable]] * 2, settings, tasks
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "goes_on"),
+    [
+        pytest.param(copies, 4, True, id="copies that go on"),
+        pytest.param(copies, 4, False, id="copies", marks=pytest.mark.nightly),
+        pytest.param(torchrun, 2, True, id="torchrun that goes on", marks=pytest.mark.nightly),
+        pytest.param(partial(slurm, tasks_per_node=1), 2, False, id="slurm", marks=pytest.mark.nightly),
+        pytest.param(partial(slurm, tasks_per_node=2), 2, False, id="two tasks", marks=pytest.mark.nightly),
+    ],
+)
+def test_machines_without_a_shared_file_system_give_the_numbers_of_one_process(launcher, ranks, goes_on):
+    """A run that goes on is kept by the first machine alone."""
+    write_config()
+    longer = ("--ckpt_path", "last", "--trainer.max_epochs", 6) if goes_on else ()
+    if goes_on:
+        run("--trainer.devices", 1, "--run_root", "first/runs")
+        run("--trainer.devices", 1)
+    reference = run("--trainer.devices", 1, *longer).attempt
+    commands, settings, environments = launcher({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()})
+    both = Launched(["first", "second"], commands, *settings, *longer, environments=environments).ended()
     assert [(status, own_lines(errors)) for status, _, errors in both] == [(0, [])] * 2
-    assert "2 ranks, 1 thread each" in both[0][1]
+    assert launcher is not copies or [errors for *_, errors in both] == ["", ""]
+    assert f"{ranks} ranks, 1 thread each" in both[0][1]
     assert both[1][1] == ""
     assert_like("first", reference)
     assert list(Path("second").iterdir()) == []
@@ -235,7 +306,7 @@ def fault(what, ranks):
 LOST = "rank 1 has ended|stopped by SIGTERM; .* keeps round 1"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("what", "ranks", "lines"),
@@ -258,7 +329,7 @@ def test_a_failure_under_torchrun_is_told_once_and_the_run_stays_whole(what, ran
     assert [row["round"] for row in rows(only_attempt("launched"))] == [0, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_mistake_before_the_ranks_have_met_is_one_line():
     write_config()
@@ -269,7 +340,7 @@ def test_a_mistake_before_the_ranks_have_met_is_one_line():
     assert not Path("launched/runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_of_torchrun_finishes_the_round(number):

@@ -53,15 +53,21 @@ TABLE = [
 ]
 
 
-def _slow_if_again(rows):
-    """The first row of each method is tested each time, its others where ``slow`` tests run."""
-    names = [row.callback for row in rows]
-    for place, row in enumerate(rows):
-        marks = [pytest.mark.slow] if row.callback in names[:place] else []
-        yield pytest.param(row, marks=marks, id=row.name)
+def _rows(chosen, mark):
+    """All rows, those of other places than the chosen ones with a mark."""
+    return [
+        pytest.param(row, id=row.name, marks=() if place in chosen else mark)
+        for place, row in enumerate(TABLE)
+    ]
 
 
-EVERY_ROW = pytest.mark.parametrize("row", [*_slow_if_again(TABLE)])
+_FIRST = {row.callback: place for place, row in reversed([*enumerate(TABLE)])}.values()
+_LAST = {row.callback: place for place, row in enumerate(TABLE)}.values()
+EVERY_ROW = pytest.mark.parametrize("row", _rows(_FIRST, pytest.mark.slow))
+"""Each method in all its settings, of which those after the first are slow."""
+EVERY_METHOD = pytest.mark.parametrize("row", _rows(_LAST, pytest.mark.nightly))
+"""Each method in its last settings, which show most of it in a few rounds; its other settings are nightly."""
+ROW_OF_METHOD = [TABLE[place] for place in _LAST]
 
 
 def method_of(row):
