@@ -1,6 +1,11 @@
-"""Which methods may be combined: allowed pairs keep the contract, all others are refused with a reason before they train."""
+"""Which methods may be combined: allowed pairs keep the contract, all others are refused with a reason before they train.
 
-from functools import partial
+A method's kind is what it does to a round: it observes; it keeps state local, fixed (frozen or reset) or averaged; or it
+declares no policy, and changes gradients or something else of a round. In CI each method trains with a partner of each kind
+that it may be combined with; the other pairs are nightly.
+"""
+
+from functools import cache, partial
 from itertools import combinations
 
 import pytest
@@ -64,10 +69,44 @@ ALLOWED = {
 """What changes a client's step goes with every method, but for momentum that one keeps, restarts or counts on, two remedies of
 client drift at once, and two treatments of the head; statistics of any averaged kind; gamma and beta beside any statistics."""
 PAIRS = [frozenset(pair) for pair in combinations(sorted(SETTINGS), 2)]
+KINDS = {"local": "local", "frozen": "fixed", "reset": "fixed", "averaged": "averaged", "pooled": "averaged"}
 
 
 def ids(pair):
     return "+".join(sorted(pair))
+
+
+@cache
+def kind(name):
+    method = SHIPPED[name](**SETTINGS[name])
+    if method.role == "observer":
+        return "observer"
+    treatments = {treatment for number in (1, 2, 3) for treatment in method.policy(number, 3).values()}
+    kinds = [kind for treatment, kind in KINDS.items() if treatment in treatments]
+    return kinds[0] if kinds else "gradients" if "on_after_local_backward" in vars(type(method)) else "other"
+
+
+def covers(pair):
+    one, other = sorted(pair)
+    return {(one, kind(other)), (other, kind(one))}
+
+
+def covering():
+    """Choose again and again the first of the pairs that have most of what no chosen pair has yet."""
+    pairs, chosen = sorted(ALLOWED, key=ids), []
+    missing = set().union(*map(covers, pairs))
+    while missing:
+        chosen.append(max(pairs, key=lambda pair: len(covers(pair) & missing)))
+        missing -= covers(chosen[-1])
+    return chosen
+
+
+IN_CI = covering()
+
+
+def rows():
+    for pair in sorted(ALLOWED, key=ids):
+        yield pytest.param(pair, id=ids(pair), marks=() if pair in IN_CI else pytest.mark.nightly)
 
 
 def methods(pair):
@@ -80,7 +119,7 @@ run = partial(federated_run, data=partial(blobs, 3, (24, 40, 32)), client_optimi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", sorted(ALLOWED, key=ids), ids=ids)
+@pytest.mark.parametrize("pair", [*rows()])
 def test_an_allowed_pair_trains_resumes_exactly_and_runs_alike_under_both_executors(pair, tmp_path):
     sequential = run(*methods(pair), executor=SequentialExecutor()).states
     vectorized = run(*methods(pair), SaveRounds(tmp_path), executor=VectorizedExecutor()).states
@@ -108,3 +147,13 @@ def test_any_other_pair_is_refused_with_a_reason_before_the_first_round(pair):
 
 def test_every_pair_is_either_allowed_or_refused():
     assert set(PAIRS) >= ALLOWED
+
+
+def test_each_method_trains_in_ci_with_a_partner_of_each_kind_that_it_may_have():
+    for name in SETTINGS:
+        partners, trained = (
+            {kind(*pair - {name}) for pair in pairs if name in pair} for pairs in (ALLOWED, IN_CI)
+        )
+        assert trained == partners, name
+    assert len({kind(name) for name in SETTINGS}) == 6
+    assert len(IN_CI) < len(ALLOWED) / 3

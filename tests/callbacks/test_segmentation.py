@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from contract import MOMENTUM, TABLE, method_of
+from contract import MOMENTUM, ROW_OF_METHOD, TABLE, method_of
 from helpers import SGD, distance, federated_run
 from street_scenes import write_scenes
 
@@ -32,18 +32,16 @@ def trained(root, executor, method=None, rounds=2, crop=(12, 16), width=4, **set
     return states, dict(module.metrics)
 
 
+IN_CI = ("BNSCAFFOLD", "FBN", "FedBN", "FedPer", "FedTAN", "FixBN", "SCAFFOLD", "StatisticsSources")
+"""A method of each kind: layers of its own, statistics, parts of clients, a joint step, freezing, gradients, observers."""
+
+
 def rows():
-    seen = set()
+    """Methods of each kind in their last settings; the other rows are nightly."""
     for place, row in enumerate(TABLE):
-        if row.callback == "ClassifierBias":  # needs one label a sample
-            continue
-        marks = (
-            []
-            if row.callback in ("FBN", "FedTAN", "FixBN") and row.callback not in seen
-            else [pytest.mark.slow]
-        )
-        seen.add(row.callback)
-        yield pytest.param(place, marks=marks, id=row.name)
+        if row.callback != "ClassifierBias":  # needs one label a sample
+            in_ci = row.callback in IN_CI and row in ROW_OF_METHOD
+            yield pytest.param(place, id=row.name, marks=() if in_ci else pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("method", [*rows()])

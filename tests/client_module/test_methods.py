@@ -4,7 +4,7 @@ from zlib import crc32
 
 import lightning as L
 import pytest
-from contract import EVERY_ROW, method_of
+from contract import EVERY_METHOD, method_of
 from helpers import SGD, Rows, States, blobs, fit, small_cnn
 from outcomes import assert_same
 from torch.nn.functional import cross_entropy
@@ -49,7 +49,7 @@ def trained(row, module, executor):
     return seen.states, rows.rows
 
 
-@EVERY_ROW
+@EVERY_METHOD
 def test_a_method_treats_a_lightning_module_as_the_same_network(row):
     executor = VectorizedExecutor() if crc32(row.name.encode()) % 2 else None
     settings = {"local_steps": 2, "client_optimizer": SGD, **row.module}

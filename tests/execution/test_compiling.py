@@ -186,13 +186,15 @@ def test_a_model_that_changes_in_each_step_is_one_line(compiler, monkeypatch):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A folder of its own for compiled code, which the tests of this file share."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+    """A folder for compiled code, which all workers of pytest share; no processes that compile."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(compile_threads=1):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield
 
 
-IN_CI = (
+KINDS = (
     "BNSCAFFOLD",
     "BatchRenormalization",
     "FBN",
@@ -204,8 +206,6 @@ IN_CI = (
     "HybridBN",
 )
 """Methods with layers of their own, that train fewer parameters or freeze, and one with plain passes."""
-
-NIGHTLY = [row for row in TABLE if row.callback not in IN_CI]
 
 
 class Watched(SequentialExecutor):
@@ -222,27 +222,40 @@ class Watched(SequentialExecutor):
 
 
 @pytest.mark.slow
-def test_methods_whose_compiled_rows_are_nightly_have_the_passes_of_rows_that_are_not():
+def test_other_methods_have_the_passes_of_plain_or_frozen_ones():
     def kinds(row):
         return run_method(row, executor=Watched()).executor.kinds
 
-    others = [kinds(row) for row in TABLE if row.callback in ("FedProx", "FixBN")]
-    assert [row.name for row in NIGHTLY if kinds(row) not in others] == []
+    plain = [kinds(row) for row in TABLE if row.callback in ("FedProx", "FixBN")]
+    assert [row.name for row in TABLE if row.callback not in KINDS and kinds(row) not in plain] == []
+
+
+def check_compiled_passes(row):
+    torch._dynamo.reset()
+    plain, fast = (run_method(row, executor=SequentialExecutor(compile=setting)) for setting in (False, True))
+    assert fast.executor.compiled_for(fast.model)
+    assert distance(plain.state_dict(), fast.state_dict()) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in TABLE if row.callback in KINDS], ids=lambda row: row.name)
+def test_each_kind_of_pass_is_traced_as_it_computes(row, compiler):
+    check_compiled_passes(row)
 
 
 def rows():
+    """Rows of plain passes, of frozen ones and of layers of a method's own; the other rows are nightly."""
+    in_ci = {"FedProx": {}, "FixBN": {"freeze_round": 1, "freeze": "both"}, "BNSCAFFOLD": {}}
     for row in TABLE:
-        yield pytest.param(row, id=row.name, marks=pytest.mark.nightly if row in NIGHTLY else ())
+        marks = () if in_ci.get(row.callback) == row.settings else pytest.mark.nightly
+        yield pytest.param(row, id=row.name, marks=marks)
 
 
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [*rows()])
 def test_compiled_passes_of_every_method_are_those_that_are_not(row, cache):
-    torch._dynamo.reset()
-    plain, fast = (run_method(row, executor=SequentialExecutor(compile=setting)) for setting in (False, True))
-    assert fast.executor.compiled_for(fast.model)
-    assert distance(plain.state_dict(), fast.state_dict()) < 1e-10
+    check_compiled_passes(row)
 
 
 @needs_compiler
@@ -252,8 +265,10 @@ def test_a_models_own_random_numbers_and_dropout_are_those_that_are_not_compiled
         def forward(self, x):
             return super().forward(x + 0.1 * torch.randn_like(x))
 
-    model = Noisy(*small_cnn("bn", dropout=0.5))
-    plain, fast = (outcome(model, blobs(), SequentialExecutor(setting)) for setting in (False, True))
+    torch.manual_seed(0)
+    model = Noisy(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    data = partial(blobs, shape=(2, 2, 2))
+    plain, fast = (outcome(model, data(), SequentialExecutor(setting)) for setting in (False, True))
     assert distance(plain, fast) < 1e-10
 
 
@@ -265,22 +280,26 @@ def uneven():
     return data
 
 
-def trained_unevenly(folder, ckpt_path=None, **trainer):
-    """A run with batches of 8 and 4 whose statistics freeze after round 2, compiled without code of an earlier one."""
+def trained_unevenly(folder, ckpt_path=None, rounds=4, **trainer):
+    """A run with batches of 8 and 4 whose statistics freeze after round 2, which generates its code anew."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     executor = SequentialExecutor(compile=True)
     module = FederatedModule(model, SGD, local_epochs=1, executor=executor)
-    fit(module, uneven(), 4, [FixBN(freeze_round=2), SaveRounds(folder)], ckpt_path, **trainer)
+    anew = (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    )
+    with anew[0], anew[1]:
+        fit(module, uneven(), rounds, [FixBN(freeze_round=2), SaveRounds(folder)], ckpt_path, **trainer)
     return module.state_dict()
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_a_resumed_run_compiles_the_same_code_whatever_shapes_it_meets_first(cache, tmp_path):
-    with torch._inductor.utils.fresh_cache():
-        reference = trained_unevenly(tmp_path)
+    reference = trained_unevenly(tmp_path)
     assert same(reference, trained_unevenly(tmp_path, ckpt_path=tmp_path / "1.ckpt"))
 
 
@@ -288,7 +307,7 @@ def test_a_resumed_run_compiles_the_same_code_whatever_shapes_it_meets_first(cac
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*sync_dist")  # Lightning's advice where every rank logs the same
 def test_ranks_that_compile_at_the_same_time_have_the_numbers_of_one_process(cache, tmp_path):
-    reference = trained_unevenly(tmp_path)
+    reference = trained_unevenly(tmp_path, rounds=2)
     with torch._inductor.utils.fresh_cache():
-        found = trained_unevenly(tmp_path, devices=2, strategy=CohortStrategy())
+        found = trained_unevenly(tmp_path, rounds=2, devices=2, strategy=CohortStrategy())
     assert same(reference, found)
