@@ -32,6 +32,19 @@ def compiler(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
+CHEAP = {"compile_threads": 1, "cpp.vec_isa_ok": True}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder for compiled code, which all workers of pytest share; neither processes that compile nor trials of vector code."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(CHEAP):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield
+
+
 def decision(model, client_steps=10**9, before=None, setting="auto", shape=(4, 3, 32, 32)):
     module = FederatedModule(model, SGD, local_steps=1)
     module.slots = StateSlots(model)
@@ -89,6 +102,7 @@ def spectral():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [cumulative, spectral])
 def test_a_model_that_the_compiler_runs_in_parts_trains_as_without_it(compiler, make):
     settings = {"precision": "64-true"}
@@ -101,9 +115,10 @@ def test_a_model_that_the_compiler_runs_in_parts_trains_as_without_it(compiler, 
     assert distance(*states) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.first_steps
 @needs_compiler
-def test_wrong_numbers_of_the_compiler_are_refused():
+def test_wrong_numbers_of_the_compiler_are_refused(cache):
     """torch.compile gives other numbers for the old spectral norm."""
     torch._dynamo.reset()
     model = small_cnn()
@@ -182,16 +197,6 @@ def test_a_model_that_changes_in_each_step_is_one_line(compiler, monkeypatch):
     module = FederatedModule(model, SGD, local_steps=9, executor=SequentialExecutor(compile=True))
     with pytest.raises(ConfigurationError, match=r"Sequential was compiled 3 times.* set compile: false"):
         fit(module, blobs(), 1)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A folder for compiled code, which all workers of pytest share; no processes that compile."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
-    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(compile_threads=1):
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        yield
 
 
 KINDS = (
@@ -280,11 +285,13 @@ def uneven():
     return data
 
 
-def trained_unevenly(folder, ckpt_path=None, rounds=4, **trainer):
+def trained_unevenly(folder, ckpt_path=None, rounds=4, width=8, **trainer):
     """A run with batches of 8 and 4 whose statistics freeze after round 2, which generates its code anew."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3)
+    )
     executor = SequentialExecutor(compile=True)
     module = FederatedModule(model, SGD, local_epochs=1, executor=executor)
     anew = (
@@ -307,7 +314,6 @@ def test_a_resumed_run_compiles_the_same_code_whatever_shapes_it_meets_first(cac
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*sync_dist")  # Lightning's advice where every rank logs the same
 def test_ranks_that_compile_at_the_same_time_have_the_numbers_of_one_process(cache, tmp_path):
-    reference = trained_unevenly(tmp_path, rounds=2)
-    with torch._inductor.utils.fresh_cache():
-        found = trained_unevenly(tmp_path, rounds=2, devices=2, strategy=CohortStrategy())
-    assert same(reference, found)
+    settings = {"rounds": 2, "width": 7}  # a width of its own: there is no code of other tests
+    found = trained_unevenly(tmp_path, **settings, devices=2, strategy=CohortStrategy())
+    assert same(trained_unevenly(tmp_path, **settings), found)

@@ -3,10 +3,9 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -68,8 +67,14 @@ class Fails(FederatedCallback):
             raise self.error
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("hook", ["on_after_local_backward", "on_before_aggregate", "on_train_epoch_end"])
+HOOKS = ["on_after_local_backward", "on_before_aggregate", "on_train_epoch_end"]
+CELLS = [
+    pytest.param(hook, rank, marks=() if rank == HOOKS.index(hook) else pytest.mark.nightly)
+    for hook, rank in product(HOOKS, range(3))
+]
+
+
+@pytest.mark.parametrize(("hook", "rank"), CELLS)
 def test_a_rank_that_raises_ends_all_with_its_own_line(hook, rank):
     before = children()
     with pytest.raises(ConfigurationError, match="my own mistake"):
@@ -251,31 +256,25 @@ def test_other_ranks_take_no_signal_from_their_first_moment_on():
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
-@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_run_that_is_killed_leaves_no_rank():
-    script = f"""
-import os, sys, torch
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1] / "support")!r}]
-from test_rank_processes import Looks, train
+    class Dies(Looks):
+        def on_round_end(self, trainer, pl_module, cohort):
+            super().on_round_end(trainer, pl_module, cohort)
+            if pl_module.ranks.rank == 0:
+                os.write(tell, " ".join(map(str, self.seen[-1])).encode())
+                os.kill(os.getpid(), signal.SIGKILL)
 
-class Tells(Looks):
-    def on_round_end(self, trainer, pl_module, cohort):
-        super().on_round_end(trainer, pl_module, cohort)
-        if pl_module.ranks.rank == 0:
-            print(*self.seen[-1], flush=True)
-            os.kill(os.getpid(), 9)
-
-train(3, Tells())
-"""
-    Path("script.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL
-    ranks = [int(number) for number in done.stdout.split()[-2:]]
+    told, tell = os.pipe()
+    if not (run := os.fork()):
+        try:
+            train(3, Dies())
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(run, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    ranks = [int(number) for number in os.read(told, 1000).split()]
+    os.close(told), os.close(tell)
     assert len(ranks) == 2
     for _ in range(100):
         alive = [number for number in ranks if Path(f"/proc/{number}").exists() and _runs(number)]
