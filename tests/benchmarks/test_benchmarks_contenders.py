@@ -65,10 +65,7 @@ def test_everybody_takes_the_workloads_steps_on_the_workloads_samples(name):
             batches.extend([inputs[0].shape[0]] * clients)
 
     contender = enter(name, SMALL, "tiny", small_data())
-    handles = [
-        register_optimizer_step_post_hook(count_step),
-        register_module_forward_pre_hook(count_batch),
-    ]
+    handles = [register_optimizer_step_post_hook(count_step), register_module_forward_pre_hook(count_batch)]
     try:
         timing = contender.run(2)
         contender.run(1)

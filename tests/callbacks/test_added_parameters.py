@@ -9,12 +9,7 @@ from helpers import Received, SaveRounds, distance, small_cnn
 from test_heads import BODY, EVALUATED, EXECUTORS, HEAD, MOMENTUM, ROUNDS, STEPS, run, separate_models
 from torch import nn
 
-from fl_lightning import (
-    ConfigurationError,
-    FederatedCallback,
-    SwappedBatchNorm,
-    swap_batch_norm,
-)
+from fl_lightning import ConfigurationError, FederatedCallback, SwappedBatchNorm, swap_batch_norm
 from fl_lightning.__main__ import main
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.verification import certify

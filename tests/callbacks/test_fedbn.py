@@ -218,10 +218,7 @@ def test_bn_layers_are_found_by_type_and_not_by_name():
             r"the model Sequential has no .*\(affine, mean\), but weight: it needs Batch Norm",
         ),
         (("buffer",), r"the model Sequential has no .*\(buffer\), but weight$"),
-        (
-            ("fc",),
-            "'fc' is no kind of state .* and no name in the model Sequential; names are 0, 1, 3, 4, 8",
-        ),
+        (("fc",), "'fc' is no kind of state .* and no name in the model Sequential; names are 0, 1, 3, 4, 8"),
     ],
 )
 def test_kinds_that_a_model_does_not_have_are_refused(kinds, line):

@@ -6,11 +6,7 @@ from helpers import SGD, blobs, by_hand, distance, small_cnn
 from outcomes import outcome
 from torch import nn
 
-from fl_lightning import (
-    FederatedCallback,
-    SequentialExecutor,
-    VectorizedExecutor,
-)
+from fl_lightning import FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.errors import CannotVectorize
 
 pytestmark = pytest.mark.first_steps

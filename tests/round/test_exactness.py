@@ -62,19 +62,13 @@ def test_several_local_steps_differ_from_centralised_sgd():
 @EXECUTORS
 @pytest.mark.parametrize("local_steps", [1, 4])
 @pytest.mark.parametrize(
-    "optimizer",
-    [partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01), ADAMW],
+    "optimizer", [partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01), ADAMW]
 )
 def test_one_client_equals_plain_training_with_bn_and_a_fresh_optimizer_each_round(
     executor, local_steps, optimizer
 ):
     federated = train(
-        small_cnn("bn"),
-        blobs(1),
-        3,
-        client_optimizer=optimizer,
-        local_steps=local_steps,
-        executor=executor(),
+        small_cnn("bn"), blobs(1), 3, client_optimizer=optimizer, local_steps=local_steps, executor=executor()
     )
     plain, _ = by_hand(small_cnn("bn"), blobs(1), 3, optimizer=optimizer, steps=[local_steps])
     assert distance(federated, plain) < 1e-10

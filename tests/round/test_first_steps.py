@@ -631,11 +631,7 @@ def test_a_client_trains_as_plain_pytorch(what, executor):
             continue  # the singular vectors of the mean weight, not the mean vectors
         wanted = sum(state[name] for state in each) / 2
         torch.testing.assert_close(
-            value,
-            wanted.to(value.dtype),
-            rtol=1e-10,
-            atol=1e-12,
-            msg=lambda text, n=name: f"{n}: {text}",
+            value, wanted.to(value.dtype), rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
@@ -903,10 +899,7 @@ def tiny(name):
 REAL = (
     {name: partial(vision, name) for name in VISION}
     | {f"timm's {x}": partial(tiny, x) for x in TIMM}
-    | {
-        "quantisation-aware": quantised,
-        "timm with gradient checkpointing": gradient_checkpointing,
-    }
+    | {"quantisation-aware": quantised, "timm with gradient checkpointing": gradient_checkpointing}
 )
 
 

@@ -168,11 +168,7 @@ class OwnTask(Classification):
 @pytest.mark.parametrize("settings", [EVALUATED, {}], ids=["evaluated", "not evaluated"])
 @pytest.mark.parametrize(
     "made",
-    [
-        lambda: module(5, OwnLoss),
-        lambda: module(5, OwnEvaluation),
-        lambda: module(5, task=OwnTask()),
-    ],
+    [lambda: module(5, OwnLoss), lambda: module(5, OwnEvaluation), lambda: module(5, task=OwnTask())],
     ids=["client_loss", "evaluate_batch", "task"],
 )
 def test_outputs_of_another_kind_are_the_users_own(made, settings):

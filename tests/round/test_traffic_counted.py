@@ -31,12 +31,7 @@ EVALUATED = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)
 STATISTICS = 20
 """Floats of running statistics of ``small_cnn``, two layers with 4 and 6 channels."""
-KINDS = {
-    "weight": "weights",
-    "affine": "BN gamma, beta",
-    "mean": "BN statistics",
-    "var": "BN statistics",
-}
+KINDS = {"weight": "weights", "affine": "BN gamma, beta", "mean": "BN statistics", "var": "BN statistics"}
 
 
 class Noise(FederatedCallback):

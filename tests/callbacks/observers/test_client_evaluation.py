@@ -88,15 +88,7 @@ def test_each_clients_own_model_and_the_servers_equal_a_hand_computation(method)
             accuracies[name].append(float((outputs.argmax(1) == targets).double().mean()))
     assert (accuracies["accuracy"] == accuracies["own_accuracy"]) == (not personal)
     table = observer.tables()["clients"]
-    assert table.columns == [
-        "client",
-        "name",
-        "samples",
-        "accuracy",
-        "loss",
-        "own_accuracy",
-        "own_loss",
-    ]
+    assert table.columns == ["client", "name", "samples", "accuracy", "loss", "own_accuracy", "own_loss"]
     columns = dict(zip(table.columns, zip(*table.rows, strict=True), strict=True))
     assert columns["name"] == tuple(NAMES)
     assert columns["samples"] == (16, 24, 40, 32)
