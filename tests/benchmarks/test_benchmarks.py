@@ -50,7 +50,12 @@ def samples(data, client, round_number):
     return torch.cat(draws)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+IN_CI = ("sequential", "vectorized")
+
+
+@pytest.mark.parametrize(
+    "executor", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.nightly) for name in EXECUTORS]
+)
 def test_both_sides_compute_the_same_on_the_same_batches(executor):
     data, model = small_data(), make_model("tiny").double()
     framework = Framework(SMALL, make_model("tiny"), data, EXECUTORS[executor]())
@@ -144,6 +149,7 @@ def test_the_better_number_of_threads_counts(monkeypatch):
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.nightly
 def test_compare_prints_a_table_and_writes_its_numbers(capsys):
     main(["--workloads", "W3", *FEW, *OURS, "--json", "out.json"])
     shown = capsys.readouterr()
@@ -163,6 +169,7 @@ def test_compare_prints_a_table_and_writes_its_numbers(capsys):
             assert 0 < spread["min"] <= spread["median"] <= spread["max"]
 
 
+@pytest.mark.nightly
 def test_overhead_is_the_total_without_its_parts(capsys):
     main(["overhead", "--workloads", "W3", *FEW, "--repeats", "1", "--json", "out.json"])
     assert capsys.readouterr().out.count("| W3 | tiny |") == len(SINGLE_PROCESS)
@@ -192,6 +199,7 @@ class TwiceOurs:
         return self.rule(rows)
 
 
+@pytest.mark.nightly
 def test_aggregation_compares_both_sides_and_measures_memory(capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.aggregation._byzfl_version", lambda: "0")
     monkeypatch.setitem(sys.modules, "byzfl.aggregators", SimpleNamespace(TrMean=TwiceOurs))

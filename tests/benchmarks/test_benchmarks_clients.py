@@ -10,6 +10,7 @@ from benchmarks.__main__ import main
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_runs_are_made_and_their_figures_printed(tmp_path, capsys):
     file = tmp_path / "clients.json"
     options = ["--clients", "12", "--rounds", "4", "--methods", "FedAvg", "--json", str(file)]
@@ -25,6 +26,7 @@ def test_runs_are_made_and_their_figures_printed(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[2:] == [*clients.lines(found)]
 
 
+@pytest.mark.nightly
 def test_a_run_that_fails_is_no_figure(tmp_path):
     clients.write_writers(tmp_path / "few", 3)  # 10 of them are wanted in a round
     with pytest.raises(RuntimeError, match="the run of FedAvg has failed"):

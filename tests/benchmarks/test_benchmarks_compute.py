@@ -43,7 +43,7 @@ def test_each_pass_gives_the_gradients_of_all_parameters_for_a_batch():
     assert all(bool(found.abs().sum() > 0) for found in passes.gradients)
 
 
-@pytest.mark.parametrize("model_name", ["tiny", "resnet20"])
+@pytest.mark.parametrize("model_name", ["tiny", pytest.param("resnet20", marks=pytest.mark.nightly)])
 def test_convolutions_alone_give_the_gradients_of_the_whole_pass(model_name):
     passes, alone = Passes(model_name), Convolutions(model_name)
     passes.run(1)
@@ -55,6 +55,7 @@ def test_convolutions_alone_give_the_gradients_of_the_whole_pass(model_name):
     assert [part.reaches_images for part in alone.parts] == [True] + [False] * (len(expected) - 1)
 
 
+@pytest.mark.nightly
 def test_compiled_passes_are_those_that_are_not():
     compiled, plain = CompiledPasses("tiny"), Passes("tiny")
     for passes in (compiled, plain):
@@ -131,6 +132,7 @@ def test_a_process_that_fails_is_told(monkeypatch):
         Compute(THREE_STEPS, "tiny", num_processes=1).run(1)
 
 
+@pytest.mark.nightly
 def test_compare_tells_how_near_the_executors_are_to_compute_alone(capsys):
     before = running()
     few = ["--images", "200", "--repeats", "1", "--rounds", "10", "--models", "tiny", "--threads", "1"]

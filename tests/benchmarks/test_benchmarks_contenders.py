@@ -22,6 +22,7 @@ from fl_lightning.pictures.style import SKY
 pytestmark = pytest.mark.slow
 
 TINY = sum(value.numel() for value in Tiny().parameters())
+SINGLE = [name for name in NAMES if name not in MULTI_PROCESS]
 SMALL = Workload(num_clients=6, cohort_size=3, local_steps=4, rounds=2)
 
 
@@ -31,13 +32,12 @@ def small_data():
     return data
 
 
-def installed(names):
-    absent = [
-        pytest.param(name, marks=pytest.mark.skip("not all of the extra bench is installed"))
-        for name in names
-        if not _runs(name)
-    ]
-    return [name for name in names if _runs(name)] + absent
+def installed(names, in_ci=()):
+    """Rows of contenders, nightly but for some, without those that are not installed."""
+    absent = pytest.mark.skip("not all of the extra bench is installed")
+    for name in sorted(names, key=_runs, reverse=True):
+        marks = [] if name in in_ci else [pytest.mark.nightly]
+        yield pytest.param(name, marks=marks if _runs(name) else [*marks, absent])
 
 
 def _runs(name):
@@ -46,7 +46,7 @@ def _runs(name):
 
 
 @pytest.mark.filterwarnings("ignore")  # what other frameworks warn of is theirs
-@pytest.mark.parametrize("name", installed([name for name in NAMES if name not in MULTI_PROCESS]))
+@pytest.mark.parametrize("name", [*installed(SINGLE, ("naive", "sequential", "vectorized"))])
 def test_everybody_takes_the_workloads_steps_on_the_workloads_samples(name):
     steps, batches = [], []
 
@@ -78,7 +78,7 @@ def test_everybody_takes_the_workloads_steps_on_the_workloads_samples(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", installed(["flower"]))
+@pytest.mark.parametrize("name", [*installed(["flower"])])
 def test_flowers_clients_see_the_workloads_samples(name):
     peer = enter(name, SMALL, "tiny", small_data())
     timing = peer.run(1)
@@ -87,7 +87,7 @@ def test_flowers_clients_see_the_workloads_samples(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", installed([name for name in PEERS if name not in MULTI_PROCESS]))
+@pytest.mark.parametrize("name", [*installed([name for name in PEERS if name not in MULTI_PROCESS])])
 def test_peers_train(name):
     peer = enter(name, SMALL, "tiny", small_data())
     model = {
@@ -125,6 +125,7 @@ def test_memory_of_a_process_holds_that_of_its_children():
     assert pss_mb(process.pid) == 0
 
 
+@pytest.mark.nightly
 def test_memory_is_measured_beyond_imports(capsys):
     few = ["--workloads", "W3", "--models", "tiny", "--rounds", "1", "--images", "20000"]
     main(["memory", *few, "--contenders", "naive", "--json", "out.json"])
@@ -143,6 +144,7 @@ def test_nothing_of_the_framework_holds_the_benchmarks_own_images():
     assert data.samples.inputs.untyped_storage().data_ptr() != data.pixels.untyped_storage().data_ptr()
 
 
+@pytest.mark.nightly
 def test_who_is_not_installed_is_listed(capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.roster.version", lambda peer: None)
     few = ["--images", "200", "--repeats", "1", "--rounds", "1", "--models", "tiny", "--threads", "1"]
@@ -189,6 +191,7 @@ def test_scale_changes_one_thing_at_a_time():
     assert scale._FEDERATIONS["local_steps"][2500].num_clients == 10
 
 
+@pytest.mark.nightly
 def test_charts_are_drawn_from_written_results():
     few = ["--repeats", "1", "--models", "tiny", "--contenders", "sequential"]
     main(

@@ -166,6 +166,7 @@ def test_figures_for_a_gpu_are_scaled_from_what_was_measured(monkeypatch):
     assert row.startswith(f"| cuda | tiny | sequential | {Spread.of([200 / 22])} | ")
 
 
+@pytest.mark.nightly
 def test_the_command_gpu_can_be_tried_on_a_cpu(capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.FULL", replace(gpu.FULL, local_steps=5))
     few = ["--images", "200", "--repeats", "1", "--rounds", "1", "--models", "tiny"]

@@ -19,7 +19,7 @@ def test_ratios_are_taken_within_a_repetition():
     assert ratio == "| ratio | 3.5 [3, 4] | 3.5 [3, 4] | 3.5 [3, 4] | |"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_ways_are_studies_that_were_run(tmp_path, capsys):
     file = tmp_path / "starts.json"
     with pytest.raises(SystemExit) as stop:

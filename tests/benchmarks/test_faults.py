@@ -13,6 +13,7 @@ from benchmarks.faults import checkpoints, mistakes, studies
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_killed_runs_and_damaged_checkpoints_are_counted(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(
         studies.FILE, "axes", {"method": {"BN": {}, "FedBN": {"trainer.callbacks": ["FedBN"]}}}

@@ -49,24 +49,15 @@ class Metrics(FederatedCallback):
 
 
 @pytest.mark.parametrize("methods", METHODS.values(), ids=METHODS)
-@pytest.mark.parametrize("metrics", [True, False])
+@pytest.mark.parametrize("metrics", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_bits_and_logged_values_are_those_of_one_process_on_any_number_of_ranks(methods, metrics):
     start = Lit(metrics=metrics)
     outcomes = []
     for ranks in (1, 2, 3):
         seen, found = States(), {}
         trainer = {"devices": ranks, "strategy": "cohort"}
-        data = sites(4, train=24)
-        federated(
-            deepcopy(start),
-            *methods(),
-            seen,
-            Metrics(found),
-            data=data,
-            rounds=2,
-            participation=3,
-            trainer=trainer,
-        )
+        settings = {"data": sites(4, train=24), "rounds": 2, "participation": 3, "trainer": trainer}
+        federated(deepcopy(start), *methods(), seen, Metrics(found), **settings)
         outcomes.append((seen.states, found))
     for states, found in outcomes[1:]:
         assert_same(outcomes[0][0], states)
@@ -209,6 +200,11 @@ def written_config():
     Path("tiny.yaml").write_text(yaml.safe_dump(config))
 
 
+def last(folder):
+    """Arguments for the configuration and the newest checkpoint of a run."""
+    return ["--config", f"{folder}/config.yaml", "--ckpt_path", f"{folder}/checkpoints/last.ckpt"]
+
+
 @pytest.fixture
 def own_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
@@ -223,25 +219,9 @@ def test_the_command_line_trains_tests_and_tabulates_the_users_module(own_module
     assert "val_loss" in told
     assert "test_loss" in told
     (folder,) = Path("runs").glob("*/*s0")
-    main(
-        [
-            "test",
-            "--config",
-            str(folder / "config.yaml"),
-            "--ckpt_path",
-            str(folder / "checkpoints/last.ckpt"),
-        ]
-    )
+    main(["test", *last(folder)])
     assert "test_loss" in capsys.readouterr().out
-    main(
-        [
-            "predict",
-            "--config",
-            str(folder / "config.yaml"),
-            "--ckpt_path",
-            str(folder / "checkpoints/last.ckpt"),
-        ]
-    )
+    main(["predict", *last(folder)])
     assert "7 predictions written to" in capsys.readouterr().out
     main(["runs"])
     assert "val_acc" in capsys.readouterr().out
@@ -250,13 +230,7 @@ def test_the_command_line_trains_tests_and_tabulates_the_users_module(own_module
 def test_clients_own_data_are_evaluated_and_predicted_where_there_is_no_server(own_module, capsys):
     main(["fit", "--config", "tiny.yaml", "--data.server", "false"])
     (folder,) = Path("runs").glob("*/*s0")
-    checkpoint = [
-        "--config",
-        str(folder / "config.yaml"),
-        "--ckpt_path",
-        str(folder / "checkpoints/last.ckpt"),
-    ]
-    main(["predict", *checkpoint])
+    main(["predict", *last(folder)])
     assert "14 predictions written to" in capsys.readouterr().out
 
 
@@ -343,16 +317,7 @@ def test_a_predict_step_decides_the_values_and_the_server_the_samples(own_module
     expected = module(samples.held_out.tensors[0]).softmax(1)[: len(table)]
     torch.testing.assert_close(torch.tensor(table[values].to_numpy()).float(), expected)
     with pytest.raises(SystemExit):
-        main(
-            [
-                "predict",
-                *given,
-                "--model.model",
-                "mine.Pair",
-                "--ckpt_path",
-                str(file.parent / "checkpoints/last.ckpt"),
-            ]
-        )
+        main(["predict", *given, *last(file.parent)[2:], "--model.model", "mine.Pair"])
     assert "outputs are dict and batches" in capsys.readouterr().err
 
 
