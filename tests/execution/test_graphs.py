@@ -11,7 +11,7 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 import torch
-from contract import ADAM, EVERY_ROW, TABLE, method_of, run
+from contract import ADAM, EVERY_METHOD, TABLE, method_of, run
 from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
 from outcomes import MOMENTUM, assert_same, outcome, states
 from recorded_calls import OfGPU, RecordedCalls, RecordingExecutor
@@ -45,7 +45,7 @@ def must_replay(monkeypatch):
     monkeypatch.setattr(graphs, "VectorizedExecutor", fail)
 
 
-@EVERY_ROW
+@EVERY_METHOD
 def test_replayed_steps_equal_computed_ones_for_every_method(row, must_replay):
     replayed = run(row, executor=RecordingExecutor())
     assert distance(run(row, executor=eager()).state_dict(), replayed.state_dict()) == 0
