@@ -234,16 +234,8 @@ class FirstSteps(FederatedCallback):
 def test_parameters_of_its_own_that_a_newcomer_trains_take_adams_first_step_with_global_moments():
     adam = partial(torch.optim.Adam, lr=0.01, eps=1e-30)
     watch = FirstSteps()
-    run(
-        small_cnn(),
-        blobs(6, sizes=(40,) * 6),
-        6,
-        FedBN(),
-        MaintainedMomentum("global"),
-        watch,
-        client_optimizer=adam,
-        participation=2,
-    )
+    settings = {"client_optimizer": adam, "participation": 2}
+    run(small_cnn(), blobs(6, sizes=(40,) * 6), 6, FedBN(), MaintainedMomentum("global"), watch, **settings)
     assert len(watch.changes) >= 3
     # a first step is lr * sign(gradient): moments of zero and their correction begin together
     assert list(watch.changes.values()) == pytest.approx([0.01] * len(watch.changes), rel=1e-6)

@@ -55,15 +55,8 @@ def largest(tensors):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_kept_global_momentum_is_the_rules(rule):
     method = MaintainedMomentum("global")
-    trained = train(
-        small_cnn("gn"),
-        blobs(**CLIENTS),
-        3,
-        [BadClient("momenta"), method],
-        aggregator=rule,
-        local_steps=2,
-        client_optimizer=MOMENTUM,
-    )
+    settings = {"aggregator": rule, "local_steps": 2, "client_optimizer": MOMENTUM}
+    trained = train(small_cnn("gn"), blobs(**CLIENTS), 3, [BadClient("momenta"), method], **settings)
     assert largest(method.memory[SERVER].values()) < 10
     assert largest(trained.values()) < 10
 
@@ -114,15 +107,8 @@ def test_a_rule_of_each_layer_takes_scaffolds_c_and_kept_momentum_layer_by_layer
 
     for optimizer in (MOMENTUM, partial(torch.optim.Adam, lr=0.01)):
         momentum = MaintainedMomentum("global")
-        train(
-            small_cnn(),
-            blobs(**CLIENTS),
-            1,
-            [momentum, ends],
-            aggregator=rule,
-            local_steps=2,
-            client_optimizer=optimizer,
-        )
+        settings = {"aggregator": rule, "local_steps": 2, "client_optimizer": optimizer}
+        train(small_cnn(), blobs(**CLIENTS), 1, [momentum, ends], **settings)
         held = {name: momentum.memory[SERVER][name] for name in ends.states}
         assert distance(by_layer(ends.params, ends.states, rule), held) < 1e-12
 

@@ -274,14 +274,8 @@ def test_absent_clients_keep_their_control_variates_bitwise():
 
 @EXECUTORS
 def test_kept_momentum_with_one_local_step_is_still_centralised_momentum_sgd(executor):
-    federated = train(
-        small_cnn("gn"),
-        blobs(),
-        5,
-        [SCAFFOLD(), MaintainedMomentum("global")],
-        client_optimizer=MOMENTUM,
-        executor=executor(),
-    )
+    settings = {"client_optimizer": MOMENTUM, "executor": executor()}
+    federated = train(small_cnn("gn"), blobs(), 5, [SCAFFOLD(), MaintainedMomentum("global")], **settings)
     assert distance(federated, centralised(small_cnn("gn"), blobs(), 5, MOMENTUM)) < 1e-10
 
 

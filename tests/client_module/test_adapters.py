@@ -513,13 +513,8 @@ def test_all_ranks_have_the_frozen_weights_of_the_first(tmp_path):
     outcomes = []
     for ranks in (1, 2):
         seen = States()
-        federated(
-            OtherOnRanks(partial=True),
-            seen,
-            data=images(),
-            rounds=2,
-            trainer={"devices": ranks, "strategy": "cohort"},
-        )
+        settings = {"data": images(), "rounds": 2, "trainer": {"devices": ranks, "strategy": "cohort"}}
+        federated(OtherOnRanks(partial=True), seen, **settings)
         outcomes.append(seen.states)
     assert_same(*outcomes)
 

@@ -21,6 +21,9 @@ from fl_lightning.errors import CannotVectorize
 from fl_lightning.models import FBNCNN
 
 BLOCKS = [1, 2, 3, 4, None]
+EACH_BLOCK = pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=() if size in (3, None) else pytest.mark.nightly) for size in BLOCKS]
+)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -36,15 +39,8 @@ def test_vectorised_equals_sequential_for_every_method_and_block_size(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_vectorised_equals_sequential_with_partial_participation_and_uneven_local_epochs(method):
     def run(executor):
-        return outcome(
-            small_cnn("bn"),
-            blobs(4, (16, 32, 24, 16)),
-            executor,
-            METHODS[method](),
-            participation=3,
-            local_steps=None,
-            local_epochs=1,
-        )
+        settings = {"participation": 3, "local_steps": None, "local_epochs": 1}
+        return outcome(small_cnn("bn"), blobs(4, (16, 32, 24, 16)), executor, METHODS[method](), **settings)
 
     reference = run(SequentialExecutor())
     for size in (None, 2):
@@ -60,7 +56,7 @@ def test_vectorised_equals_sequential_where_a_client_between_two_others_finishes
     assert distance(reference, found) < 1e-10
 
 
-@pytest.mark.parametrize("size", BLOCKS)
+@EACH_BLOCK
 def test_vectorised_equals_sequential_for_the_fbn_cnn_with_dropout(size):
     torch.manual_seed(0)
     model = FBNCNN(num_classes=3, in_channels=2, image_size=4, dropout=0.25)
@@ -140,7 +136,7 @@ def test_a_model_that_draws_its_own_random_numbers_is_refused_by_the_vectorised_
         outcome(Noisy(*small_cnn("gn")), blobs(), VectorizedExecutor())
 
 
-@pytest.mark.parametrize("size", BLOCKS)
+@EACH_BLOCK
 def test_vectorised_equals_sequential_for_batches_of_different_sizes(size, caplog):
     def run(executor, whole):
         data = blobs(4, (40, 17, 24, 17))
@@ -213,6 +209,7 @@ def check_compiled_steps(executor):
     assert trained._compiled_call_impl is None
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_those_of_the_model_and_evaluation_is_not_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     check_compiled_steps(SequentialExecutor)

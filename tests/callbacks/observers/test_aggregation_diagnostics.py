@@ -71,13 +71,7 @@ def test_the_mean_of_a_rule_for_which_all_are_alike_is_unweighted():
 
 def test_attackers_beside_rounds_of_other_clients_are_remembered():
     watch = AggregationDiagnostics(1)
-    train(
-        small_cnn(),
-        blobs(**FIVE),
-        6,
-        [watch, Byzantine(Gaussian(1e6, 0), [4], "means")],
-        participation=2,
-        on_divergence="record",
-    )
+    settings = {"participation": 2, "on_divergence": "record"}
+    train(small_cnn(), blobs(**FIVE), 6, [watch, Byzantine(Gaussian(1e6, 0), [4], "means")], **settings)
     rows = watch.tables()["shares"].rows
     assert [row[1] for row in rows] == ["no"] * (len(rows) - 1) + ["yes"]
