@@ -92,7 +92,7 @@ def covers(pair):
 
 
 def covering():
-    """Choose again and again the first of the pairs that have most of what no chosen pair has yet."""
+    """Add pair after pair: the first that adds most combinations of a method and a kind of partner."""
     pairs, chosen = sorted(ALLOWED, key=ids), []
     missing = set().union(*map(covers, pairs))
     while missing:

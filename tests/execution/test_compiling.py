@@ -37,7 +37,7 @@ CHEAP = {"compile_threads": 1, "cpp.vec_isa_ok": True}
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A folder for compiled code, which all workers of pytest share; neither processes that compile nor trials of vector code."""
+    """A folder for compiled code that all workers share, without processes that compile or trials of vector code."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
     with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(CHEAP):

@@ -54,7 +54,7 @@ TABLE = [
 
 
 def _rows(chosen, mark):
-    """All rows, those of other places than the chosen ones with a mark."""
+    """Return all rows, with a mark if their place is not chosen."""
     return [
         pytest.param(row, id=row.name, marks=() if place in chosen else mark)
         for place, row in enumerate(TABLE)
