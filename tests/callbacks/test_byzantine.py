@@ -130,6 +130,7 @@ def test_every_executor_computes_the_same_attack(attack, method):
 
 
 @pytest.mark.parametrize("attack", [SignFlip(), NonFinite()], ids=["sign flip", "NaN"])
+@pytest.mark.slow
 def test_verify_tries_attacks_under_a_median_and_lets_attackers_send_anything(attack):
     certificate = certify(partial(Byzantine, attack, 1), references=False)
     assert certificate.failed == []

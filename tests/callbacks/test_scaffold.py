@@ -330,6 +330,7 @@ class WholeData(ClientDataModule):
         return DataLoader(TensorDataset(self.inputs, self.targets), 12)
 
 
+@pytest.mark.slow
 def test_it_reaches_the_optimum_of_all_clients_where_fedavg_with_local_steps_does_not():
     clients = [WholeData(slope) for slope in (-2.0, 0.5, 3.0)]
     inputs, targets = (torch.cat([getattr(one, part) for one in clients]) for part in ("inputs", "targets"))

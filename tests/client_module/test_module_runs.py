@@ -235,6 +235,7 @@ def test_clients_own_data_are_evaluated_and_predicted_where_there_is_no_server(o
 
 
 @pytest.mark.parametrize(("metric", "best"), [("val_loss", min), ("val_acc", max)])
+@pytest.mark.slow
 def test_a_study_chooses_by_a_logged_name_and_tabulates_it(own_module, monkeypatch, metric, best):
     monkeypatch.setattr(local, "LocalEngine", InThisProcess)
     monkeypatch.setattr(InThisProcess, "ran", [], raising=False)

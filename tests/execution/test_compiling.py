@@ -184,6 +184,7 @@ def test_a_short_run_says_that_it_is_not_compiled(capsys):
     assert "not compiled" in lines[lines.index("Executor") + 2]
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_in_each_step_is_one_line(compiler, monkeypatch):
     class Counting(nn.Flatten):
         steps = 0

@@ -1,7 +1,7 @@
 """Runs whose ranks somebody else has started, and runs that go on with another number of ranks.
 
-A launch starts two to four interpreters. Two launches stay in CI: ranks of torchrun, and two machines that copy their own
-ranks. Other launchers and failures are nightly. What the variables of a launcher do to ranks, signals and errors is tested
+A launch starts two to four interpreters. Two launches stay in CI: torchrun on two machines, which resumes a run of the
+first, and two machines that copy their own ranks. Other launchers and failures are nightly. What the variables of a launcher do to ranks, signals and errors is tested
 without processes.
 """
 
@@ -225,7 +225,7 @@ def assert_like(folder, reference):
     assert same(final_state(attempt), final_state(reference))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_torchrun_are_one_run_with_the_numbers_of_one_process():
     write_config()
     reference = run("--trainer.devices", 1).attempt
@@ -269,15 +269,14 @@ def slurm(place, tasks_per_node):
 @pytest.mark.parametrize(
     ("launcher", "ranks", "goes_on"),
     [
-        pytest.param(copies, 4, True, id="copies that go on"),
-        pytest.param(copies, 4, False, id="copies", marks=pytest.mark.nightly),
-        pytest.param(torchrun, 2, True, id="torchrun that goes on", marks=pytest.mark.nightly),
+        pytest.param(copies, 4, False, id="copies"),
+        pytest.param(torchrun, 2, True, id="torchrun that goes on"),
         pytest.param(partial(slurm, tasks_per_node=1), 2, False, id="slurm", marks=pytest.mark.nightly),
         pytest.param(partial(slurm, tasks_per_node=2), 2, False, id="two tasks", marks=pytest.mark.nightly),
     ],
 )
 def test_machines_without_a_shared_file_system_give_the_numbers_of_one_process(launcher, ranks, goes_on):
-    """A run that goes on is kept by the first machine alone."""
+    """The run that goes on is on the first machine alone."""
     write_config()
     longer = ("--ckpt_path", "last", "--trainer.max_epochs", 6) if goes_on else ()
     if goes_on:

@@ -214,6 +214,7 @@ def with_ledger(**link):
 
 
 @pytest.mark.pictures
+@pytest.mark.slow
 def test_a_run_ends_with_its_books_as_picture_tables_and_result(in_folder, capsys):
     write_config({**with_ledger(upload_mbps=8, download_mbps=8), "model.local_steps": 1})
     attempt = command().attempt
