@@ -1,8 +1,8 @@
 """Runs whose ranks somebody else has started, and runs that go on with another number of ranks.
 
 A launch starts two to four interpreters. Two launches stay in CI: torchrun on two machines, which resumes a run of the
-first, and two machines that copy their own ranks. Other launchers and failures are nightly. What the variables of a launcher do to ranks, signals and errors is tested
-without processes.
+first, and two machines that copy their own ranks. Other launchers and failures are nightly. The variables of a launcher are
+tested without processes: the rank, the machines, repeated signals and errors.
 """
 
 import os
