@@ -71,6 +71,12 @@ def test_what_forgets_other_ranks_passes_in_its_right_form(right, tmp_path):
     RULES["ranks"](Trials(right, tmp_path))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("right", RIGHT, ids=lambda cls: cls.__name__)
+def test_a_right_form_passes_every_rule(right):
+    assert certify(right, references=False).failed == []
+
+
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
